@@ -90,7 +90,7 @@ class PolicyConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that the KL term compares with; started only if algorithm.kl_coefficient > 0."""
+    """The frozen policy that the KL term compares with; started only if algorithm.loss.kl_coefficient > 0."""
 
     path: str = setting("", "Model of the reference; empty takes model.path.")
     forward_max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
@@ -129,3 +129,22 @@ class RolloutConfig:
     enforce_eager: bool = setting(False, "Do not capture CUDA graphs. On CPU vLLM is always eager here.")
     max_retries: int = setting(2, "Times that a failed sample is sent again before it is dropped and counted.", minimum=0)
     threads: int = setting(0, "CPU threads of an engine; 0 takes all cores of the node.", minimum=0)
+
+
+@dataclass
+class LossConfig:
+    """The policy loss; formulas stand at the functions in `workers.model.losses`."""
+
+    name: str = setting("ppo_clip", "Policy loss.", choices=("ppo_clip",))
+    clip_low: float = setting(0.2, "Lower clip: ratios below 1 - clip_low give no gradient.", minimum=0, maximum=1)
+    clip_high: float = setting(0.2, "Upper clip: ratios above 1 + clip_high give no gradient.", minimum=0)
+    aggregation: str = setting(
+        "token_mean",
+        "How token losses become one number; every denominator is that of the whole mini-batch.",
+        choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"),
+    )
+    entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.", minimum=0)
+    kl_coefficient: float = setting(0.0, "Weight of the KL to the reference in the loss; 0 starts no reference.", minimum=0)
+    kl_estimator: str = setting(
+        "k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3")
+    )
