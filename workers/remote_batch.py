@@ -1,15 +1,25 @@
-"""TokenBlock, TokenColumn and RemoteBatch: a batch whose tokens stay where they were made.
+"""RemoteBatch: the driver's handle on a batch whose tokens stay where they were made.
 
     rollout actor --TokenBlock--> object store <--(reference, row)-- RemoteBatch on the driver
                                        |
     policy worker <---- gather() ------+         (zero-copy on one node, only the rows it needs)
 
-T tokens of all rows of a block, B rows.
+The driver selects, reorders and joins by index arithmetic; it never reads a token.
+Shapes: B sequences, T tokens of all rows of a block.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from workers.errors import DataError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from workers.dataproto import DataProto
 
 
 @dataclass(frozen=True)
@@ -24,8 +34,8 @@ class TokenBlock:
     columns: dict[str, np.ndarray]
 
     @classmethod
-    def from_rows(cls, rows: list[dict[str, np.ndarray]]) -> "TokenBlock":
-        """Concatenate rows that have the same columns, each of one length within a row."""
+    def from_rows(cls, rows: Sequence[Mapping[str, np.ndarray]]) -> "TokenBlock":
+        """Concatenate rows that have the same columns; within a row every column has the row's length."""
         names = list(rows[0]) if rows else []
         lengths = [len(row[names[0]]) for row in rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -35,6 +45,144 @@ class TokenBlock:
         return len(self.offsets) - 1
 
     def row(self, index: int) -> dict[str, np.ndarray]:
-        """Row `index` as views."""
+        """Row `index` of every column, as views."""
         start, stop = self.offsets[index], self.offsets[index + 1]
         return {name: values[start:stop] for name, values in self.columns.items()}
+
+
+@dataclass(frozen=True)
+class TokenColumn:
+    """Where the rows of one token column lie: row i is row `row[i]` of column `name` in `blocks[block[i]]`.
+
+    block, row: int32 [B].
+    """
+
+    name: str
+    blocks: tuple["ObjectRef", ...]
+    block: np.ndarray
+    row: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def select(self, indices: np.ndarray) -> "TokenColumn":
+        """The rows `indices`, holding only the blocks that these need (one, for its dtype, where there are no rows)."""
+        if len(indices) == 0:
+            return TokenColumn(self.name, self.blocks[:1], self.block[:0], self.row[:0])
+        used, block = np.unique(self.block[indices], return_inverse=True)
+        blocks = tuple(self.blocks[i] for i in used)
+        return TokenColumn(self.name, blocks, block.astype(np.int32), self.row[indices])
+
+    @staticmethod
+    def concat(parts: Sequence["TokenColumn"]) -> "TokenColumn":
+        """Rows of `parts` one after another; a block that several parts hold is kept once."""
+        blocks: dict[ObjectRef, int] = {}
+        block = []
+        for part in parts:
+            renumbered = np.array([blocks.setdefault(ref, len(blocks)) for ref in part.blocks], dtype=np.int32)
+            block.append(renumbered[part.block])
+        rows = np.concatenate([part.row for part in parts])
+        return TokenColumn(parts[0].name, tuple(blocks), np.concatenate(block), rows)
+
+
+@dataclass(frozen=True)
+class RemoteBatch:
+    """B sequences: light per-sequence columns in memory, token columns as references.
+
+    columns: name -> array [B] (uid, length, reward, weight_version, ...). tokens: name -> TokenColumn.
+    Immutable: every method returns a new handle and moves no token.
+    """
+
+    columns: dict[str, np.ndarray]
+    tokens: dict[str, TokenColumn]
+
+    def __post_init__(self) -> None:
+        sizes = {name: len(column) for name, column in (self.columns | self.tokens).items()}
+        if len(set(sizes.values())) > 1:
+            raise DataError(f"the columns of a RemoteBatch must have one length, got {sizes}.")
+
+    def __len__(self) -> int:
+        return len(next(iter((self.columns | self.tokens).values()), ()))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The light column `name`, [B]."""
+        if name not in self.columns:
+            raise DataError(f"this batch has no column {name!r}; it has {sorted(self.columns)}.")
+        return self.columns[name]
+
+    def select(self, indices: Any) -> "RemoteBatch":
+        """The rows `indices` (integers or a boolean mask), in that order."""
+        indices = np.asarray(indices)
+        if indices.dtype == bool:
+            if len(indices) != len(self):
+                raise DataError(f"a mask of {len(indices)} rows cannot select from a batch of {len(self)}.")
+            indices = np.flatnonzero(indices)
+        indices = indices.astype(np.int64)
+        outside = indices[(indices < 0) | (indices >= len(self))]
+        if len(outside):
+            raise DataError(f"row {outside[0]} is outside a batch of {len(self)} rows.")
+        return RemoteBatch(
+            {name: column[indices] for name, column in self.columns.items()},
+            {name: column.select(indices) for name, column in self.tokens.items()},
+        )
+
+    def with_columns(self, **columns: np.ndarray) -> "RemoteBatch":
+        """This batch with light columns added or replaced."""
+        return replace(self, columns=self.columns | columns)
+
+    def with_tokens(self, **tokens: TokenColumn) -> "RemoteBatch":
+        """This batch with token columns added or replaced."""
+        return replace(self, tokens=self.tokens | tokens)
+
+    @staticmethod
+    def concat(batches: Sequence["RemoteBatch"]) -> "RemoteBatch":
+        """Rows of `batches` one after another. Raises DataError if their columns differ."""
+        if not batches:
+            raise DataError("cannot concatenate zero batches.")
+        for batch in batches[1:]:
+            if set(batch.columns) != set(batches[0].columns) or set(batch.tokens) != set(batches[0].tokens):
+                names = [sorted(set(b.columns) | set(b.tokens)) for b in (batches[0], batch)]
+                raise DataError(f"batches with different columns cannot be joined: {names[0]} and {names[1]}.")
+        return RemoteBatch(
+            {name: np.concatenate([b.columns[name] for b in batches]) for name in batches[0].columns},
+            {name: TokenColumn.concat([b.tokens[name] for b in batches]) for name in batches[0].tokens},
+        )
+
+    def gather(self) -> "DataProto":
+        """Fetch the rows into a DataProto: token columns jagged with one shared ragged axis, numbers as tensors [B].
+
+        Runs in the worker that needs the tokens. Raises DataError if the token columns disagree about a row's length.
+        """
+        import ray
+        import torch
+
+        from workers.dataproto import DataProto
+
+        refs = list(dict.fromkeys(ref for column in self.tokens.values() for ref in column.blocks))
+        fetched = dict(zip(refs, ray.get(refs), strict=True))
+        tensors: dict[str, torch.Tensor] = {}
+        offsets: torch.Tensor | None = None
+        for name, column in self.tokens.items():
+            values, lengths = _collect(column, [fetched[ref] for ref in column.blocks])
+            column_offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+            if offsets is None:
+                offsets, first = column_offsets, name
+            elif not torch.equal(offsets, column_offsets):
+                row = int((offsets != column_offsets).nonzero()[0]) - 1
+                raise DataError(f"token columns {first!r} and {name!r} differ in length at row {row}.")
+            tensors[name] = torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), offsets)
+        plain = {name: c for name, c in self.columns.items() if c.dtype.kind in "biuf"}
+        tensors |= {name: torch.from_numpy(np.ascontiguousarray(c)) for name, c in plain.items()}
+        objects = {name: c.astype(object) for name, c in self.columns.items() if name not in plain}
+        return DataProto.from_dict(tensors, non_tensors=objects)
+
+
+def _collect(column: TokenColumn, blocks: list[TokenBlock]) -> tuple[np.ndarray, np.ndarray]:
+    """Values [T] of the column's rows, concatenated, and their lengths [B]."""
+    sources = [(block.columns[column.name], block.offsets) for block in blocks]
+    rows = []
+    for block, row in zip(column.block, column.row, strict=True):
+        values, offsets = sources[block]
+        rows.append(values[offsets[row] : offsets[row + 1]])
+    empty = sources[0][0][:0]
+    return np.concatenate([empty, *rows]), np.array([len(row) for row in rows], dtype=np.int64)

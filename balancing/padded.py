@@ -1,0 +1,158 @@
+"""Contiguous runs of sequences: the padded layout, and any layout in given order.
+
+    lengths sorted -> dealt to ranks with stride -> the same cuts on every rank -> rows * padded length <= cap
+
+The published dynamic batching for models without variable-length attention; `deal_padded` is it whole.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from balancing.alignment import round_up
+from balancing.errors import CountError
+from balancing.validation import check_fits, positive_integer, sequence_lengths
+
+Runs = list[tuple[int, int]]
+"""Half-open ranges of positions, end to end."""
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedDeal:
+    """Every rank's sequences and the cuts that all ranks share.
+
+    ranks[r]: int64 indices that rank r computes, shortest first; they differ in number by at most one.
+    slices: (start, stop) of each micro-batch into `ranks[r]`; only the last may be a row short on some ranks.
+    padded_lengths: int64, width of each micro-batch, the same on all ranks.
+    tokens: cells computed over all ranks. given_tokens: cells if every row had the width of the longest.
+    """
+
+    ranks: tuple[NDArray[np.int64], ...]
+    slices: tuple[tuple[int, int], ...]
+    padded_lengths: NDArray[np.int64]
+    tokens: int
+    given_tokens: int
+
+    @property
+    def padding_removed(self) -> float:
+        """Share of the cells of a batch padded to its longest row that are not computed."""
+        return 1.0 - self.tokens / self.given_tokens
+
+
+def deal_padded(
+    lengths: ArrayLike,
+    *,
+    ranks: int,
+    max_tokens: int,
+    max_sequences: int | None = None,
+    multiple_of: int = 1,
+    length_multiple: int = 1,
+) -> PaddedDeal:
+    """Sort by length, deal with stride, cut into micro-batches of `rows * padded_length <= max_tokens`.
+
+    All ranks share cuts and widths. `multiple_of`: where a pipeline needs it, the micro-batches with most tokens are
+    split until the count divides; their halves keep the width, so that no new shape appears.
+    Raises as `pack` does; CountError where a rank has fewer rows than the count needs, or fewer sequences than ranks.
+    """
+    tokens = sequence_lengths(lengths)
+    if positive_integer(ranks, "ranks") > len(tokens):
+        raise CountError(f"{len(tokens)} sequences cannot be dealt to ranks={ranks}; lower ranks or pass more sequences")
+    sizes = round_up(tokens, positive_integer(length_multiple, "length_multiple"))
+    check_fits(tokens, sizes, positive_integer(max_tokens, "max_tokens"))
+    order = np.argsort(tokens, kind="stable")
+    widest = sizes[order[np.minimum(np.arange(ranks - 1, len(order) + ranks - 1, ranks), len(order) - 1)]]
+    rows = len(order) if max_sequences is None else positive_integer(max_sequences, "max_sequences")
+    runs = take_in_order(widest, max_tokens, rows, padded=True)
+    widths = [int(widest[stop - 1]) for _, stop in runs]
+    runs, widths = _split_for_pipeline(runs, widths, positive_integer(multiple_of, "multiple_of"))
+    dealt = tuple(order[rank::ranks] for rank in range(ranks))
+    computed = sum((min(stop, len(mine)) - start) * width for mine in dealt for (start, stop), width in zip(runs, widths, strict=True))
+    return PaddedDeal(dealt, tuple(runs), np.asarray(widths, np.int64), computed, len(tokens) * int(sizes.max()))
+
+
+def take_in_order(sizes: NDArray[np.int64], max_tokens: int, max_sequences: int, *, padded: bool) -> Runs:
+    """Cut positions 0..n into the longest runs that keep the caps, from the front: the fewest for this order.
+
+    sizes: int64 [n], each at most `max_tokens`. A run takes their sum, or with `padded` rows times the largest.
+    """
+    runs, start, total, widest = [], 0, 0, 0
+    for position, size in enumerate(sizes.tolist()):
+        rows = position - start + 1
+        tokens = rows * max(widest, size) if padded else total + size
+        if tokens > max_tokens or rows > max_sequences:
+            runs.append((start, position))
+            start, total, widest = position, 0, 0
+        total, widest = total + size, max(widest, size)
+    return [*runs, (start, len(sizes))]
+
+
+def split_most_tokens(runs: Runs, sizes: NDArray[np.int64], count: int, *, padded: bool) -> Runs:
+    """Halve the runs with most tokens until there are `count`; there must be as many positions."""
+    runs = list(runs)
+
+    def tokens(run: tuple[int, int]) -> int:
+        inside = sizes[run[0] : run[1]]
+        return 0 if len(inside) < 2 else int(len(inside) * inside.max() if padded else inside.sum())
+
+    while len(runs) < count:
+        position = max(range(len(runs)), key=lambda i: tokens(runs[i]))
+        start, stop = runs[position]
+        middle = (start + stop) // 2
+        runs[position : position + 1] = [(start, middle), (middle, stop)]
+    return runs
+
+
+def pack_padded(
+    sizes: NDArray[np.int64],
+    weights: NDArray[np.float64] | None,
+    max_tokens: int,
+    max_sequences: int,
+    allowed_count: Callable[[int, int], int],
+) -> list[list[int]]:
+    """Fewest micro-batches of `rows * longest <= max_tokens`, then the lowest heaviest one that this count allows.
+
+    Taking the longest that are left, as many as fit, is optimal for the count: whatever shares a micro-batch with
+    the longest sequence can be exchanged for the next longest without any micro-batch growing.
+    sizes: int64 [n], aligned. weights: float64 [n] or None for padded tokens.
+    allowed_count: (needed, sequences) -> the count to use.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    descending = sizes[order]
+    runs = take_in_order(descending, max_tokens, max_sequences, padded=True)
+    count = allowed_count(len(runs), len(sizes))
+    if weights is None:
+        runs = _lowest_token_limit(descending, max_tokens, max_sequences, count)
+    runs = split_most_tokens(runs, descending, count, padded=True)
+    return [sorted(order[start:stop].tolist()) for start, stop in runs]
+
+
+def _lowest_token_limit(descending: NDArray[np.int64], max_tokens: int, max_sequences: int, count: int) -> Runs:
+    """The runs at the lowest cap that still gives at most `count` of them, found by bisection."""
+    low, high = int(descending[0]), max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(take_in_order(descending, middle, max_sequences, padded=True)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return take_in_order(descending, high, max_sequences, padded=True)
+
+
+def _split_for_pipeline(runs: Runs, widths: list[int], multiple_of: int) -> tuple[Runs, list[int]]:
+    rows = runs[-1][1]
+    target = -(-len(runs) // multiple_of) * multiple_of
+    if target > rows:
+        raise CountError(
+            f"{rows} rows on a rank cannot fill {target} micro-batches (the cap needs {len(runs)}, "
+            f"multiple_of={multiple_of}); lower multiple_of or pass more sequences"
+        )
+    runs, widths = list(runs), list(widths)
+    while len(runs) < target:
+        tokens = [(stop - start) * width if stop - start > 1 else 0 for (start, stop), width in zip(runs, widths, strict=True)]
+        position = int(np.argmax(tokens))
+        start, stop = runs[position]
+        runs[position : position + 1] = [(start, (start + stop) // 2), ((start + stop) // 2, stop)]
+        widths.insert(position, widths[position])
+    return runs, widths

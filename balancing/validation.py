@@ -1,0 +1,85 @@
+"""Checks of what callers pass in; each returns the value in the one form that the package computes with."""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from balancing.errors import BalancingError, LengthError, OptionError, OverCapError, WeightError
+
+
+def positive_integer(value: Any, name: str) -> int:
+    """Raises OptionError unless `value` is a whole number of at least 1."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral) or int(value) < 1:
+        raise OptionError(f"{name}={value!r} must be a whole number of at least 1")
+    return int(value)
+
+
+def one_of(value: Any, name: str, choices: Sequence[str]) -> None:
+    """Raises OptionError unless `value` is among `choices`."""
+    if value not in choices:
+        raise OptionError(f"{name}={value!r} is unknown; set {name} to one of {', '.join(map(repr, choices))}")
+
+
+def whole_numbers(
+    values: ArrayLike, name: str, *, minimum: int, error: type[BalancingError] = LengthError
+) -> NDArray[np.int64]:
+    """int64 [n]; raises `error` naming the first entry that is not a whole number of at least `minimum`."""
+    array = _one_dimensional(values, name, error)
+    if array.dtype.kind not in "iuf":
+        raise error(f"{name} holds {array.dtype} values; pass whole numbers")
+    bad = ~np.isfinite(array) | (array != np.floor(array)) | (array < minimum) | (array > 2**53)
+    if bad.any():
+        index = int(np.argmax(bad))
+        raise error(f"{name}[{index}] is {array[index]}; every entry of {name} must be a whole number >= {minimum}")
+    return array.astype(np.int64)
+
+
+def sequence_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
+    """int64 [n], n >= 1, every length >= 1; raises LengthError naming the first that is not."""
+    checked = whole_numbers(lengths, "lengths", minimum=1)
+    if checked.size == 0:
+        raise LengthError("lengths is empty; pass the length of at least one sequence")
+    return checked
+
+
+def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> NDArray[np.float64]:
+    """float64 [n]; raises WeightError unless finite, not negative and, with `size`, of that number."""
+    array = _one_dimensional(weights, name, WeightError)
+    if array.dtype.kind not in "iufb":
+        raise WeightError(f"{name} holds {array.dtype} values; pass numbers")
+    if size is not None and array.size != size:
+        raise WeightError(f"{name} holds {array.size} values for {size} sequences; pass one for each of lengths")
+    bad = ~(np.isfinite(array) & (array >= 0))
+    if bad.any():
+        index = int(np.argmax(bad))
+        raise WeightError(f"{name}[{index}] is {array[index]}; every entry of {name} must be finite and >= 0")
+    return array.astype(np.float64)
+
+
+def check_fits(lengths: NDArray[np.int64], aligned: NDArray[np.int64], max_tokens: int) -> None:
+    """Raises OverCapError for the first sequence that does not fit alone.
+
+    lengths, aligned: int64 [n], real lengths and what they take in a micro-batch.
+    """
+    too_long = aligned > max_tokens
+    if not too_long.any():
+        return
+    index = int(np.argmax(too_long))
+    grown = f" ({aligned[index]} after alignment)" if aligned[index] != lengths[index] else ""
+    raise OverCapError(
+        f"lengths[{index}] is {lengths[index]} tokens{grown}, above max_tokens={max_tokens}; "
+        f"raise max_tokens to at least {aligned.max()} or shorten the sequence"
+    )
+
+
+def _one_dimensional(values: ArrayLike, name: str, error: type[BalancingError]) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except ValueError as ragged:
+        raise error(f"{name} is not an array of numbers: {ragged}") from ragged
+    if array.ndim != 1:
+        raise error(f"{name} has {array.ndim} dimensions; pass one number for each sequence")
+    return array.astype(np.int64) if array.size == 0 else array

@@ -1,0 +1,63 @@
+"""RunWriter: what a run leaves behind - config.yaml, metrics.jsonl, TensorBoard, summary.json."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+
+class RunWriter:
+    """Writes `runs/NAME/`. metrics.jsonl gets one line a step, flushed at once, so that a killed run loses nothing."""
+
+    def __init__(self, folder: Path, config_yaml: str, *, tensorboard: bool = True) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        (folder / "config.yaml").write_text(config_yaml)
+        self._lines = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._tensorboard = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one step (from 1; 0 is before training)."""
+        self._lines.write(json.dumps({"step": step} | {k: finite(v) for k, v in metrics.items()}) + "\n")
+        self._lines.flush()
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        (self.folder / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Flush and close what is open."""
+        self._lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def finite(value: float) -> float | None:
+    """`value`, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+class Stopwatch:
+    """Seconds by phase of one step: `with watch.phase("rollout"): ...`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to phase `name`."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start

@@ -1,0 +1,72 @@
+"""Placement: which bundles each role gets, and a clear word when the cluster cannot give them.
+
+    placement(config) -> [Pool, ...]      pure: what is asked for
+    reserve(pool, timeout) -> PlacementGroup
+"""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from workers.errors import ResourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Bundle = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Bundles that are reserved together; the roles in a pool share them rank by rank."""
+
+    name: str
+    bundles: tuple[Bundle, ...]
+    strategy: str = "PACK"
+
+
+def reserve(pool: Pool, timeout_s: float) -> PlacementGroup:
+    """Reserve the pool's bundles. Raises ResourceError, naming what is missing, if they are not there in time."""
+    group = placement_group(list(pool.bundles), strategy=pool.strategy, name=pool.name)
+    deadline = time.monotonic() + timeout_s
+    while not group.wait(min(1.0, timeout_s)):
+        # Ray itself would wait for ever for a node; a request above all nodes together is known at once.
+        impossible = shortage(pool, ray.cluster_resources())
+        if impossible or time.monotonic() > deadline:
+            message = _shortage_message(pool, timeout_s)
+            remove_placement_group(group)
+            raise ResourceError(message)
+    return group
+
+
+def shortage(pool: Pool, available: "Mapping[str, Any]") -> Bundle:
+    """What of the pool's total is missing in `available`, by resource."""
+    total: Bundle = {}
+    for bundle in pool.bundles:
+        for resource, amount in bundle.items():
+            total[resource] = total.get(resource, 0.0) + amount
+    missing = {resource: amount - float(available.get(resource, 0.0)) for resource, amount in total.items()}
+    return {resource: amount for resource, amount in missing.items() if amount > 1e-9}
+
+
+def _shortage_message(pool: Pool, timeout_s: float) -> str:
+    cluster, free = ray.cluster_resources(), ray.available_resources()
+    missing = shortage(pool, cluster) or shortage(pool, free)
+    where = "the whole cluster" if shortage(pool, cluster) else "what other jobs left free"
+    lacks = ", ".join(f"{amount:g} {resource}" for resource, amount in missing.items())
+    if not missing:
+        largest = max(pool.bundles, key=lambda bundle: sum(bundle.values()))
+        where, lacks = "one node", f"room for a bundle of {largest}"
+    counts = {resource: f"{free.get(resource, 0):g} free of {cluster.get(resource, 0):g}" for resource in _names(pool)}
+    return (
+        f"placement group {pool.name!r} ({len(pool.bundles)} bundles of {pool.bundles[0]}) was not placed within "
+        f"{timeout_s:g} s: {lacks} missing in {where} ({counts}); start more nodes, lower policy.ranks or "
+        f"rollout.replicas, or raise resources.placement_timeout_s."
+    )
+
+
+def _names(pool: Pool) -> list[str]:
+    return sorted({resource for bundle in pool.bundles for resource in bundle})

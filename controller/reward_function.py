@@ -1,0 +1,69 @@
+"""A user's reward function: found by name and checked against the data before anything starts.
+
+    "module:function" or "path/file.py:function" --load_function--> callable --requested_columns--> names it is given
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from workers.errors import ConfigError
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function that `module:function` or `path/file.py:function` names.
+
+    Raises ConfigError naming what is missing.
+    """
+    place, separator, function_name = name.rpartition(":")
+    if not separator:
+        raise ConfigError(f"reward.function={name!r} must be module:function or path/file.py:function.")
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"reward.function={name!r}: {place} has no function {function_name!r}.")
+    return function
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"reward.function: there is no file {path}.")
+    module_name = f"ballast_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"reward.function: {path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"reward.function: module {name!r} cannot be imported: {error}.") from None
+
+
+def requested_columns(function: Callable[..., Any], record: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Which of the record's columns the function takes by name, beside `response`.
+
+    Raises ConfigError if it has no `response` parameter or requires a column that the data does not have.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if "response" not in names and not takes_all:
+        raise ConfigError(f"reward.function={name!r} must take a parameter 'response'.")
+    offered = set(record)
+    required = {p.name for p in parameters if p.name in names and p.default is p.empty}
+    lacking = sorted(required - offered - {"response"})
+    if lacking:
+        raise ConfigError(f"reward.function={name!r} asks for {lacking}, but the data has {sorted(offered)}.")
+    return tuple(sorted((offered if takes_all else names & offered) - {"response"}))

@@ -1,0 +1,79 @@
+"""Rollout: what came back from the engines, scored, as a RemoteBatch.
+
+    RolloutRound (light results, block references) + scores --assemble--> Rollout
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from controller.rollouts import RolloutRound
+from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.reward import Score
+
+TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One round of samples.
+
+    batch: columns uid, sample, prompt_tokens, response_tokens, length (int64), truncated (bool), weight_version
+    (int64), reward (float64); tokens input_ids, loss_mask, rollout_log_probs. `by_sample`: scores in the batch's order.
+    """
+
+    batch: RemoteBatch
+    by_sample: dict[tuple[str, int], Score]
+    dropped: int
+    retried: int
+
+    def scores(self) -> dict[str, float]:
+        """Mean reward and mean of every other number that the reward function returned."""
+        scores = list(self.by_sample.values())
+        means = {"reward": float(np.mean([score.reward for score in scores]))}
+        for name in sorted({name for score in scores for name in score.parts}):
+            means[name] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
+        return means
+
+    def metrics(self) -> dict[str, float]:
+        """Rewards and lengths of the round, under the names that a run logs."""
+        tokens = self.batch["response_tokens"]
+        means = self.scores()
+        return {
+            "reward/mean": means.pop("reward"),
+            "reward/std": float(self.batch["reward"].std()),
+            **{f"reward/{name}": value for name, value in means.items()},
+            "rollout/samples": float(len(self.batch)),
+            "rollout/samples_dropped": float(self.dropped),
+            "rollout/samples_retried": float(self.retried),
+            "rollout/response_tokens_mean": float(tokens.mean()),
+            "rollout/response_tokens_max": float(tokens.max()),
+            "rollout/truncated_share": float(self.batch["truncated"].mean()),
+            "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
+        }
+
+
+def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score]) -> Rollout:
+    """Join light results, block references and scores by (uid, sample)."""
+    kept = [(result, ref) for result, ref in zip(finished.results, finished.blocks, strict=True) if result.row >= 0]
+    found = [result for result, _ in kept]
+    blocks = list(dict.fromkeys(ref for _, ref in kept))
+    number = {ref: i for i, ref in enumerate(blocks)}
+    block = np.array([number[ref] for _, ref in kept], dtype=np.int32)
+    row = np.array([result.row for result in found], dtype=np.int32)
+    by_sample = {(result.uid, result.sample): scores[result.uid, result.sample] for result in found}
+    prompt_tokens = np.array([result.prompt_tokens for result in found], dtype=np.int64)
+    response_tokens = np.array([result.response_tokens for result in found], dtype=np.int64)
+    columns = {
+        "uid": np.array([result.uid for result in found]),
+        "sample": np.array([result.sample for result in found], dtype=np.int64),
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": response_tokens,
+        "length": prompt_tokens + response_tokens,
+        "truncated": np.array([result.finish_reason == "length" for result in found]),
+        "weight_version": np.array([result.weight_version for result in found], dtype=np.int64),
+        "reward": np.array([score.reward for score in by_sample.values()]),
+    }
+    tokens = {name: TokenColumn(name, tuple(blocks), block, row) for name in TOKEN_COLUMNS}
+    return Rollout(RemoteBatch(columns, tokens), by_sample, len(finished.dropped), finished.retried)

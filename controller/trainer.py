@@ -1,0 +1,201 @@
+"""The algorithm, one step after another:
+
+    prompts -> rollout (vLLM, sample by sample; rewards alongside) -> keep groups with signal -> plan
+            -> old and reference log-probs -> advantages -> update, mini-batch by mini-batch -> weights to vLLM -> metrics
+
+The driver works on lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`).
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from balancing import CostModel, Plan, plan_batch
+from controller import advantages
+from controller.config import Config
+from controller.console import Console
+from controller.data import Prompt, PromptDataset
+from controller.metrics import RunWriter, Stopwatch
+from controller.roles import Roles
+from controller.samples import Rollout, assemble
+from workers.config import SamplingConfig
+from workers.metrics import Metrics, results
+from workers.remote_batch import RemoteBatch
+from workers.rollout.requests import SampleRequest, sample_seed
+
+VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a whole run came to: validation before and after, and the metrics of every step."""
+
+    before: dict[str, float]
+    after: dict[str, float]
+    steps: tuple[dict[str, float], ...]
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of summary.json; seconds and tokens/s are medians over steps."""
+        speed = {}
+        if self.steps:
+            speed = {
+                "seconds_per_step": statistics.median(step["time/step_s"] for step in self.steps),
+                "tokens_per_second": statistics.median(step["throughput/tokens_per_s"] for step in self.steps),
+            }
+        validation = {"before": self.before, "after": self.after}
+        return {"steps": len(self.steps), "validation": validation} | speed
+
+
+class Trainer:
+    """Group-relative policy optimisation over the roles of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        prompts: PromptDataset,
+        validation: PromptDataset | None,
+        *,
+        cost_model: CostModel,
+        writer: RunWriter,
+        console: Console,
+    ) -> None:
+        """`cost_model`: FLOPs of a sequence, which the plan balances."""
+        self.config, self.roles = config, roles
+        self.prompts, self.validation = prompts, validation
+        self.cost_model, self.writer, self.console = cost_model, writer, console
+        self.weight_version = 0
+
+    def fit(self) -> Outcome:
+        """Validate, train for `run.steps` steps, validate."""
+        run, every = self.config.run, self.config.validation.every
+        before = latest = self.validate(0)
+        steps = []
+        for step in range(1, run.steps + 1):
+            steps.append(self.step(step))
+            self.writer.step(step, steps[-1])
+            self.console.step(step, run.steps, steps[-1])
+            if step == run.steps or (every and step % every == 0):
+                latest = self.validate(step)
+        return Outcome(before, latest, tuple(steps))
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step of the picture above; returns its metrics."""
+        watch = Stopwatch()
+        with watch.phase("step"):
+            with watch.phase("rollout"), self.console.phase("rollout"):
+                rollout = self.roll_out(
+                    self.prompts.batch(step - 1, self.config.batch.prompts_per_step),
+                    self.config.rollout.samples_per_prompt,
+                    self.config.rollout.sampling,
+                    step,
+                )
+            metrics = rollout.metrics()
+            self.console.completions(rollout, self.config.run.log_completions)
+            batch = self.keep_groups_with_signal(rollout.batch)
+            metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
+            if len(batch):
+                metrics |= self.learn(batch, step, watch)
+        metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
+        metrics["throughput/tokens_per_s"] = float(rollout.batch["length"].sum()) / watch.seconds["step"]
+        metrics["rollout/weight_version"] = float(self.weight_version)
+        return metrics
+
+    def learn(self, batch: RemoteBatch, step: int, watch: Stopwatch) -> dict[str, float]:
+        """Plan, log-probs, advantages, update, weights to the engines."""
+        with watch.phase("plan"):
+            batch = batch.with_columns(advantages=self.advantages(batch))
+            plan = self.plan(batch, draw_mini_batches(len(batch), self.config.batch.mini_batches, self._rng(step)))
+        with watch.phase("log_probs"), self.console.phase("log-probs"):
+            batch, metrics = self.with_log_probs(batch)
+        with watch.phase("update"), self.console.phase("update"):
+            metrics |= self.roles.policy.update(batch, plan, self.config.algorithm.loss)
+        with watch.phase("weights"), self.console.phase("weights"):
+            self.send_weights()
+        return plan.statistics() | results(metrics)
+
+    def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> Rollout:
+        """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
+        by_uid = {prompt.uid: prompt for prompt in prompts}
+        requests = [
+            SampleRequest(prompt.uid, i, prompt.ids, sample_seed(self.config.run.seed, step, prompt.uid, i))
+            for prompt in prompts
+            for i in range(samples)
+        ]
+        finished = self.roles.rollouts.generate(
+            requests, sampling, on_results=lambda found, block: self.roles.rewards.submit(found, block, by_uid)
+        )
+        return assemble(finished, self.roles.rewards.collect())
+
+    def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch without groups of equal rewards, where algorithm.drop_groups_without_signal asks for it."""
+        if not self.config.algorithm.drop_groups_without_signal:
+            return batch
+        return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
+
+    def advantages(self, batch: RemoteBatch) -> np.ndarray:
+        """One advantage a sequence, float32 [B]."""
+        by_std = self.config.algorithm.normalize_by_std
+        return advantages.grpo(batch["reward"], batch["uid"], normalize_by_std=by_std).astype(np.float32)
+
+    def plan(self, batch: RemoteBatch, mini_batches: list[np.ndarray], *, forward_only: bool = False) -> Plan:
+        """Who computes what and when; mini-batches stay as drawn."""
+        policy = self.config.policy
+        return plan_batch(
+            batch["length"],
+            ranks=policy.ranks,
+            mini_batches=mini_batches,
+            max_tokens=self.config.forward_max_tokens if forward_only else policy.max_tokens,
+            max_sequences=policy.max_sequences or None,
+            loss_tokens=batch["response_tokens"],
+            cost_model=self.cost_model,
+            algorithm=self.config.balance.algorithm,
+        )
+
+    def with_log_probs(self, batch: RemoteBatch) -> tuple[RemoteBatch, Metrics]:
+        """Old log-probs, where the first update would make them stale, and the reference's, where the loss has a KL.
+
+        With one mini-batch the only update starts from the very policy that sampled: the old log-probs are those of
+        the update's own forward pass, and a separate one would compute the same numbers again.
+        """
+        metrics: Metrics = {}
+        if self.config.batch.mini_batches == 1 and self.roles.reference is None:
+            return batch, metrics
+        plan = self.plan(batch, [np.arange(len(batch))], forward_only=True)
+        if self.config.batch.mini_batches > 1:
+            passed = self.roles.policy.log_probs(batch, plan)
+            batch, metrics = batch.with_tokens(old_log_probs=passed.tokens["log_probs"]), passed.metrics
+        if self.roles.reference is not None:
+            passed = self.roles.reference.log_probs(batch, plan)
+            batch = batch.with_tokens(reference_log_probs=passed.tokens["log_probs"])
+        return batch, metrics
+
+    def send_weights(self) -> None:
+        """New weights to every engine, under the next version."""
+        self.weight_version += 1
+        self.roles.send_weights(self.weight_version)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Mean reward and its parts over the held-out prompts; empty without data.validation."""
+        if self.validation is None:
+            return {}
+        settings = self.config.validation
+        prompts = list(self.validation)[: settings.prompts or None]
+        with self.console.phase("validation"):
+            rollout = self.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
+        scores = {f"validation/{name}": value for name, value in rollout.scores().items()}
+        self.writer.step(step, scores)
+        self.console.validation(step, scores)
+        return scores
+
+    def _rng(self, step: int) -> np.random.Generator:
+        return np.random.default_rng((self.config.run.seed, step))
+
+
+def draw_mini_batches(sequences: int, mini_batches: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """A random split of row numbers into mini-batches whose sizes differ by at most one; fewer where rows are few."""
+    parts = np.array_split(rng.permutation(sequences), min(mini_batches, sequences))
+    return [np.sort(part) for part in parts]

@@ -1,0 +1,105 @@
+"""A small policy that knows how to add and errs often: the start of the quickstart.
+
+    random Qwen2 (3M) --supervised training on workings with 6 % wrong digits--> cache/model     kept for the next run
+
+Runs in one process on the same engine that RL uses. `python -m examples.addition.warm_start [--force]`.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from examples.addition import data
+from workers.config import ModelConfig, OptimizerConfig
+from workers.model.engine import Engine
+from workers.model.losses import Denominators, sft_loss
+from workers.model.packing import Sequences
+
+CACHE = Path(__file__).parent / "cache"
+CORRUPTION = 0.06
+STEPS = 700
+BATCH = 128
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character; <pad> and <eos> beside them."""
+    vocabulary = {c: i for i, c in enumerate(["<pad>", "<eos>", "<unk>", *data.CHARACTERS])}
+    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokens.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
+    )
+
+
+def create_model(folder: Path, seed: int) -> None:
+    """A random Qwen2 of 3M parameters with tied embeddings, in Hugging Face format."""
+    characters = tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=32,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=characters.eos_token_id,
+        pad_token_id=characters.pad_token_id,
+        dtype="float32",
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    characters.save_pretrained(folder)
+
+
+def batch(characters: PreTrainedTokenizerFast, rng: random.Random) -> Sequences:
+    """BATCH problems with corrupted workings; the loss is on the response."""
+    rows = []
+    for _ in range(BATCH):
+        a, b = data.problem(rng, held_out=False)
+        prompt = characters.encode(f"{a}+{b}=")
+        response = characters.encode(data.corrupted(data.solution(a, b), CORRUPTION, rng)) + [characters.eos_token_id]
+        ids = torch.tensor(prompt + response)
+        rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(prompt)})
+    return Sequences.from_list(rows)
+
+
+def train(folder: Path, seed: int) -> None:
+    """Supervised training of the model in `folder`, in place."""
+    characters = tokenizer()
+    optimizer = OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_steps=30, weight_decay=0.01)
+    engine = Engine(ModelConfig(path=str(folder)), optimizer=optimizer, total_steps=STEPS, device="cpu")
+    rng = random.Random(seed)
+    for _ in track(range(STEPS), description="warm start"):
+        sequences = batch(characters, rng)
+        denominators = Denominators(tokens=int(sequences.tokens["loss_mask"].sum()), sequences=BATCH)
+        engine.forward_backward(sequences, [(0, BATCH)], sft_loss, denominators)
+        engine.optimizer_step()
+    engine.save_pretrained(str(folder))
+
+
+def main() -> None:
+    """Write the data and the model, unless they are there."""
+    model = CACHE / "model"
+    if (model / "config.json").exists() and "--force" not in sys.argv:
+        print(f"warm start: kept {model}")
+        return
+    CACHE.mkdir(exist_ok=True)
+    data.write(CACHE / "train.jsonl", 8192, seed=1, held_out=False)
+    data.write(CACHE / "validation.jsonl", 512, seed=2, held_out=True)
+    scratch = CACHE / "unfinished"
+    create_model(scratch, seed=0)
+    train(scratch, seed=0)
+    scratch.rename(model)
+    print(f"warm start: {model}")
+
+
+if __name__ == "__main__":
+    main()

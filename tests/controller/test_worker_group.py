@@ -1,0 +1,128 @@
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray.util.placement_group import remove_placement_group
+
+from balancing import RankPlan, plan_batch
+from controller.resources import Pool, reserve
+from controller.worker_group import Share, WorkerGroup
+from workers.base import Worker
+from workers.dataproto import DataProto
+from workers.dispatch import Join, Split, dispatch
+from workers.errors import ResourceError, WorkerError
+from workers.metrics import Metric, Metrics
+from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+
+
+class ArithmeticWorker(Worker):
+    """A real worker, with a process group, whose results can be checked by hand."""
+
+    @dispatch(Split.ALL)
+    def ranks_sum(self) -> int:
+        total = torch.tensor(self.coordinates.index)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    @dispatch(Split.EACH)
+    def double(self, value: int) -> int:
+        return 2 * value
+
+    @dispatch(Split.ALL, Join.RANK_ZERO)
+    def answer(self) -> int:
+        return 40 + self.coordinates.index
+
+    @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
+    def large(self) -> tuple[np.ndarray | None, Metrics]:
+        return (np.arange(5) if self.coordinates.index == 0 else None), {"ranks": Metric.sum(1)}
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("doubled",))
+    def doubled(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
+        ids = batch.batch["input_ids"]
+        block = TokenBlock(ids.offsets().numpy(), {"doubled": 2 * ids.values().numpy()})
+        return block, {"rows": Metric.sum(len(plan.rows)), "tokens": Metric.sum(len(ids.values()))}
+
+    @dispatch(Split.ALL)
+    def fail_on(self, index: int) -> None:
+        if self.coordinates.index == index:
+            raise RuntimeError("out of cheese")
+        torch.distributed.barrier()
+
+
+@pytest.fixture(scope="module")
+def group(ray_session) -> Iterator[WorkerGroup]:
+    bundles = reserve(Pool("arithmetic", ({"CPU": 0.5},) * 4), 30)
+    group = WorkerGroup("arithmetic", ArithmeticWorker, bundles, Share(0.5), dp=2, tp=2, timeout_s=120)
+    yield group
+    group.stop()
+    remove_placement_group(bundles)
+
+
+def batch_of(lengths: list[int]) -> RemoteBatch:
+    """Rows of 0, 1, 2, ... in one block."""
+    block = TokenBlock.from_rows([{"input_ids": np.full(n, i, np.int32)} for i, n in enumerate(lengths)])
+    index = np.zeros(len(lengths), np.int32), np.arange(len(lengths), dtype=np.int32)
+    return RemoteBatch({"length": np.array(lengths)}, {"input_ids": TokenColumn("input_ids", (ray.put(block),), *index)})
+
+
+def test_actors_have_readable_names(group: WorkerGroup) -> None:
+    assert group.names == [f"arithmetic dp={dp} tp={tp}" for dp in range(2) for tp in range(2)]
+    assert len({facts["pid"] for facts in group.facts()}) == 4
+    assert ray.get_actor("arithmetic dp=1 tp=0") is not None
+
+
+def test_the_ranks_share_a_process_group(group: WorkerGroup) -> None:
+    assert group.ranks_sum() == [6, 6, 6, 6]
+
+
+def test_calls_to_each_rank_zero_and_by_reference(group: WorkerGroup) -> None:
+    assert group.double([1, 2, 3, 4]) == [2, 4, 6, 8]
+    assert group.answer() == 40
+    reference, metrics = group.large()
+    assert ray.get(reference).tolist() == [0, 1, 2, 3, 4]
+    assert metrics["ranks"].value == 2  # one answer for each dp group
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 2, 5, 4], [7], [2, 2, 2, 2, 2, 2, 2]])
+def test_a_batch_under_a_plan_comes_back_in_its_order(group: WorkerGroup, lengths: list[int]) -> None:
+    plan = plan_batch(lengths, ranks=2, mini_batches=[np.arange(len(lengths))], max_tokens=8)
+    batch = batch_of(lengths)
+    result = group.doubled(batch, plan)
+    assert result.metrics["rows"].value == len(lengths)
+    assert result.metrics["tokens"].value == sum(lengths)
+    gathered = batch.with_tokens(doubled=result.tokens["doubled"]).gather()
+    rows = [row.tolist() for row in gathered.batch["doubled"].unbind()]
+    assert rows == [[2 * i] * n for i, n in enumerate(lengths)]
+
+
+def test_a_call_can_be_left_running(group: WorkerGroup) -> None:
+    futures = [group.double.remote([i] * 4) for i in range(3)]
+    assert [future.result() for future in futures] == [[2 * i] * 4 for i in range(3)]
+
+
+def test_an_unknown_method_is_named(group: WorkerGroup) -> None:
+    with pytest.raises(AttributeError, match="no dispatched method 'tripled'"):
+        group.tripled  # noqa: B018
+
+
+def test_a_failing_rank_is_named_while_the_others_hang(ray_session) -> None:
+    bundles = reserve(Pool("failing", ({"CPU": 0.5},) * 2), 30)
+    group = WorkerGroup("failing", ArithmeticWorker, bundles, Share(0.5), dp=2, timeout_s=120)
+    try:
+        with pytest.raises(WorkerError, match="(?s)failing dp=1 failed in failing.fail_on: .*out of cheese.*Traceback|cheese"):
+            group.fail_on(1)
+        late: Callable = group.double.remote([1, 2]).result
+        with pytest.raises(WorkerError, match="failing.double did not finish within 0.5 s on failing dp=0"):
+            late(timeout_s=0.5)
+    finally:
+        group.stop()
+        remove_placement_group(bundles)
+
+
+def test_missing_resources_are_named(ray_session) -> None:
+    with pytest.raises(ResourceError, match=r"'huge'.*492 CPU missing in the whole cluster.*free of 8.*policy.ranks"):
+        reserve(Pool("huge", ({"CPU": 250.0},) * 2), 30)
+    with pytest.raises(ResourceError, match="1 GPU missing in the whole cluster"):
+        reserve(Pool("gpu", ({"GPU": 1.0},)), 30)

@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancing import plan_batch
+from workers.dispatch import (
+    DispatchMode,
+    Join,
+    RankCoordinates,
+    Split,
+    dispatch,
+    join_tokens,
+    split_arguments,
+)
+from workers.errors import DataError
+from workers.metrics import Metric
+from workers.remote_batch import RemoteBatch
+
+BY_PLAN = DispatchMode(Split.PLAN, Join.TOKENS, ("log_probs",))
+
+
+def ranks_of(dp: int, tp: int = 1) -> list[RankCoordinates]:
+    return [RankCoordinates(index=i, dp=i // tp, tp=i % tp) for i in range(dp * tp)]
+
+
+def whole_plan(lengths: list[int], ranks: int):
+    return plan_batch(lengths, ranks=ranks, mini_batches=[np.arange(len(lengths))], max_tokens=max(lengths))
+
+
+def test_to_all_gives_every_rank_the_same() -> None:
+    arguments = split_arguments(DispatchMode(Split.ALL, Join.LIST), ranks_of(3), (1,), {"k": 2}, put=id)
+    assert arguments == [((1,), {"k": 2})] * 3
+
+
+def test_to_each_gives_every_rank_its_own() -> None:
+    mode = DispatchMode(Split.EACH, Join.LIST)
+    assert split_arguments(mode, ranks_of(2), ([1, 2],), {"k": "ab".split("b")}, put=id)[1][0] == (2,)
+    with pytest.raises(DataError, match="argument 'k' needs one entry for each of 2 ranks, it has 3"):
+        split_arguments(mode, ranks_of(2), (), {"k": [1, 2, 3]}, put=id)
+
+
+def test_by_plan_puts_each_share_once_for_all_ranks_of_a_dp_group() -> None:
+    lengths = [5, 3, 4, 2, 6]
+    batch = RemoteBatch({"length": np.array(lengths)}, {})
+    stored: list[RemoteBatch] = []
+
+    def put(value: RemoteBatch) -> int:
+        stored.append(value)
+        return len(stored) - 1
+
+    arguments = split_arguments(BY_PLAN, ranks_of(2, tp=2), (batch, whole_plan(lengths, 2)), {}, put)
+    assert [positional[0] for positional, _ in arguments] == [0, 0, 1, 1]
+    assert sorted(np.concatenate([share["length"] for share in stored]).tolist()) == sorted(lengths)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
+def test_joining_what_was_split_restores_the_order(lengths: list[int], ranks: int) -> None:
+    plan = whole_plan(lengths, ranks)
+    shares = [np.array(lengths)[plan.for_rank(r).rows] for r in range(ranks)]
+    result = join_tokens(BY_PLAN, plan, len(lengths), shares, [{"n": Metric.sum(1)}] * ranks)
+    column = result.tokens["log_probs"]
+    restored = [shares[b][r] for b, r in zip(column.block, column.row, strict=True)]
+    assert restored == lengths
+    assert result.metrics["n"].value == ranks
+
+
+def test_a_plan_that_leaves_a_row_out_cannot_be_joined() -> None:
+    with pytest.raises(DataError, match="leaves out 2 of 4 sequences, the first is 2"):
+        join_tokens(BY_PLAN, whole_plan([3, 3], 1), 4, ["block"], [{}])
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
+    batch = RemoteBatch({"length": np.array([1, 1])}, {})
+    with pytest.raises(DataError, match="a plan for 1 ranks cannot run on a group of 2 dp ranks"):
+        split_arguments(BY_PLAN, ranks_of(2), (batch, whole_plan([1, 1], 1)), {}, put=id)
+
+
+def test_by_plan_without_a_plan_is_refused() -> None:
+    with pytest.raises(DataError, match=r"takes a RemoteBatch and a Plan first, got \['int'\]"):
+        split_arguments(BY_PLAN, ranks_of(1), (1,), {}, put=id)
+
+
+def test_modes_that_cannot_be_joined_are_refused_where_they_are_declared() -> None:
+    with pytest.raises(ValueError, match=r"Join\.TOKENS, and it alone"):
+        dispatch(Split.PLAN, Join.TOKENS)
+    with pytest.raises(ValueError, match="needs Split.PLAN or Split.ALL"):
+        dispatch(Split.EACH, Join.METRICS)

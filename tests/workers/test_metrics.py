@@ -1,0 +1,37 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.metrics import Metric, merge, results
+
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20)
+
+
+@given(VALUES, st.integers(1, 5))
+def test_merging_parts_equals_reducing_the_whole(values: list[float], parts: int) -> None:
+    merged = results(
+        merge(
+            {
+                "sum": Metric.sum(math.fsum(chunk)),
+                "mean": Metric.mean(math.fsum(chunk), len(chunk)),
+                "max": Metric.max(max(chunk)),
+                "min": Metric.min(min(chunk)),
+            }
+            for chunk in (values[i::parts] for i in range(parts))
+            if chunk
+        )
+    )
+    assert merged["sum"] == pytest.approx(math.fsum(values), abs=1e-6)
+    assert merged["mean"] == pytest.approx(math.fsum(values) / len(values), abs=1e-6)
+    assert (merged["max"], merged["min"]) == (max(values), min(values))
+
+
+def test_a_mean_over_nothing_is_not_a_number() -> None:
+    assert math.isnan(Metric.mean(0.0, 0.0).result())
+
+
+def test_a_name_with_two_reductions_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot merge a sum with a max"):
+        merge([{"x": Metric.sum(1)}, {"x": Metric.max(1)}])

@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.errors import DataError
+from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+
+
+def column(rows: list[tuple[str, int]]) -> TokenColumn:
+    """A column over named blocks; any hashable stands for a reference where nothing is fetched."""
+    names = sorted({name for name, _ in rows})
+    block = np.array([names.index(name) for name, _ in rows], dtype=np.int32)
+    return TokenColumn("input_ids", tuple(names), block, np.array([row for _, row in rows], dtype=np.int32))
+
+
+def places(batch: RemoteBatch) -> list[tuple[str, int]]:
+    tokens = batch.tokens["input_ids"]
+    return [(tokens.blocks[b], int(r)) for b, r in zip(tokens.block, tokens.row, strict=True)]
+
+
+def batch_of(rows: list[tuple[str, int]]) -> RemoteBatch:
+    return RemoteBatch({"length": np.arange(len(rows))}, {"input_ids": column(rows)})
+
+
+ROWS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), min_size=1, max_size=20)
+
+
+@given(ROWS, st.data())
+def test_selecting_moves_handles_and_columns_together(rows: list[tuple[str, int]], data: st.DataObject) -> None:
+    indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=30))
+    selected = batch_of(rows).select(indices)
+    assert places(selected) == [rows[i] for i in indices]
+    assert selected["length"].tolist() == indices
+
+
+@given(ROWS, ROWS)
+def test_joining_keeps_a_shared_block_once(first: list[tuple[str, int]], second: list[tuple[str, int]]) -> None:
+    joined = RemoteBatch.concat([batch_of(first), batch_of(second)])
+    assert places(joined) == first + second
+    blocks = joined.tokens["input_ids"].blocks
+    assert len(blocks) == len(set(blocks)) == len({name for name, _ in first + second})
+
+
+def test_a_selection_holds_only_the_blocks_that_it_needs() -> None:
+    selected = batch_of([("a", 0), ("b", 1), ("c", 2)]).select([1])
+    assert selected.tokens["input_ids"].blocks == ("b",)
+
+
+def test_a_boolean_mask_selects() -> None:
+    assert places(batch_of([("a", 0), ("b", 1)]).select(np.array([False, True]))) == [("b", 1)]
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [([3], "row 3 is outside a batch of 2 rows"), ([-1], "row -1 is outside"), ([True], "a mask of 1 rows cannot")],
+)
+def test_rows_that_are_not_there_are_refused(indices: list, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        batch_of([("a", 0), ("b", 1)]).select(indices)
+
+
+def test_columns_of_different_length_are_refused_by_name() -> None:
+    with pytest.raises(DataError, match=r"must have one length, got \{'uid': 2, 'input_ids': 1\}"):
+        RemoteBatch({"uid": np.array(["x", "y"])}, {"input_ids": column([("a", 0)])})
+
+
+def test_batches_with_different_columns_cannot_be_joined() -> None:
+    batch = batch_of([("a", 0)])
+    with pytest.raises(DataError, match=r"\['input_ids', 'length'\] and \['input_ids', 'length', 'reward'\]"):
+        RemoteBatch.concat([batch, batch.with_columns(reward=np.zeros(1))])
+
+
+def test_an_unknown_column_is_named() -> None:
+    with pytest.raises(DataError, match=r"no column 'reward'; it has \['length'\]"):
+        batch_of([("a", 0)])["reward"]
+
+
+def rows_block(*lengths: int) -> TokenBlock:
+    rows = [{"input_ids": np.full(n, n, np.int32), "loss_mask": np.arange(n) > 0} for n in lengths]
+    return TokenBlock.from_rows(rows)
+
+
+def test_a_block_gives_its_rows_back() -> None:
+    block = rows_block(3, 0, 2)
+    assert len(block) == 3
+    assert [block.row(i)["input_ids"].tolist() for i in range(3)] == [[3, 3, 3], [], [2, 2]]
+
+
+def test_gathering_fetches_rows_in_the_batch_order(ray_session) -> None:
+    import ray
+
+    refs = ray.put(rows_block(3, 2)), ray.put(rows_block(5))
+    tokens = {
+        name: TokenColumn(name, refs, np.array([1, 0, 0], np.int32), np.array([0, 1, 0], np.int32))
+        for name in ("input_ids", "loss_mask")
+    }
+    batch = RemoteBatch({"uid": np.array(["c", "b", "a"]), "reward": np.array([1.0, 2.0, 3.0])}, tokens)
+    proto = batch.gather()
+    assert [row.tolist() for row in proto.batch["input_ids"].unbind()] == [[5] * 5, [2, 2], [3, 3, 3]]
+    assert proto.batch["loss_mask"].values().sum() == 4 + 1 + 2
+    assert proto.batch["reward"].tolist() == [1.0, 2.0, 3.0]
+    assert proto.non_tensor_batch["uid"].tolist() == ["c", "b", "a"]
+    assert batch.select([]).gather().batch["input_ids"].values().numel() == 0
+
+
+def test_gathering_refuses_columns_whose_rows_differ_in_length(ray_session) -> None:
+    import ray
+
+    whole, short = ray.put(rows_block(3, 2)), ray.put(rows_block(3, 1))
+    index = np.array([0, 0], np.int32), np.array([0, 1], np.int32)
+    tokens = {"input_ids": TokenColumn("input_ids", (whole,), *index), "m": TokenColumn("loss_mask", (short,), *index)}
+    with pytest.raises(DataError, match="'input_ids' and 'm' differ in length at row 1"):
+        RemoteBatch({}, tokens).gather()

@@ -1,0 +1,60 @@
+"""Worker: what every rank of a training role has - its place, its process group, its threads, its device."""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from workers.dispatch import RankCoordinates, Split, dispatch
+
+
+class Worker:
+    """Base of the actors of a `WorkerGroup`. The group calls `address` on rank zero, then `join_group` on all."""
+
+    def __init__(self, role: str, coordinates: RankCoordinates, world_size: int, threads: int = 0) -> None:
+        """`threads`: CPU threads of this process, 0 leaves torch's choice."""
+        self.role = role
+        self.coordinates = coordinates
+        self.world_size = world_size
+        if threads:
+            torch.set_num_threads(threads)
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    def address(self) -> tuple[str, int]:
+        """This node's address as Ray knows it and a port that was free a moment ago."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def join_group(self, address: str, port: int, timeout_s: float) -> None:
+        """Start the process group of this role: gloo on CPU, nccl with gloo for host tensors on GPU."""
+        os.environ.update(
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            RANK=str(self.coordinates.index),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK="0",  # Ray shows each actor only its own device
+        )
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+    @dispatch(Split.ALL)
+    def facts(self) -> dict[str, Any]:
+        """Process id, node and visible accelerators: for the log, placement and tests."""
+        return {
+            "pid": os.getpid(),
+            "node": socket.gethostname(),
+            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "resident_bytes": resident_bytes(),
+        }
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, bytes."""
+    import psutil
+
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,165 @@
+"""@dispatch: how a worker method's arguments are split over ranks, and how its results are joined.
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
+    def log_probs(self, batch, plan): ...         # on the worker: its own rows and its own part of the plan
+
+    result = policy.log_probs(batch, plan)        # on the driver: a RemoteBatch and the whole Plan
+    batch = batch.with_tokens(old_log_probs=result.tokens["log_probs"])
+
+`split_arguments` and `join_results` are pure but for `put`, which a caller passes; they are tested without Ray.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from balancing import Plan
+from workers.errors import DataError
+from workers.metrics import Metrics, merge
+from workers.remote_batch import RemoteBatch, TokenColumn
+
+DISPATCH_ATTRIBUTE = "dispatch_mode"
+
+
+class Split(Enum):
+    """What each rank receives."""
+
+    ALL = "the same arguments"
+    EACH = "its own entry: every argument is a list with one entry a rank"
+    PLAN = "the rows of the batch that the plan gives its dp rank, and its part of the plan"
+
+
+class Join(Enum):
+    """What the caller gets back."""
+
+    LIST = "a list with the result of every rank, in rank order"
+    RANK_ZERO = "the result of rank zero; the others take part, their results are not fetched"
+    METRICS = "the metrics of one rank of each dp group, merged"
+    RANK_ZERO_REFERENCE = "a reference to the first result of rank zero, which stays there, and merged metrics"
+    TOKENS = "token columns that stay where they were made, in the order of the batch, and merged metrics"
+
+    @property
+    def keeps_first(self) -> bool:
+        """Whether the method returns a pair `(kept, Metrics)` whose first part is not fetched."""
+        return self in (Join.RANK_ZERO_REFERENCE, Join.TOKENS)
+
+
+@dataclass(frozen=True)
+class DispatchMode:
+    split: Split
+    join: Join
+    returns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """A worker's place in its group: `index` counts workers, the others are its place in each dimension."""
+
+    index: int
+    dp: int
+    tp: int = 0
+    cp: int = 0
+
+    @property
+    def leads_dp_group(self) -> bool:
+        """Whether this worker answers for the ranks that hold the same rows."""
+        return self.tp == 0 and self.cp == 0
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What a Join.TOKENS call returns: columns in the order of the batch that was passed, and merged metrics."""
+
+    tokens: dict[str, TokenColumn]
+    metrics: Metrics
+
+
+def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Mark a worker method as callable on the whole group.
+
+    Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan, the method receives a
+    DataProto with its own rows in the plan's order and its RankPlan. Join.TOKENS methods return `(TokenBlock, Metrics)`
+    with the columns named in `returns`, one row for each row received, in that order.
+    """
+    if (join is Join.TOKENS) != bool(returns):
+        raise ValueError("Join.TOKENS, and it alone, names the columns that it returns")
+    if join in (Join.TOKENS, Join.METRICS) and split is Split.EACH:
+        raise ValueError(f"{join} needs Split.PLAN or Split.ALL")
+
+    def mark(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def receive(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if split is Split.PLAN and isinstance(args[0], RemoteBatch):
+                args = (args[0].gather(), *args[1:])
+            return method(self, *args, **kwargs)
+
+        setattr(receive, DISPATCH_ATTRIBUTE, DispatchMode(split, join, returns))
+        return receive
+
+    return mark
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def split_arguments(
+    mode: DispatchMode,
+    ranks: Sequence[RankCoordinates],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    put: Callable[[Any], Any],
+) -> list[Arguments]:
+    """Positional and keyword arguments for every rank, in the order of `ranks`.
+
+    `put` stores an object and returns a reference; it is called once for each dp rank's rows, and every rank of that
+    dp group gets this reference. Raises DataError if the batch, the plan and the group do not fit together.
+    """
+    if mode.split is Split.ALL:
+        return [(args, kwargs)] * len(ranks)
+    if mode.split is Split.EACH:
+        return _split_each(ranks, args, kwargs)
+    if len(args) < 2 or not isinstance(args[0], RemoteBatch) or not isinstance(args[1], Plan):
+        kinds = [type(argument).__name__ for argument in args]
+        raise DataError(f"a method split by plan takes a RemoteBatch and a Plan first, got {kinds}.")
+    batch, plan = args[0], args[1]
+    dp_size = 1 + max(rank.dp for rank in ranks)
+    if plan.ranks != dp_size:
+        raise DataError(f"a plan for {plan.ranks} ranks cannot run on a group of {dp_size} dp ranks.")
+    shares = []
+    for dp in range(dp_size):
+        rank_plan = plan.for_rank(dp)
+        shares.append((put(batch.select(rank_plan.rows)), rank_plan))
+    return [((*shares[rank.dp], *args[2:]), kwargs) for rank in ranks]
+
+
+def _split_each(ranks: Sequence[RankCoordinates], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+    for name, argument in [*enumerate(args), *kwargs.items()]:
+        if not isinstance(argument, (list, tuple)) or len(argument) != len(ranks):
+            size = len(argument) if hasattr(argument, "__len__") else "no length"
+            raise DataError(f"argument {name!r} needs one entry for each of {len(ranks)} ranks, it has {size}.")
+    return [(tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()}) for i in range(len(ranks))]
+
+
+def join_tokens(
+    mode: DispatchMode, plan: Plan, rows: int, blocks: Sequence[Any], metrics: Sequence[Metrics]
+) -> PlanResult:
+    """Columns in the order of the batch, from one block reference and one metrics dict for each dp rank.
+
+    rows: sequences of the batch. Raises DataError if the plan leaves a sequence of the batch out, because its row
+    would have no value.
+    """
+    block = np.full(rows, -1, dtype=np.int32)
+    row = np.zeros(rows, dtype=np.int32)
+    for dp in range(plan.ranks):
+        indices = plan.for_rank(dp).rows
+        block[indices] = dp
+        row[indices] = np.arange(len(indices))
+    missing = np.flatnonzero(block < 0)
+    if len(missing):
+        raise DataError(f"the plan leaves out {len(missing)} of {rows} sequences, the first is {missing[0]}.")
+    columns = {name: TokenColumn(name, tuple(blocks), block, row) for name in mode.returns}
+    return PlanResult(columns, merge(metrics))

@@ -1,0 +1,50 @@
+"""PolicyWorker: trains under a plan and hands its weights to the engines."""
+
+import numpy as np
+
+from balancing import RankPlan
+from workers.config import LossConfig
+from workers.dataproto import DataProto
+from workers.dispatch import Join, Split, dispatch
+from workers.metrics import Metrics, merge
+from workers.model.losses import Denominators, policy_loss
+from workers.reference import ModelWorker, sequences_from
+from workers.rollout.weight_transfer import pack_weights
+
+
+class PolicyWorker(ModelWorker):
+    """One rank of the policy."""
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
+        """One optimiser step for each mini-batch of the plan, micro-step by micro-step.
+
+        batch: `input_ids`, `loss_mask`, `advantages` [B], and where the loss asks for them `old_log_probs`,
+        `reference_log_probs` and `rollout_log_probs`, ragged.
+        """
+        sequences = sequences_from(batch)
+        parts = []
+        for mini_batch in plan.mini_batches:
+            denominators = Denominators(tokens=mini_batch.loss_tokens, sequences=mini_batch.sequences)
+            parts.append(
+                self.engine.forward_backward(
+                    sequences, mini_batch.micro_batches, policy_loss(loss), denominators
+                )
+            )
+            parts.append(self.engine.optimizer_step())
+        return merge(parts)
+
+    @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
+    def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
+        """All weights as one uint8 array of safetensors bytes, on rank zero; the others take part in gathering."""
+        weights = self.engine.named_weights()
+        if self.coordinates.index == 0:
+            return pack_weights(weights), {}
+        for _ in weights:  # each full tensor is a collective
+            pass
+        return None, {}
+
+    @dispatch(Split.ALL)
+    def save_pretrained(self, path: str) -> None:
+        """Write the model and tokenizer in Hugging Face format; rank zero writes, all take part."""
+        self.engine.save_pretrained(path)
