@@ -1,0 +1,18 @@
+"""Lengths in, plans out: who computes which sequence, when, and within which caps. NumPy only."""
+
+from balancing.errors import BalancingError
+from balancing.packing import pack
+from balancing.partition import partition
+from balancing.plan import Plan, RankMiniBatch, RankPlan, plan_batch
+from balancing.workload import CostModel
+
+__all__ = [
+    "BalancingError",
+    "CostModel",
+    "Plan",
+    "RankMiniBatch",
+    "RankPlan",
+    "pack",
+    "partition",
+    "plan_batch",
+]

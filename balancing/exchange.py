@@ -61,9 +61,7 @@ def even_out(
 class _Search:
     """The groups, their loads (weight) and tokens, kept up to date exchange by exchange."""
 
-    def __init__(
-        self, groups: Groups, weights: NDArray[np.float64], sizes: NDArray[np.int64], limits: Limits
-    ) -> None:
+    def __init__(self, groups: Groups, weights: NDArray[np.float64], sizes: NDArray[np.int64], limits: Limits) -> None:
         self.groups = [list(group) for group in groups]
         self._weights, self._sizes, self._limits = weights, sizes, limits
         self.loads = np.array([weights[group].sum() for group in self.groups], np.float64)

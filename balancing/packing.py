@@ -105,23 +105,26 @@ def pack_in_order(sizes: NDArray[np.int64], caps: Caps, count: CountRule) -> Gro
     return [list(range(start, stop)) for start, stop in runs]
 
 
-def pack_evenly(
-    sizes: NDArray[np.int64], weights: NDArray[np.float64] | None, caps: Caps, count: CountRule
-) -> Groups:
+def pack_evenly(sizes: NDArray[np.int64], weights: NDArray[np.float64] | None, caps: Caps, count: CountRule) -> Groups:
     """The fewest micro-batches, evened by weight (tokens if None); no order of groups is promised."""
     if caps.padded:
         return pack_padded(sizes, weights, caps.max_tokens, caps.max_sequences, count.at_least)
     loads = sizes.astype(np.float64) if weights is None else weights
-    lowest = count.at_least(fewest_bins(sizes, caps.max_tokens, caps.max_sequences), len(sizes))
+    lowest = count.at_least(fewest_micro_batches(sizes, caps), len(sizes))
     groups = _pack_into(sizes, loads, caps, lowest)
     if groups is None:
         groups = _fewest(sizes, loads, caps, count, lowest)
     return even_out(groups, loads, sizes, Limits(caps.max_tokens, caps.max_sequences))
 
 
-def fill_evenly(
-    sizes: NDArray[np.int64], weights: NDArray[np.float64], caps: Caps, bins: int
-) -> Groups | None:
+def fewest_micro_batches(sizes: NDArray[np.int64], caps: Caps) -> int:
+    """A lower bound on micro-batches of any plan for `sizes`; in the padded layout it is reached."""
+    if caps.padded:
+        return len(take_in_order(np.sort(sizes)[::-1], caps.max_tokens, caps.max_sequences, padded=True))
+    return fewest_bins(sizes, caps.max_tokens, caps.max_sequences)
+
+
+def fill_evenly(sizes: NDArray[np.int64], weights: NDArray[np.float64], caps: Caps, bins: int) -> Groups | None:
     """Heaviest first, each into the lightest bin that has room (longest-first under caps); None if one finds no room.
 
     Gives `bins` groups; some are empty only where there are fewer sequences than bins.
@@ -172,26 +175,22 @@ def best_fit_decreasing(sizes: NDArray[np.int64], caps: Caps) -> Groups:
     return groups
 
 
-def _pack_into(
-    sizes: NDArray[np.int64], loads: NDArray[np.float64], caps: Caps, bins: int
-) -> Groups | None:
+def _pack_into(sizes: NDArray[np.int64], loads: NDArray[np.float64], caps: Caps, bins: int) -> Groups | None:
     """`bins` groups, none empty, evened by load if possible, else by tokens; None where neither finds room."""
     groups = fill_evenly(sizes, loads, caps, bins)
     return groups if groups is not None else fill_evenly(sizes, sizes.astype(np.float64), caps, bins)
 
 
-def _fewest(
-    sizes: NDArray[np.int64], loads: NDArray[np.float64], caps: Caps, count: CountRule, lowest: int
-) -> Groups:
+def _fewest(sizes: NDArray[np.int64], loads: NDArray[np.float64], caps: Caps, count: CountRule, lowest: int) -> Groups:
     """From the lowest count upwards the first that works; at the latest that of best-fit-decreasing."""
     tight = best_fit_decreasing(sizes, caps)
-    highest = count.at_least(len(tight), len(sizes))
-    for bins in list(range(lowest, highest, count.multiple_of))[:COUNTS_TRIED]:
+    for bins in list(range(lowest, len(tight), count.multiple_of))[:COUNTS_TRIED]:
         groups = _pack_into(sizes, loads, caps, bins) if bins > lowest else None
         if groups is None and len(sizes) <= EXACT_LIMIT:
             groups = pack_exactly(sizes, bins, caps.max_tokens, caps.max_sequences)
         if groups is not None:
             return spread([group for group in groups if group], sizes, bins)
+    highest = count.at_least(len(tight), len(sizes))
     groups = _pack_into(sizes, loads, caps, highest)
     return groups if groups is not None else spread(tight, sizes, highest)
 

@@ -58,7 +58,9 @@ def deal_padded(
     """
     tokens = sequence_lengths(lengths)
     if positive_integer(ranks, "ranks") > len(tokens):
-        raise CountError(f"{len(tokens)} sequences cannot be dealt to ranks={ranks}; lower ranks or pass more sequences")
+        raise CountError(
+            f"{len(tokens)} sequences cannot be dealt to ranks={ranks}; lower ranks or pass more sequences"
+        )
     sizes = round_up(tokens, positive_integer(length_multiple, "length_multiple"))
     check_fits(tokens, sizes, positive_integer(max_tokens, "max_tokens"))
     order = np.argsort(tokens, kind="stable")
@@ -68,23 +70,37 @@ def deal_padded(
     widths = [int(widest[stop - 1]) for _, stop in runs]
     runs, widths = _split_for_pipeline(runs, widths, positive_integer(multiple_of, "multiple_of"))
     dealt = tuple(order[rank::ranks] for rank in range(ranks))
-    computed = sum((min(stop, len(mine)) - start) * width for mine in dealt for (start, stop), width in zip(runs, widths, strict=True))
+    computed = sum(
+        (min(stop, len(mine)) - start) * width
+        for mine in dealt
+        for (start, stop), width in zip(runs, widths, strict=True)
+    )
     return PaddedDeal(dealt, tuple(runs), np.asarray(widths, np.int64), computed, len(tokens) * int(sizes.max()))
 
 
-def take_in_order(sizes: NDArray[np.int64], max_tokens: int, max_sequences: int, *, padded: bool) -> Runs:
+def take_in_order(
+    sizes: NDArray[np.int64],
+    max_tokens: int,
+    max_sequences: int,
+    *,
+    padded: bool,
+    weights: NDArray[np.float64] | None = None,
+    max_weight: float = np.inf,
+) -> Runs:
     """Cut positions 0..n into the longest runs that keep the caps, from the front: the fewest for this order.
 
     sizes: int64 [n], each at most `max_tokens`. A run takes their sum, or with `padded` rows times the largest.
+    weights: float64 [n]; where given, a run of several also keeps their sum at most `max_weight`.
     """
-    runs, start, total, widest = [], 0, 0, 0
-    for position, size in enumerate(sizes.tolist()):
+    runs, start, total, widest, load = [], 0, 0, 0, 0.0
+    loads = np.zeros(len(sizes)).tolist() if weights is None else weights.tolist()
+    for position, (size, weight) in enumerate(zip(sizes.tolist(), loads, strict=True)):
         rows = position - start + 1
         tokens = rows * max(widest, size) if padded else total + size
-        if tokens > max_tokens or rows > max_sequences:
+        if tokens > max_tokens or rows > max_sequences or (rows > 1 and load + weight > max_weight):
             runs.append((start, position))
-            start, total, widest = position, 0, 0
-        total, widest = total + size, max(widest, size)
+            start, total, widest, load = position, 0, 0, 0.0
+        total, widest, load = total + size, max(widest, size), load + weight
     return [*runs, (start, len(sizes))]
 
 
@@ -124,6 +140,8 @@ def pack_padded(
     count = allowed_count(len(runs), len(sizes))
     if weights is None:
         runs = _lowest_token_limit(descending, max_tokens, max_sequences, count)
+    else:
+        runs = _lowest_weight_limit(descending, weights[order], max_tokens, max_sequences, count)
     runs = split_most_tokens(runs, descending, count, padded=True)
     return [sorted(order[start:stop].tolist()) for start, stop in runs]
 
@@ -140,6 +158,24 @@ def _lowest_token_limit(descending: NDArray[np.int64], max_tokens: int, max_sequ
     return take_in_order(descending, high, max_sequences, padded=True)
 
 
+def _lowest_weight_limit(
+    descending: NDArray[np.int64], weights: NDArray[np.float64], max_tokens: int, max_sequences: int, count: int
+) -> Runs:
+    """The same for the heaviest run's weight, to about 1e-6 of the total."""
+
+    def runs_within(limit: float) -> Runs:
+        return take_in_order(descending, max_tokens, max_sequences, padded=True, weights=weights, max_weight=limit)
+
+    low, high = 0.0, float(weights.sum())
+    for _ in range(20):
+        middle = (low + high) / 2
+        if len(runs_within(middle)) <= count:
+            high = middle
+        else:
+            low = middle
+    return runs_within(high)
+
+
 def _split_for_pipeline(runs: Runs, widths: list[int], multiple_of: int) -> tuple[Runs, list[int]]:
     rows = runs[-1][1]
     target = -(-len(runs) // multiple_of) * multiple_of
@@ -150,7 +186,9 @@ def _split_for_pipeline(runs: Runs, widths: list[int], multiple_of: int) -> tupl
         )
     runs, widths = list(runs), list(widths)
     while len(runs) < target:
-        tokens = [(stop - start) * width if stop - start > 1 else 0 for (start, stop), width in zip(runs, widths, strict=True)]
+        tokens = [
+            (stop - start) * width if stop - start > 1 else 0 for (start, stop), width in zip(runs, widths, strict=True)
+        ]
         position = int(np.argmax(tokens))
         start, stop = runs[position]
         runs[position : position + 1] = [(start, (start + stop) // 2), ((start + stop) // 2, stop)]

@@ -99,9 +99,7 @@ def sort_and_deal(weights: NDArray[np.float64], k: int, equal_size: bool = True)
 def refined(weights: NDArray[np.float64], k: int, equal_size: bool = False) -> Groups:
     """Karmarkar-Karp, then exchanges until within 1e-5 of the lower bound max(mean, heaviest) or none helps."""
     start = karmarkar_karp(weights, k, equal_size)
-    return even_out(
-        start, weights, np.zeros(len(weights), np.int64), Limits(equal_size=equal_size), only_heaviest=True
-    )
+    return even_out(start, weights, np.zeros(len(weights), np.int64), Limits(equal_size=equal_size), only_heaviest=True)
 
 
 def _runs_of_k(weights: NDArray[np.float64], k: int) -> list[list[_Set]]:

@@ -16,14 +16,16 @@ def setting(
     maximum: float | None = None,
     choices: tuple[str, ...] | None = None,
     exclusive_minimum: bool = False,
+    exclusive_maximum: bool = False,
 ) -> Any:
-    """A dataclass field with its documentation and range (`minimum` itself is excluded with `exclusive_minimum`)."""
+    """A dataclass field with its documentation and range; an `exclusive_` bound is itself not allowed."""
     metadata = {
         "doc": doc,
         "minimum": minimum,
         "maximum": maximum,
         "choices": choices,
         "exclusive_minimum": exclusive_minimum,
+        "exclusive_maximum": exclusive_maximum,
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -55,8 +57,8 @@ class OptimizerConfig:
 
     learning_rate: float = setting(1e-6, "Peak learning rate.", minimum=0, exclusive_minimum=True)
     weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only.", minimum=0)
-    beta1: float = setting(0.9, "Decay of the first moment.", minimum=0, maximum=1)
-    beta2: float = setting(0.95, "Decay of the second moment.", minimum=0, maximum=1)
+    beta1: float = setting(0.9, "Decay of the first moment.", minimum=0, maximum=1, exclusive_maximum=True)
+    beta2: float = setting(0.95, "Decay of the second moment.", minimum=0, maximum=1, exclusive_maximum=True)
     epsilon: float = setting(1e-8, "Added to the root of the second moment.", minimum=0, exclusive_minimum=True)
     max_grad_norm: float = setting(
         1.0, "Gradients are scaled down to this L2 norm.", minimum=0, exclusive_minimum=True

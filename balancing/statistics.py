@@ -1,0 +1,106 @@
+"""Figures of a plan, and the same figures for the batch as it was given."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balancing.alignment import round_up
+from balancing.padded import take_in_order
+
+if TYPE_CHECKING:
+    from balancing.plan import MiniBatch, Plan
+
+# grids: one int64 [steps, ranks] or float64 [steps, ranks] for each mini-batch, an empty micro-batch counts 0.
+Rows = list[list[NDArray[np.int64]]]
+
+
+def plan_statistics(plan: "Plan") -> dict[str, float]:
+    """Plain floats by name; `before` is the given order, dealt to ranks in runs of equal count and cut at the cap.
+
+    tokens_per_rank/{min,max,mean,difference} and tokens_per_rank_before/...: real tokens of a rank in the whole batch.
+    imbalance/ranks: max / mean - 1 of the workload of ranks. imbalance/micro_steps: the time of synchronous
+    micro-steps (sum over steps of the heaviest rank) over workload / ranks, - 1. imbalance_before/...: before.
+    idle_share, idle_share_before: share of ranks' time spent waiting in micro-steps.
+    cap_fill: mean share of max_tokens that a micro-batch takes, empty ones included. padding_share: share of
+    computed tokens that are not real ones. micro_batches: their number per rank. empty_micro_batches: over ranks.
+    """
+    after = [_rows_of(mini_batch) for mini_batch in plan.mini_batches]
+    before = [_given_rows(_indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
+    return {
+        **_token_spread("tokens_per_rank", after, plan.lengths),
+        **_token_spread("tokens_per_rank_before", before, plan.lengths),
+        **_waiting("", after, plan.workloads),
+        **_waiting("_before", before, plan.workloads),
+        **_filling(after, plan),
+    }
+
+
+def _rows_of(mini_batch: "MiniBatch") -> Rows:
+    return [list(step.ranks) for step in mini_batch.micro_steps]
+
+
+def _indices_of(mini_batch: "MiniBatch") -> NDArray[np.int64]:
+    return np.sort(np.concatenate([rows for step in mini_batch.micro_steps for rows in step.ranks]))
+
+
+def _given_rows(indices: NDArray[np.int64], plan: "Plan") -> Rows:
+    """The mini-batch in ascending index order: runs of equal count, each cut at the cap; short ranks wait at the end."""
+    sizes = round_up(plan.lengths, plan.length_multiple)
+    padded = plan.layout == "padded"
+    local: list[list[NDArray[np.int64]]] = []
+    for chunk in np.array_split(indices, plan.ranks):
+        cuts = take_in_order(sizes[chunk], plan.max_tokens, len(indices), padded=padded) if len(chunk) else []
+        local.append([chunk[start:stop] for start, stop in cuts])
+    steps = max(len(rows) for rows in local)
+    nothing = np.empty(0, np.int64)
+    return [[rows[step] if step < len(rows) else nothing for rows in local] for step in range(steps)]
+
+
+def _grid(rows: Rows, values: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.array([[values[group].sum() for group in step] for step in rows], np.float64)
+
+
+def _token_spread(name: str, mini_batches: list[Rows], lengths: NDArray[np.int64]) -> dict[str, float]:
+    per_rank = np.sum([_grid(rows, lengths).sum(axis=0) for rows in mini_batches], axis=0)
+    lowest, highest = float(per_rank.min()), float(per_rank.max())
+    return {
+        f"{name}/min": lowest,
+        f"{name}/max": highest,
+        f"{name}/mean": float(per_rank.mean()),
+        f"{name}/difference": highest - lowest,
+    }
+
+
+def _waiting(suffix: str, mini_batches: list[Rows], workloads: NDArray[np.float64]) -> dict[str, float]:
+    grids = [_grid(rows, workloads) for rows in mini_batches]
+    per_rank = np.sum([grid.sum(axis=0) for grid in grids], axis=0)
+    time = float(sum(grid.max(axis=1).sum() for grid in grids))
+    ideal = float(per_rank.mean())
+    return {
+        f"imbalance{suffix}/ranks": float(per_rank.max()) / ideal - 1.0,
+        f"imbalance{suffix}/micro_steps": time / ideal - 1.0,
+        f"idle_share{suffix}": max(0.0, 1.0 - ideal / time),
+    }
+
+
+def _filling(mini_batches: list[Rows], plan: "Plan") -> dict[str, float]:
+    sizes = round_up(plan.lengths, plan.length_multiple)
+    taken = np.array([_computed_tokens(sizes[group], plan.layout) for group in _groups(mini_batches)], np.float64)
+    return {
+        "cap_fill": float(taken.mean()) / plan.max_tokens,
+        "padding_share": 1.0 - float(plan.lengths.sum()) / float(taken.sum()),
+        "micro_batches": float(sum(len(rows) for rows in mini_batches)),
+        "empty_micro_batches": float((taken == 0).sum()),
+    }
+
+
+def _groups(mini_batches: list[Rows]) -> Iterable[NDArray[np.int64]]:
+    return (group for rows in mini_batches for step in rows for group in step)
+
+
+def _computed_tokens(sizes: NDArray[np.int64], layout: str) -> int:
+    if len(sizes) == 0:
+        return 0
+    return int(len(sizes) * sizes.max() if layout == "padded" else sizes.sum())

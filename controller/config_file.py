@@ -1,0 +1,206 @@
+"""Reading a configuration: YAML and `key.sub=value` against the schema of `controller.config`.
+
+file, then overrides --> keys known? --> types? --> merged (OmegaConf) --> all set? --> ranges? --> Config
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from controller.config import Config
+from workers.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key of the schema. `default` is MISSING ("???") for a key that has none."""
+
+    key: str
+    type: type
+    default: Any
+    doc: str
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] | None = None
+    exclusive_minimum: bool = False
+    exclusive_maximum: bool = False
+
+    @property
+    def range(self) -> str:
+        """The allowed values in words; empty if the type says it all."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        bounds = []
+        if self.minimum is not None:
+            bounds.append(f"{'above' if self.exclusive_minimum else 'at least'} {self.minimum:g}")
+        if self.maximum is not None:
+            bounds.append(f"{'below' if self.exclusive_maximum else 'at most'} {self.maximum:g}")
+        return " and ".join(bounds)
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value`, of the right type, lies in the range."""
+        if self.choices:
+            return value in self.choices
+        if not isinstance(value, (int, float)):
+            return True
+        low = -math.inf if self.minimum is None else self.minimum
+        high = math.inf if self.maximum is None else self.maximum
+        excluded = (self.exclusive_minimum and value == low) or (self.exclusive_maximum and value == high)
+        return math.isfinite(value) and low <= value <= high and not excluded
+
+
+def settings(section: Any = None, prefix: str = "") -> Iterator[Setting]:
+    """Every key below a section (an instance; the whole schema by default), in order of declaration."""
+    section = Config() if section is None else section
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if is_dataclass(value):
+            yield from settings(value, f"{prefix}{item.name}.")
+        else:
+            yield Setting(prefix + item.name, cast(type, item.type), value, **item.metadata)
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value under a full key, `policy.optimizer.beta1`."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file with `key.sub=value` overrides on top.
+
+    Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
+    type or out of range, and a key without default that is not set.
+    """
+    parts = [] if path is None else [(f"{path}: ", _read_file(Path(path)))]
+    parts += [("", _read_override(override)) for override in overrides]
+    merged = OmegaConf.structured(Config)
+    for source, part in parts:
+        _check_keys_and_types(part, source)
+        merged = OmegaConf.merge(merged, part)
+    unset = sorted(OmegaConf.missing_keys(merged))
+    if unset:
+        verb = "is" if len(unset) == 1 else "are"
+        raise ConfigError(f"{', '.join(unset)} {verb} not set; set it in the file or as {unset[0]}=VALUE.")
+    config = _to_object(cast(DictConfig, merged))
+    _check_ranges(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML that `load` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _read_file(path: Path) -> DictConfig:
+    if not path.is_file():
+        raise ConfigError(f"--config: there is no file {path}.")
+    try:
+        content = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a YAML text file: {str(error).splitlines()[0]}.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{path} must hold sections (`run:`, `model:`, ...), not a list.")
+    return content
+
+
+def _read_override(override: str) -> DictConfig:
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*=.*", override, re.DOTALL):
+        raise ConfigError(f"{override!r} is not an override; write key.sub=value.")
+    try:
+        return OmegaConf.from_dotlist([override])
+    except (yaml.YAMLError, OmegaConfBaseException):
+        key, _, value = override.partition("=")
+        raise ConfigError(f"{key}: the value {value!r} is not valid YAML; quote it, as in {key}='\"...\"'.") from None
+
+
+def _check_keys_and_types(part: DictConfig, source: str) -> None:
+    known = {found.key: found for found in settings()}
+    for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source):
+        if key not in known:
+            raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
+        # What ${...} stands for is known only after merging, where OmegaConf checks its type.
+        deferred = isinstance(value, str) and (value == MISSING or "${" in value)
+        if not deferred and not _is_of_type(value, known[key].type):
+            raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {_shown(value)}.")
+
+
+def _leaves(
+    content: Mapping[str, Any], known: Mapping[str, Setting], source: str, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """(full key, value) of everything given; a section given as a single value is refused."""
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        is_section = any(other.startswith(f"{key}.") for other in known)
+        if is_section and not isinstance(value, dict):
+            raise ConfigError(f"{source}{key} is a section and takes settings ({key}.NAME), not {_shown(value)}.")
+        if is_section:
+            yield from _leaves(value, known, source, f"{key}.")
+        else:
+            yield key, value
+
+
+_TYPES = {
+    bool: "true or false (bool)",
+    int: "a whole number (int)",
+    float: "a number (float)",
+    str: "a text (str)",
+}
+
+
+def _is_of_type(value: Any, wanted: type) -> bool:
+    if isinstance(value, bool) or wanted is bool:
+        return isinstance(value, bool) and wanted is bool
+    accepted = {int: int, float: (int, float), str: (str, int, float)}
+    return isinstance(value, accepted[wanted])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "empty" if value is None else repr(value)
+
+
+def _suggestion(key: str, known: list[str]) -> str:
+    """The nearest known key, by its whole name or else by its last part; or what is known where `key` was sought."""
+    last_parts = {other.rpartition(".")[2]: other for other in reversed(known)}
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [
+        last_parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
+    ]
+    if near:
+        return f"did you mean {near[0]}?"
+    section = key
+    while section and not any(other.startswith(f"{section}.") for other in known):
+        section = section.rpartition(".")[0]
+    start = f"{section}." if section else ""
+    below = dict.fromkeys(other.removeprefix(start).partition(".")[0] for other in known if other.startswith(start))
+    return f"{section or 'the configuration'} has {', '.join(below)}."
+
+
+def _to_object(merged: DictConfig) -> Config:
+    try:
+        return cast(Config, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}.") from None
+
+
+def _check_ranges(config: Config) -> None:
+    for found in settings():
+        value = value_of(config, found.key)
+        if not found.allows(value):
+            raise ConfigError(f"{found.key} must be {found.range or 'finite'}, not {_shown(value)}.")

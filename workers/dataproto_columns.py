@@ -1,0 +1,289 @@
+"""What DataProto needs to know about one column: its rows, whether two are equal, whether they can be joined.
+
+A tensor column is a plain tensor [B, ...] or a jagged one [B, j, ...] (`torch.nested` with layout `torch.jagged`, ragged
+in dimension 1: `values` [T, ...] and `offsets` [B + 1]). A non-tensor column is a NumPy array [B, ...].
+
+B rows, T tokens of all rows.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from workers.errors import DataError
+
+RowIndex = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+
+
+def is_jagged(column: torch.Tensor) -> bool:
+    return column.is_nested and column.layout is torch.jagged
+
+
+def describe(column: Any) -> str:
+    """`int64[4, 7]`, `int64[4, jagged] with 31 tokens`, `object[4]`: what messages say about a column."""
+    if not isinstance(column, (torch.Tensor, np.ndarray)):
+        return type(column).__name__
+    dtype = str(column.dtype).removeprefix("torch.")
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        sizes = ["jagged" if isinstance(size, torch.SymInt) else str(size) for size in jagged_shape(column)]
+        return f"{dtype}[{', '.join(sizes)}] with {int(row_lengths(column).sum())} tokens"
+    return f"{dtype}[{', '.join(str(size) for size in column.shape)}]"
+
+
+def jagged_shape(column: torch.Tensor) -> tuple[Any, ...]:
+    """Shape with the symbolic ragged size in it; a strided nested tensor, which has no shape, is refused."""
+    if not is_jagged(column):
+        raise DataError("a nested tensor of strided layout has no ragged axis; make it with layout=torch.jagged")
+    return tuple(column.shape)
+
+
+def row_lengths(column: torch.Tensor) -> torch.Tensor:
+    """Tokens of each row of a jagged column, [B]."""
+    lengths = column.lengths()
+    return column.offsets().diff() if lengths is None else lengths
+
+
+# --- consistency ------------------------------------------------------------------------------------------------------
+
+
+def check_tensor_column(key: Any, column: Any) -> None:
+    """Raise DataError unless `column` is a plain tensor with rows, or jagged with ragged dimension 1 and sound offsets."""
+    if not isinstance(key, str):
+        raise DataError(f"column name {key!r} of batch is a {type(key).__name__}; names are strings")
+    if not isinstance(column, torch.Tensor):
+        raise DataError(
+            f"batch[{key!r}] is a {type(column).__name__}, not a tensor; other data belongs in non_tensor_batch"
+        )
+    if column.is_nested:
+        _check_jagged(key, column)
+    elif column.layout is not torch.strided:
+        raise DataError(f"batch[{key!r}] has layout {column.layout}; columns are strided or torch.jagged")
+    elif column.dim() == 0:
+        raise DataError(f"batch[{key!r}] is a scalar without rows; put it into meta_info")
+
+
+def _check_jagged(key: str, column: torch.Tensor) -> None:
+    if not is_jagged(column):
+        raise DataError(f"batch[{key!r}] is a nested tensor of strided layout; make it with layout=torch.jagged")
+    if not isinstance(column.shape[1], torch.SymInt):
+        raise DataError(f"batch[{key!r}] is ragged in another dimension than 1; transpose it back")
+    offsets, tokens = column.offsets(), column.values().shape[0]
+    lengths = row_lengths(column)
+    ends = offsets[:-1] + lengths
+    # torch takes any offsets, and a wrong one reads other rows or foreign memory later.
+    inside = offsets[0] == 0 and offsets[-1] <= tokens and bool((lengths >= 0).all() and (ends <= tokens).all())
+    if not inside or (column.lengths() is None and offsets[-1] != tokens):
+        raise DataError(f"batch[{key!r}] has offsets that do not cut its {tokens} tokens into rows: {_sample(offsets)}")
+
+
+def _sample(tensor: torch.Tensor, shown: int = 8) -> str:
+    listed = ", ".join(str(value) for value in tensor[:shown].tolist())
+    return f"[{listed}{', ...' if len(tensor) > shown else ''}]"
+
+
+def check_array_column(key: Any, column: Any) -> None:
+    """Raise DataError unless `column` is a NumPy array with rows."""
+    if not isinstance(key, str):
+        raise DataError(f"column name {key!r} of non_tensor_batch is a {type(key).__name__}; names are strings")
+    if not isinstance(column, np.ndarray):
+        raise DataError(f"non_tensor_batch[{key!r}] is a {type(column).__name__}, not a NumPy array")
+    if column.ndim == 0:
+        raise DataError(f"non_tensor_batch[{key!r}] is a scalar without rows; put it into meta_info")
+
+
+def check_same_rows(rows: Mapping[str, int]) -> None:
+    """Raise DataError naming two columns whose row counts differ."""
+    names = list(rows)
+    for name in names[1:]:
+        if rows[name] != rows[names[0]]:
+            raise DataError(f"{name} has {rows[name]} rows, but {names[0]} has {rows[names[0]]}")
+
+
+def object_column(key: str, values: Any) -> np.ndarray:
+    """One object per row, [B]; rows that are lists of one length stay lists. Arrays are taken as they are."""
+    if isinstance(values, np.ndarray):
+        return values
+    if not isinstance(values, (list, tuple)):
+        raise DataError(
+            f"non_tensor_batch[{key!r}] is a {type(values).__name__}; give a NumPy array or a list with one item a row"
+        )
+    column = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        column[row] = value
+    return column
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def row_numbers(index: Any, rows: int) -> torch.Tensor:
+    """Row numbers (int64, within 0..rows-1, on the CPU) that a list, array, tensor or boolean mask selects.
+
+    Raises DataError for what is not one-dimensional, neither integer nor boolean, out of range, or a mask of another
+    length.
+    """
+    numbers = _index_tensor(index)
+    if numbers.dim() != 1:
+        raise DataError(f"rows are selected by one-dimensional indices, not by shape {list(numbers.shape)}")
+    if numbers.dtype is torch.bool:
+        if len(numbers) != rows:
+            raise DataError(f"a boolean mask of {len(numbers)} entries cannot select among {rows} rows")
+        return numbers.nonzero().flatten()
+    if numbers.is_floating_point() or numbers.is_complex():
+        raise DataError(f"rows are selected by integers or booleans, not by {str(numbers.dtype).removeprefix('torch.')}")
+    numbers = numbers.to(torch.int64)
+    outside = numbers[(numbers < -rows) | (numbers >= rows)]
+    if len(outside):
+        raise DataError(f"row {outside[0].item()} does not exist in a batch of {rows} rows")
+    return torch.where(numbers < 0, numbers + rows, numbers)
+
+
+def _index_tensor(index: Any) -> torch.Tensor:
+    if isinstance(index, (list, range)) and len(index) == 0:
+        return torch.empty(0, dtype=torch.int64)
+    if not isinstance(index, (list, range, np.ndarray, torch.Tensor)):
+        raise DataError(f"rows are selected by int, slice, list, array, tensor or mask, not by {type(index).__name__}")
+    try:
+        return torch.as_tensor(index).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"rows cannot be selected by {describe(index)}: {error}") from error
+
+
+def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same columns, with one offsets tensor wherever row lengths agree; values are not copied.
+
+    Torch multiplies two jagged tensors only if their offsets are one object, not merely equal.
+    """
+    shared: list[torch.Tensor] = []
+    return {key: _with_known_offsets(column, shared) for key, column in columns.items()}
+
+
+def _with_known_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
+    if not is_jagged(column) or column.lengths() is not None:
+        return column
+    offsets = column.offsets()
+    for other in known:
+        if offsets is other:
+            return column
+        if offsets.dtype == other.dtype and offsets.device == other.device and torch.equal(offsets, other):
+            return torch.nested.nested_tensor_from_jagged(column.values(), other)
+    known.append(offsets)
+    return column
+
+
+# --- equality ---------------------------------------------------------------------------------------------------------
+
+
+def same(left: Any, right: Any) -> bool:
+    """Deep equality of tensors, arrays, containers and scalars, in which NaN equals itself."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and _same_tensor(left, right)
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and _same_array(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and type(left) is type(right):
+        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    return _is_true(left == right) or (_is_true(left != left) and _is_true(right != right))
+
+
+def _is_true(answer: Any) -> bool:
+    """Comparisons of foreign objects may return anything."""
+    return isinstance(answer, (bool, np.bool_)) and bool(answer)
+
+
+def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype or is_jagged(left) != is_jagged(right):
+        return False
+    if is_jagged(left):
+        left, right = left.contiguous(), right.contiguous()
+        return _same_tensor(left.offsets().long(), right.offsets().long()) and _same_tensor(left.values(), right.values())
+    if left.shape != right.shape:
+        return False
+    right = right.to(left.device)
+    equal = left == right
+    if left.is_floating_point() or left.is_complex():
+        equal |= left.isnan() & right.isnan()
+    return bool(equal.all())
+
+
+def _same_array(left: np.ndarray, right: np.ndarray) -> bool:
+    if left.shape != right.shape:
+        return False
+    if left.dtype.kind in "OV" or right.dtype.kind in "OV":
+        return all(same(a, b) for a, b in zip(left.flat, right.flat, strict=True))
+    return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc" and right.dtype.kind in "fc"))
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+
+def join_tensors(parts: Sequence[TensorDict | None]) -> TensorDict | None:
+    """Rows of all parts below one another. Raises DataError if they do not have the same columns and row shapes."""
+    _check_same_keys("batch", [() if part is None else part.keys() for part in parts])
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    for number, part in enumerate(present):
+        if part.batch_size[1:] != present[0].batch_size[1:]:
+            raise DataError(f"batch sizes {list(present[0].batch_size)} of part 0 and {list(part.batch_size)} of part {number} "
+                            "differ after the first dimension")
+        for key, column in part.items():
+            _check_joinable(f"batch[{key!r}]", present[0][key], column, number)
+    joined = torch.cat([part.select(*present[0].keys()) for part in present])
+    return TensorDict(share_offsets(dict(joined.items())), batch_size=joined.batch_size, device=joined.device)
+
+
+def join_arrays(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Rows of all parts below one another. Raises DataError if they do not have the same columns and row shapes."""
+    _check_same_keys("non_tensor_batch", [part.keys() for part in parts])
+    for number, part in enumerate(parts):
+        for key, column in part.items():
+            _check_joinable(f"non_tensor_batch[{key!r}]", parts[0][key], column, number)
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+
+
+def _check_same_keys(place: str, keys: Sequence[Iterable[str]]) -> None:
+    first = set(keys[0])
+    for number, others in enumerate(keys):
+        odd = sorted(first.symmetric_difference(others))
+        if odd:
+            lacking = number if odd[0] in first else 0
+            raise DataError(f"{place}[{odd[0]!r}] is missing in part {lacking} of the parts to be joined")
+
+
+def _check_joinable(name: str, first: Any, column: Any, number: int) -> None:
+    if _row_form(first) != _row_form(column):
+        raise DataError(
+            f"{name} is {describe(first)} in part 0 and {describe(column)} in part {number}; "
+            "joined columns need one dtype, device and row shape"
+        )
+
+
+def _row_form(column: Any) -> tuple[Any, ...]:
+    """What must agree between columns that are joined. Strings of any width join."""
+    if isinstance(column, np.ndarray):
+        return column.dtype.kind if column.dtype.kind in "US" else column.dtype, column.shape[1:]
+    jagged = is_jagged(column)
+    return column.dtype, column.device, jagged, column.shape[2:] if jagged else column.shape[1:]
+
+
+def merge_meta(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One dict with all keys. Raises DataError naming a key that has two values."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key in merged and not same(merged[key], value):
+                raise DataError(f"meta_info[{key!r}] is {_short(merged[key])} in one part and {_short(value)} in another")
+            merged.setdefault(key, value)
+    return merged
+
+
+def _short(value: Any, width: int = 60) -> str:
+    text = describe(value) if isinstance(value, (torch.Tensor, np.ndarray)) else repr(value)
+    return text if len(text) <= width else text[: width - 3] + "..."
