@@ -41,7 +41,7 @@ def pack_exactly(sizes: NDArray[np.int64], bins: int, capacity: int, max_items: 
     """
     order = np.argsort(-sizes, kind="stable").tolist()
     items = [int(sizes[index]) for index in order]
-    remaining = list(np.cumsum(items[::-1])[::-1]) + [0]
+    remaining = [sum(items[depth:]) for depth in range(len(items) + 1)]
     room, counts = [capacity] * bins, [0] * bins
     groups: list[list[int]] = [[] for _ in range(bins)]
     nodes = EXACT_SEARCH_NODES

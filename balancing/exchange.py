@@ -15,8 +15,10 @@ Groups = list[list[int]]
 
 TOLERANCE = 1e-5
 """Groups within this of the mean, relatively, are even."""
-PARTNERS = 24
-"""Lightest groups that a heavy one tries to exchange with before it is left as it is."""
+PARTNERS = 12
+"""Lightest groups that a heavy one tries before it is left as it is; where only the heaviest counts, it tries all."""
+FAILURES = 64
+"""Heavy groups in a row that no exchange lowers before the search ends: what is left is lumpy by nature."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +40,29 @@ def even_out(
 ) -> Groups:
     """Lower the heaviest groups by exchanges until they are even or no exchange helps.
 
-    groups: index lists that keep `limits`. weights: float64 [n], what is evened. sizes: int64 [n], tokens under the cap.
+    groups: index lists that keep `limits`. weights: float64 [n], what is evened. sizes: int64 [n], tokens.
     only_heaviest: stop once the heaviest group cannot be lowered; otherwise go on with the next heaviest.
     Returns new groups, in the same order; they keep `limits`, and none that held an index is empty.
     """
     search = _Search(groups, weights, sizes, limits)
     open_groups = np.ones(len(groups), bool)
-    level = max(search.loads.mean(), weights.max(initial=0.0)) * (1 + TOLERANCE)
-    if not only_heaviest:
-        level = search.loads.mean() * (1 + TOLERANCE)
+    level = search.loads.mean() * (1 + TOLERANCE)
+    if only_heaviest:
+        level = max(level, max((weights[group].max() for group in groups if group), default=0.0))
+    failures = 0
     for _ in range(20 * len(groups) + 200):
         heavy = int(np.argmax(np.where(open_groups, search.loads, -np.inf)))
         if search.loads[heavy] <= level or not open_groups.any():
             break
-        if not search.relieve(heavy):
+        if len(search.groups[heavy]) < 2:  # alone: whatever it is exchanged with, the pair's maximum stays
             open_groups[heavy] = False
-            if only_heaviest:
-                break
+        elif search.relieve(heavy, len(groups) if only_heaviest else PARTNERS):
+            failures = 0
+        else:
+            open_groups[heavy] = False
+            failures += 1
+        if failures == FAILURES or (only_heaviest and not open_groups[heavy]):
+            break
     return search.groups
 
 
@@ -67,9 +75,9 @@ class _Search:
         self.loads = np.array([weights[group].sum() for group in self.groups], np.float64)
         self._tokens = np.array([sizes[group].sum() for group in self.groups], np.int64)
 
-    def relieve(self, heavy: int) -> bool:
-        """Make the best exchange of `heavy` with the first of the lightest groups that allows one."""
-        count = min(PARTNERS, len(self.groups))
+    def relieve(self, heavy: int, partners: int) -> bool:
+        """Make the best exchange of `heavy` with the first of the lightest `partners` that allows one."""
+        count = min(partners, len(self.groups))
         lightest = np.argpartition(self.loads, count - 1)[:count]
         for light in lightest[np.argsort(self.loads[lightest], kind="stable")]:
             found = self._best_exchange(heavy, int(light))

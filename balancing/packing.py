@@ -19,7 +19,7 @@ from balancing.alignment import round_up
 from balancing.bounds import fewest_bins, pack_exactly
 from balancing.errors import CountError
 from balancing.exchange import Groups, Limits, even_out
-from balancing.padded import pack_padded, split_most_tokens, take_in_order
+from balancing.padded import equal_counts, pack_padded, split_most_tokens, take_in_order
 from balancing.validation import check_fits, one_of, positive_integer, sequence_lengths, weight_array
 
 Layout = Literal["packed", "padded"]
@@ -66,7 +66,10 @@ def pack(
     if algorithm == "none":
         groups = pack_in_order(sizes, caps, count)
     else:
-        groups = heaviest_first(pack_evenly(sizes, weights, caps, count), sizes, weights)
+        # Planned in an order of their own, sequences are grouped alike however they are given.
+        order = np.lexsort((-sizes, -(sizes if weights is None else weights)))
+        sorted_groups = pack_evenly(sizes[order], None if weights is None else weights[order], caps, count)
+        groups = heaviest_first([order[group].tolist() for group in sorted_groups], sizes, weights)
     return [np.asarray(group, np.int64) for group in groups]
 
 
@@ -99,10 +102,23 @@ class CountRule:
 
 
 def pack_in_order(sizes: NDArray[np.int64], caps: Caps, count: CountRule) -> Groups:
-    """Cut the given order where the next sequence would exceed a cap; then split those with most tokens."""
-    runs = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded)
-    runs = split_most_tokens(runs, sizes, count.at_least(len(runs), len(sizes)), padded=caps.padded)
+    """Runs of the given order, as few as the caps allow.
+
+    They hold equal counts of sequences where that keeps the caps; otherwise each is filled until the next sequence
+    would exceed a cap, and those with most tokens are halved until there are enough.
+    """
+    filled = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded)
+    bins = count.at_least(len(filled), len(sizes))
+    runs = equal_counts(len(sizes), bins)
+    if not all(keeps_caps(sizes[start:stop], caps) for start, stop in runs):
+        runs = split_most_tokens(filled, sizes, bins, padded=caps.padded)
     return [list(range(start, stop)) for start, stop in runs]
+
+
+def keeps_caps(sizes: NDArray[np.int64], caps: Caps) -> bool:
+    """Whether sequences of these sizes (at least one) may share a micro-batch."""
+    tokens = len(sizes) * sizes.max() if caps.padded else sizes.sum()
+    return bool(tokens <= caps.max_tokens and len(sizes) <= caps.max_sequences)
 
 
 def pack_evenly(sizes: NDArray[np.int64], weights: NDArray[np.float64] | None, caps: Caps, count: CountRule) -> Groups:

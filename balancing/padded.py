@@ -104,6 +104,13 @@ def take_in_order(
     return [*runs, (start, len(sizes))]
 
 
+def equal_counts(positions: int, count: int) -> Runs:
+    """`count` runs whose numbers of positions differ by at most one, longer ones first."""
+    least, longer = divmod(positions, count)
+    bounds = [run * least + min(run, longer) for run in range(count + 1)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
 def split_most_tokens(runs: Runs, sizes: NDArray[np.int64], count: int, *, padded: bool) -> Runs:
     """Halve the runs with most tokens until there are `count`; there must be as many positions."""
     runs = list(runs)

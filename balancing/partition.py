@@ -3,7 +3,7 @@
     partition --+-- karmarkar_karp   largest differencing over k-tuples        free or equal counts
                 +-- longest_first    heaviest first into the lightest set      free or equal counts
                 +-- sort_and_deal    sorted, dealt like cards                  equal counts
-                +-- refined          karmarkar_karp, then exchanges            free or equal counts
+                +-- refined          the two above, then exchanges             free or equal counts
 
 Equal counts differ by at most one when k does not divide n. All are deterministic.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.errors import CountError, WeightError
-from balancing.exchange import Groups, Limits, even_out
+from balancing.exchange import TOLERANCE, Groups, Limits, even_out
 from balancing.validation import one_of, positive_integer, weight_array
 
 Algorithm = Literal["refined", "karmarkar_karp", "longest_first", "sort_and_deal"]
@@ -47,8 +47,9 @@ def partition(
         raise WeightError("weights is empty; pass at least one weight")
     if sets > checked.size and not allow_empty:
         raise CountError(f"k={sets} is more than the {checked.size} weights; lower k or set allow_empty=True")
-    groups = _ALGORITHMS[algorithm](checked, sets, equal_size)
-    return [np.sort(np.asarray(group, np.int64)) for group in groups]
+    order = np.argsort(-checked, kind="stable")  # then ties apart, sets do not depend on the order that is given
+    groups = _ALGORITHMS[algorithm](checked[order], sets, equal_size)
+    return [np.sort(order[group]) for group in groups]
 
 
 def karmarkar_karp(weights: NDArray[np.float64], k: int, equal_size: bool = False) -> Groups:
@@ -97,9 +98,22 @@ def sort_and_deal(weights: NDArray[np.float64], k: int, equal_size: bool = True)
 
 
 def refined(weights: NDArray[np.float64], k: int, equal_size: bool = False) -> Groups:
-    """Karmarkar-Karp, then exchanges until within 1e-5 of the lower bound max(mean, heaviest) or none helps."""
-    start = karmarkar_karp(weights, k, equal_size)
-    return even_out(start, weights, np.zeros(len(weights), np.int64), Limits(equal_size=equal_size), only_heaviest=True)
+    """Exchanges until within 1e-5 of the lower bound max(mean, heaviest) or none helps.
+
+    Starts from Karmarkar-Karp; where that does not reach the bound, also from longest-first, and the better is kept.
+    """
+    limits, no_size = Limits(equal_size=equal_size), np.zeros(len(weights), np.int64)
+    bound = max(float(weights.sum()) / k, float(weights.max())) * (1 + TOLERANCE)
+    best: Groups = []
+    lowest = np.inf
+    for start in (karmarkar_karp, longest_first):
+        groups = even_out(start(weights, k, equal_size), weights, no_size, limits, only_heaviest=True)
+        heaviest = max(float(weights[group].sum()) for group in groups)
+        if heaviest < lowest:
+            best, lowest = groups, heaviest
+        if lowest <= bound:
+            break
+    return best
 
 
 def _runs_of_k(weights: NDArray[np.float64], k: int) -> list[list[_Set]]:

@@ -167,6 +167,7 @@ def plan_batch(
         if algorithm == "none":
             steps = schedule_in_order(sizes[rows], request)
         else:
+            rows = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the same plan in whatever order given
             steps = schedule_evenly(sizes[rows], workloads[rows], request)
         planned.append(_mini_batch(steps, rows, tokens, in_loss))
     return Plan(tuple(planned), request.ranks, max_tokens, layout, length_multiple, tokens, workloads)

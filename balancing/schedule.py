@@ -45,12 +45,15 @@ def schedule_in_order(sizes: NDArray[np.int64], request: Request) -> Steps:
     chunks = np.array_split(np.arange(len(sizes)), request.ranks)
     needed = max(len(pack_in_order(sizes[chunk], request.caps, CountRule())) for chunk in chunks if len(chunk))
     steps = _steps(needed, min(len(chunk) for chunk in chunks), len(sizes), request)
-    local = []
-    for chunk in chunks:
-        filled = CountRule(min(steps, len(chunk)))
+    schedule: Steps = [[[] for _ in chunks] for _ in range(steps)]
+    first = 0  # of a rank with fewer micro-batches than steps: where the rank before it ended, so that no step is empty
+    for rank, chunk in enumerate(chunks):
+        filled = CountRule(max(1, min(steps, len(chunk))))
         cuts = pack_in_order(sizes[chunk], request.caps, filled) if len(chunk) else []
-        local.append([chunk[cut].tolist() for cut in cuts] + [[]] * (steps - len(cuts)))
-    return [list(row) for row in zip(*local, strict=True)]
+        for step, cut in zip(sorted((first + i) % steps for i in range(len(cuts))), cuts, strict=True):
+            schedule[step][rank] = chunk[cut].tolist()
+        first = (first + len(cuts)) % steps
+    return schedule
 
 
 def schedule_evenly(sizes: NDArray[np.int64], weights: NDArray[np.float64], request: Request) -> Steps:
@@ -61,7 +64,7 @@ def schedule_evenly(sizes: NDArray[np.int64], weights: NDArray[np.float64], requ
     """
     candidates = [_dealt(sizes, weights, request)]
     steps = len(candidates[0])
-    if not request.caps.padded and time_of(candidates[0], weights) > _ideal(weights, request.ranks) * (1 + 1e-3):
+    if _may_be_levelled(candidates[0], weights, request):
         levelled = _levelled(sizes, weights, steps, request)
         candidates += [levelled] if levelled is not None else []
     best = min(candidates, key=lambda schedule: time_of(schedule, weights))
@@ -73,8 +76,11 @@ def time_of(steps: Steps, weights: NDArray[np.float64]) -> float:
     return float(sum(max(weights[group].sum() for group in step) for step in steps))
 
 
-def _ideal(weights: NDArray[np.float64], ranks: int) -> float:
-    return float(weights.sum()) / ranks
+def _may_be_levelled(steps: Steps, weights: NDArray[np.float64], request: Request) -> bool:
+    """Packed, no empty micro-batch, and more than 0.1 % over the ideal of workload / ranks."""
+    if request.caps.padded or len(weights) < len(steps) * request.ranks:
+        return False
+    return time_of(steps, weights) > float(weights.sum()) / request.ranks * (1 + 1e-3)
 
 
 def _steps(needed: int, fewest_on_a_rank: int, sequences: int, request: Request) -> int:
@@ -82,8 +88,8 @@ def _steps(needed: int, fewest_on_a_rank: int, sequences: int, request: Request)
     steps = request.count.at_least(needed, sequences)
     if not request.allow_empty and steps > fewest_on_a_rank:
         raise CountError(
-            f"a mini-batch of {sequences} sequences cannot fill {steps} micro-batches on each of {request.ranks} ranks; "
-            "set allow_empty=True, or lower ranks, min_count or multiple_of"
+            f"a mini-batch of {sequences} sequences cannot fill {steps} micro-batches on each of "
+            f"{request.ranks} ranks; set allow_empty=True, or lower ranks, min_count or multiple_of"
         )
     return steps
 
@@ -94,7 +100,7 @@ def _dealt(sizes: NDArray[np.int64], weights: NDArray[np.float64], request: Requ
     steps = _steps(needed, sequences // ranks, sequences, request)
     rule = CountRule(min(steps * ranks, sequences), 1)
     groups = pack_evenly(sizes, weights, request.caps, rule)
-    if len(groups) > steps * ranks:  # the caps did not allow the lower bound
+    while len(groups) > steps * ranks:  # the lower bound could not be reached
         steps = _steps(-(-len(groups) // ranks), sequences // ranks, sequences, request)
         groups = pack_evenly(sizes, weights, request.caps, CountRule(min(steps * ranks, sequences), 1))
     groups += [[] for _ in range(steps * ranks - len(groups))]
@@ -130,7 +136,7 @@ def _levelled(sizes: NDArray[np.int64], weights: NDArray[np.float64], steps: int
     if last is None:
         return None
     rows.append([left[group].tolist() for group in last])
-    if not request.allow_empty and not all(all(row) for row in rows):
+    if not all(all(row) for row in rows):
         return None
     return [_evened(row, sizes, weights, request.caps) for row in rows]
 

@@ -46,7 +46,7 @@ def _indices_of(mini_batch: "MiniBatch") -> NDArray[np.int64]:
 
 
 def _given_rows(indices: NDArray[np.int64], plan: "Plan") -> Rows:
-    """The mini-batch in ascending index order: runs of equal count, each cut at the cap; short ranks wait at the end."""
+    """Ascending index order: runs of equal count, each cut at the cap; ranks with fewer cuts wait at the end."""
     sizes = round_up(plan.lengths, plan.length_multiple)
     padded = plan.layout == "padded"
     local: list[list[NDArray[np.int64]]] = []

@@ -1,6 +1,6 @@
 """The configuration: one schema of dataclasses, importable without torch or Ray.
 
-    FILE, key.sub=value --config_file.load--> Config --config_checks.check--> a run, or one line that says what to change
+    FILE, key.sub=value --load--> Config --config_checks.check--> a run, or one line that says what to change
 
 Every key is documented where it is declared, here and in `workers.config`. What follows from several keys is a
 property of `Config`, so that nobody repeats the rule. Relative paths are relative to the working directory.
@@ -9,12 +9,15 @@ property of `Config`, so that nobody repeats the rule. Relative paths are relati
 import importlib.metadata
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
+from controller import config_file
+from controller.model_files import read_model_files
 from workers.config import (
     LossConfig,
     ModelConfig,
@@ -28,7 +31,11 @@ from workers.config import (
 
 @dataclass
 class RunConfig:
-    name: str = setting(MISSING, "Name of the run: its folder below run.dir.")
+    name: str = setting(
+        "",
+        "Name of the run: its folder below run.dir. Empty takes the name of the configuration file, "
+        "or of its folder if that is config.yaml.",
+    )
     dir: str = setting("runs", "Folder of all runs.")
     steps: int = setting(100, "Steps: rounds of generation and training.", minimum=1)
     seed: int = setting(
@@ -121,6 +128,7 @@ class ResourcesConfig:
     start_timeout_s: float = setting(
         600.0, "Seconds to wait for actors to load their models.", minimum=0, exclusive_minimum=True
     )
+    dashboard: bool = setting(False, "Start Ray's dashboard where the run starts a local Ray.")
 
 
 @dataclass
@@ -200,6 +208,16 @@ class Config:
         """The reference's model: model.* with reference.path where that is set."""
         return replace(self.model, path=self.reference.path or self.model.path)
 
+    def model_description(self) -> dict[str, Any]:
+        """config.json of model.path. Raises ConfigError if there is none."""
+        return read_model_files(self.model.path, "model.path").description
+
+    @property
+    def logical_cpus(self) -> float:
+        """CPUs that all actors of the run reserve in Ray."""
+        training = self.policy.ranks * (2 if self.uses_reference else 1)
+        return self.resources.cpus_per_worker * (training + self.rollout.replicas + self.reward.workers)
+
     @property
     def uses_gpus(self) -> bool:
         """Whether models run on GPUs: resources.device, or what this machine has."""
@@ -227,3 +245,26 @@ def _vllm_is_cpu_build() -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file (None: the defaults) with `key.sub=value` overrides on top.
+
+    Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
+    type or out of range, and a key without default that is not set.
+    """
+    config = config_file.read(Config, path, overrides)
+    config.run.name = config.run.name or _default_name(path)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML that `load` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _default_name(path: str | Path | None) -> str:
+    if path is None:
+        return "run"
+    file = Path(path).resolve()
+    return file.parent.name if file.stem == "config" else file.stem

@@ -1,6 +1,6 @@
-"""Reading a configuration: YAML and `key.sub=value` against the schema of `controller.config`.
+"""Reading a configuration: YAML and `key.sub=value` against a schema of nested dataclasses.
 
-file, then overrides --> keys known? --> types? --> merged (OmegaConf) --> all set? --> ranges? --> Config
+file, then overrides --> keys known? --> types? --> merged (OmegaConf) --> all set? --> ranges? --> object
 """
 
 import difflib
@@ -9,14 +9,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from controller.config import Config
 from workers.errors import ConfigError
+
+Schema = TypeVar("Schema")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,16 @@ class Setting:
     choices: tuple[str, ...] | None = None
     exclusive_minimum: bool = False
     exclusive_maximum: bool = False
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return bool(self.default == MISSING)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the default is the value of another key, written `${that.key}`."""
+        return isinstance(self.default, str) and self.default.startswith("${")
 
     @property
     def range(self) -> str:
@@ -57,9 +68,8 @@ class Setting:
         return math.isfinite(value) and low <= value <= high and not excluded
 
 
-def settings(section: Any = None, prefix: str = "") -> Iterator[Setting]:
-    """Every key below a section (an instance; the whole schema by default), in order of declaration."""
-    section = Config() if section is None else section
+def settings(section: Any, prefix: str = "") -> Iterator[Setting]:
+    """Every key below a section, an instance of a dataclass with its defaults, in order of declaration."""
     for item in fields(section):
         value = getattr(section, item.name)
         if is_dataclass(value):
@@ -68,38 +78,33 @@ def settings(section: Any = None, prefix: str = "") -> Iterator[Setting]:
             yield Setting(prefix + item.name, cast(type, item.type), value, **item.metadata)
 
 
-def value_of(config: Config, key: str) -> Any:
+def value_of(config: Any, key: str) -> Any:
     """The value under a full key, `policy.optimizer.beta1`."""
-    value: Any = config
     for name in key.split("."):
-        value = getattr(value, name)
-    return value
+        config = getattr(config, name)
+    return config
 
 
-def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file with `key.sub=value` overrides on top.
+def read(schema: type[Schema], path: str | Path | None, overrides: Sequence[str]) -> Schema:
+    """The schema's defaults, a YAML file on top, `key.sub=value` overrides on top of that.
 
     Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
     type or out of range, and a key without default that is not set.
     """
+    known = {found.key: found for found in settings(schema())}
     parts = [] if path is None else [(f"{path}: ", _read_file(Path(path)))]
     parts += [("", _read_override(override)) for override in overrides]
-    merged = OmegaConf.structured(Config)
+    merged = OmegaConf.structured(schema)
     for source, part in parts:
-        _check_keys_and_types(part, source)
+        _check_keys_and_types(part, known, source)
         merged = OmegaConf.merge(merged, part)
-    unset = sorted(OmegaConf.missing_keys(merged))
+    unset = sorted(OmegaConf.missing_keys(merged), key=list(known).index)
     if unset:
         verb = "is" if len(unset) == 1 else "are"
         raise ConfigError(f"{', '.join(unset)} {verb} not set; set it in the file or as {unset[0]}=VALUE.")
-    config = _to_object(cast(DictConfig, merged))
-    _check_ranges(config)
-    return config
-
-
-def to_yaml(config: Config) -> str:
-    """The configuration as YAML that `load` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    config = _to_object(merged)
+    _check_ranges(config, known)
+    return cast(Schema, config)
 
 
 def _read_file(path: Path) -> DictConfig:
@@ -129,8 +134,7 @@ def _read_override(override: str) -> DictConfig:
         raise ConfigError(f"{key}: the value {value!r} is not valid YAML; quote it, as in {key}='\"...\"'.") from None
 
 
-def _check_keys_and_types(part: DictConfig, source: str) -> None:
-    known = {found.key: found for found in settings()}
+def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
     for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source):
         if key not in known:
             raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
@@ -146,6 +150,10 @@ def _leaves(
     """(full key, value) of everything given; a section given as a single value is refused."""
     for name, value in content.items():
         key = f"{prefix}{name}"
+        if "." in str(name):
+            raise ConfigError(
+                f"{source}{key}: in YAML a dot does not nest; write `{key.replace('.', ': {', 1)}: ...}}`."
+            )
         is_section = any(other.startswith(f"{key}.") for other in known)
         if is_section and not isinstance(value, dict):
             raise ConfigError(f"{source}{key} is a section and takes settings ({key}.NAME), not {_shown(value)}.")
@@ -166,7 +174,7 @@ _TYPES = {
 def _is_of_type(value: Any, wanted: type) -> bool:
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
-    accepted = {int: int, float: (int, float), str: (str, int, float)}
+    accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}
     return isinstance(value, accepted[wanted])
 
 
@@ -192,15 +200,15 @@ def _suggestion(key: str, known: list[str]) -> str:
     return f"{section or 'the configuration'} has {', '.join(below)}."
 
 
-def _to_object(merged: DictConfig) -> Config:
+def _to_object(merged: Any) -> Any:
     try:
-        return cast(Config, OmegaConf.to_object(merged))
+        return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}.") from None
 
 
-def _check_ranges(config: Config) -> None:
-    for found in settings():
-        value = value_of(config, found.key)
+def _check_ranges(config: Any, known: Mapping[str, Setting]) -> None:
+    for key, found in known.items():
+        value = value_of(config, key)
         if not found.allows(value):
-            raise ConfigError(f"{found.key} must be {found.range or 'finite'}, not {_shown(value)}.")
+            raise ConfigError(f"{key} must be {found.range or 'finite'}, not {_shown(value)}.")

@@ -1,7 +1,7 @@
 """What DataProto needs to know about one column: its rows, whether two are equal, whether they can be joined.
 
-A tensor column is a plain tensor [B, ...] or a jagged one [B, j, ...] (`torch.nested` with layout `torch.jagged`, ragged
-in dimension 1: `values` [T, ...] and `offsets` [B + 1]). A non-tensor column is a NumPy array [B, ...].
+A tensor column is a plain tensor [B, ...] or a jagged one [B, j, ...]: `torch.nested`, layout `torch.jagged`, ragged
+in dimension 1, `values` [T, ...] and `offsets` [B + 1]. A non-tensor column is a NumPy array [B, ...].
 
 B rows, T tokens of all rows.
 """
@@ -15,7 +15,8 @@ from tensordict import TensorDict
 
 from workers.errors import DataError
 
-RowIndex = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+RowNumbers = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+RowSelection = slice | RowNumbers
 
 
 def is_jagged(column: torch.Tensor) -> bool:
@@ -27,17 +28,10 @@ def describe(column: Any) -> str:
     if not isinstance(column, (torch.Tensor, np.ndarray)):
         return type(column).__name__
     dtype = str(column.dtype).removeprefix("torch.")
-    if isinstance(column, torch.Tensor) and column.is_nested:
-        sizes = ["jagged" if isinstance(size, torch.SymInt) else str(size) for size in jagged_shape(column)]
-        return f"{dtype}[{', '.join(sizes)}] with {int(row_lengths(column).sum())} tokens"
-    return f"{dtype}[{', '.join(str(size) for size in column.shape)}]"
-
-
-def jagged_shape(column: torch.Tensor) -> tuple[Any, ...]:
-    """Shape with the symbolic ragged size in it; a strided nested tensor, which has no shape, is refused."""
-    if not is_jagged(column):
-        raise DataError("a nested tensor of strided layout has no ragged axis; make it with layout=torch.jagged")
-    return tuple(column.shape)
+    if isinstance(column, np.ndarray) or not is_jagged(column):
+        return f"{dtype}[{'nested' if getattr(column, 'is_nested', False) else ', '.join(map(str, column.shape))}]"
+    sizes = ["jagged" if isinstance(size, torch.SymInt) else str(size) for size in column.shape]
+    return f"{dtype}[{', '.join(sizes)}] with {int(row_lengths(column).sum())} tokens"
 
 
 def row_lengths(column: torch.Tensor) -> torch.Tensor:
@@ -50,7 +44,7 @@ def row_lengths(column: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensor_column(key: Any, column: Any) -> None:
-    """Raise DataError unless `column` is a plain tensor with rows, or jagged with ragged dimension 1 and sound offsets."""
+    """Raise DataError unless `column` is a plain tensor with rows, or ragged in dimension 1 with sound offsets."""
     if not isinstance(key, str):
         raise DataError(f"column name {key!r} of batch is a {type(key).__name__}; names are strings")
     if not isinstance(column, torch.Tensor):
@@ -63,6 +57,39 @@ def check_tensor_column(key: Any, column: Any) -> None:
         raise DataError(f"batch[{key!r}] has layout {column.layout}; columns are strided or torch.jagged")
     elif column.dim() == 0:
         raise DataError(f"batch[{key!r}] is a scalar without rows; put it into meta_info")
+
+
+def check_batch(batch: Any) -> None:
+    """Raise DataError unless `batch` is a TensorDict with rows and sound columns."""
+    if not isinstance(batch, TensorDict):
+        raise DataError(f"batch is a {type(batch).__name__}, not a TensorDict; from_dict makes one")
+    if batch.batch_dims == 0:
+        raise DataError("batch is a TensorDict without a batch size, whose first number is the row count")
+    for key, column in batch.items():
+        check_tensor_column(key, column)
+
+
+def make_batch(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
+    """A TensorDict of these columns. Raises DataError unless they agree in their first `num_batch_dims` dimensions."""
+    check_positive("num_batch_dims", num_batch_dims)
+    sizes = {}
+    for key, column in tensors.items():
+        check_tensor_column(key, column)
+        if column.dim() < num_batch_dims or (num_batch_dims > 1 and is_jagged(column)):
+            raise DataError(f"batch[{key!r}] is {describe(column)}, which lacks num_batch_dims={num_batch_dims} sizes")
+        sizes[key] = list(column.shape[:num_batch_dims])
+    first = next(iter(sizes))
+    check_same_rows({f"batch[{key!r}]": size[0] for key, size in sizes.items()})
+    for key, size in sizes.items():
+        if size != sizes[first]:
+            raise DataError(f"batch[{key!r}] begins with sizes {size}, but batch[{first!r}] with {sizes[first]}")
+    return TensorDict(share_offsets(tensors), batch_size=sizes[first])
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise DataError unless `value` is an int above 0."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise DataError(f"{name}={value!r} is not a positive whole number")
 
 
 def _check_jagged(key: str, column: torch.Tensor) -> None:
@@ -133,7 +160,9 @@ def row_numbers(index: Any, rows: int) -> torch.Tensor:
             raise DataError(f"a boolean mask of {len(numbers)} entries cannot select among {rows} rows")
         return numbers.nonzero().flatten()
     if numbers.is_floating_point() or numbers.is_complex():
-        raise DataError(f"rows are selected by integers or booleans, not by {str(numbers.dtype).removeprefix('torch.')}")
+        raise DataError(
+            f"rows are selected by integers or booleans, not by {str(numbers.dtype).removeprefix('torch.')}"
+        )
     numbers = numbers.to(torch.int64)
     outside = numbers[(numbers < -rows) | (numbers >= rows)]
     if len(outside):
@@ -152,26 +181,62 @@ def _index_tensor(index: Any) -> torch.Tensor:
         raise DataError(f"rows cannot be selected by {describe(index)}: {error}") from error
 
 
+def is_row_number(item: Any) -> bool:
+    """True for an int and for a zero-dimensional integer array or tensor; a bool is no row number."""
+    if isinstance(item, np.ndarray) and item.ndim == 0:
+        return item.dtype.kind in "iu"
+    if isinstance(item, torch.Tensor):
+        return item.dim() == 0 and not (item.is_floating_point() or item.is_complex() or item.dtype is torch.bool)
+    return isinstance(item, (int, np.integer)) and not isinstance(item, bool)
+
+
+# --- offsets and storage ----------------------------------------------------------------------------------------------
+
+
 def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same columns, with one offsets tensor wherever row lengths agree; values are not copied.
 
     Torch multiplies two jagged tensors only if their offsets are one object, not merely equal.
     """
-    shared: list[torch.Tensor] = []
-    return {key: _with_known_offsets(column, shared) for key, column in columns.items()}
+    distinct: list[torch.Tensor] = []
+    return {key: _with_known_offsets(column, distinct) for key, column in columns.items()}
 
 
-def _with_known_offsets(column: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
+def _with_known_offsets(column: torch.Tensor, distinct: list[torch.Tensor]) -> torch.Tensor:
     if not is_jagged(column) or column.lengths() is not None:
         return column
     offsets = column.offsets()
-    for other in known:
-        if offsets is other:
+    for other in distinct:
+        if offsets is other.offsets():
             return column
-        if offsets.dtype == other.dtype and offsets.device == other.device and torch.equal(offsets, other):
-            return torch.nested.nested_tensor_from_jagged(column.values(), other)
-    known.append(offsets)
+    for other in distinct:
+        if _same_offsets(column, other):
+            return torch.nested.nested_tensor_from_jagged(column.values(), other.offsets())
+    distinct.append(column)
     return column
+
+
+def _same_offsets(left: torch.Tensor, right: torch.Tensor) -> bool:
+    mine, theirs = left.offsets(), right.offsets()
+    if mine.device != theirs.device or mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+        return False
+    # Torch knows some offsets to be equal, such as copies on another device; then nothing need be read.
+    return bool(left.shape[1] == right.shape[1]) or torch.equal(mine, theirs)
+
+
+def with_shared_offsets(batch: TensorDict) -> TensorDict:
+    return TensorDict(share_offsets(dict(batch.items())), batch_size=batch.batch_size, device=batch.device)
+
+
+def without_views(batch: TensorDict) -> TensorDict:
+    """The same columns, copied where they are a part of a larger storage."""
+    owned = {key: column.clone() if _is_view(column) else column for key, column in batch.items()}
+    return TensorDict(owned, batch_size=batch.batch_size, device=batch.device)
+
+
+def _is_view(column: torch.Tensor) -> bool:
+    stored = column.values() if is_jagged(column) else column
+    return stored.untyped_storage().nbytes() > stored.numel() * stored.element_size()
 
 
 # --- equality ---------------------------------------------------------------------------------------------------------
@@ -202,7 +267,9 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     if is_jagged(left):
         left, right = left.contiguous(), right.contiguous()
-        return _same_tensor(left.offsets().long(), right.offsets().long()) and _same_tensor(left.values(), right.values())
+        return _same_tensor(left.offsets().long(), right.offsets().long()) and _same_tensor(
+            left.values(), right.values()
+        )
     if left.shape != right.shape:
         return False
     right = right.to(left.device)
@@ -231,12 +298,14 @@ def join_tensors(parts: Sequence[TensorDict | None]) -> TensorDict | None:
         return None
     for number, part in enumerate(present):
         if part.batch_size[1:] != present[0].batch_size[1:]:
-            raise DataError(f"batch sizes {list(present[0].batch_size)} of part 0 and {list(part.batch_size)} of part {number} "
-                            "differ after the first dimension")
+            raise DataError(
+                f"batch sizes {list(present[0].batch_size)} of part 0 and {list(part.batch_size)} of part {number} "
+                "differ after the first dimension"
+            )
         for key, column in part.items():
             _check_joinable(f"batch[{key!r}]", present[0][key], column, number)
     joined = torch.cat([part.select(*present[0].keys()) for part in present])
-    return TensorDict(share_offsets(dict(joined.items())), batch_size=joined.batch_size, device=joined.device)
+    return with_shared_offsets(joined)
 
 
 def join_arrays(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -273,13 +342,36 @@ def _row_form(column: Any) -> tuple[Any, ...]:
     return column.dtype, column.device, jagged, column.shape[2:] if jagged else column.shape[1:]
 
 
+def union_batches(mine: TensorDict | None, theirs: TensorDict | None) -> TensorDict | None:
+    """Columns of both side by side. Raises DataError if batch sizes or columns of one name differ."""
+    if mine is None or theirs is None:
+        return theirs if mine is None else mine
+    if mine.batch_size != theirs.batch_size:
+        raise DataError(f"batch sizes {list(mine.batch_size)} and {list(theirs.batch_size)} cannot be united")
+    united = union_columns("batch", dict(mine.items()), dict(theirs.items()))
+    return TensorDict(share_offsets(united), batch_size=mine.batch_size, device=mine.device)
+
+
+def union_columns(place: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Both dicts as one. Raises DataError naming a key whose values differ (NaN equals itself)."""
+    for key in mine:
+        if key in theirs and not same(mine[key], theirs[key]):
+            raise DataError(
+                f"{place}[{key!r}] differs in the two batches, {describe(mine[key])} here and "
+                f"{describe(theirs[key])} there; rename or pop one of them"
+            )
+    return {**mine, **{key: value for key, value in theirs.items() if key not in mine}}
+
+
 def merge_meta(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """One dict with all keys. Raises DataError naming a key that has two values."""
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
             if key in merged and not same(merged[key], value):
-                raise DataError(f"meta_info[{key!r}] is {_short(merged[key])} in one part and {_short(value)} in another")
+                raise DataError(
+                    f"meta_info[{key!r}] is {_short(merged[key])} in one part and {_short(value)} in another"
+                )
             merged.setdefault(key, value)
     return merged
 

@@ -1,0 +1,58 @@
+"""The command line of `python -m controller.fit`: which file, which overrides, whether to run at all."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from controller.describe import section_names, settings_page
+from workers.errors import ConfigError
+
+USAGE = "python -m controller.fit --config FILE [--dry-run] [key.sub=value ...]"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line, taken apart; the overrides are not read yet."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    dry_run: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of argparse's usage and exit, so that every bad input leaves by the same door."""
+        raise ConfigError(f"{message}; usage: {USAGE}")
+
+
+class _PrintSettings(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> NoReturn:
+        print(settings_page())
+        parser.exit(0)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """Take a command line apart (default: that of the process).
+
+    Raises ConfigError for an unknown option or without --config; SystemExit(0) after --help and --settings.
+    """
+    # Intermixed: overrides may stand before, between and after options.
+    parsed = _parser().parse_intermixed_args(argv)
+    return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m controller.fit",
+        usage=USAGE,
+        description="Train a policy by reinforcement learning. Relative paths start at the working directory.",
+        epilog=f"Sections of settings: {', '.join(section_names())}. --settings explains every key.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of settings")
+    parser.add_argument("--dry-run", action="store_true", help="check, print what would run and where, start nothing")
+    parser.add_argument("--settings", action=_PrintSettings, nargs=0, help="print every setting and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
+    return parser

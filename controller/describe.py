@@ -1,0 +1,132 @@
+"""What a configuration means, in text: the page of `--dry-run` and the page of `--settings`.
+
+Config --> resolved YAML | placement | sizes | caps | notes          schema --> every key, type, default, range
+"""
+
+import textwrap
+from dataclasses import fields
+from itertools import groupby
+
+from controller.config import Config, to_yaml
+from controller.config_file import Setting, settings
+from controller.layout import Bundle, Pool, RoleRequest, role_requests, rollout_pool, training_pool
+
+
+def describe(config: Config) -> str:
+    """The page of `--dry-run`, of a configuration that `check` has passed."""
+    sections = {
+        "configuration": to_yaml(config).splitlines(),
+        "placement": _placement(config),
+        "sizes": _sizes(config),
+        "caps": _caps(config),
+        "notes": _notes(config),
+    }
+    return "\n\n".join("\n".join([f"== {title} ==", *lines]) for title, lines in sections.items() if lines)
+
+
+def settings_page() -> str:
+    """The page of `--settings`: every key with its type, default, range and documentation."""
+    blocks = []
+    for section, found in groupby(settings(Config()), key=lambda setting: setting.key.partition(".")[0]):
+        blocks.append(f"== {section} ==")
+        blocks += [_setting_entry(setting) for setting in found]
+    return "\n".join(blocks)
+
+
+def section_names() -> list[str]:
+    """The sections of the schema, in order."""
+    return [item.name for item in fields(Config)]
+
+
+def _setting_entry(setting: Setting) -> str:
+    default = "must be set" if setting.required else f"default {setting.default!r}"
+    facts = ", ".join(fact for fact in (setting.type.__name__, default, setting.range) if fact)
+    doc = textwrap.fill(setting.doc, width=100, initial_indent="    ", subsequent_indent="    ")
+    return f"{setting.key}  ({facts})\n{doc}"
+
+
+def _placement(config: Config) -> list[str]:
+    device = "GPUs" if config.uses_gpus else "CPUs"
+    lines = [f"models run on {device}; rollout.placement is {config.rollout_placement}"]
+    lines += [_pool_line(pool) for pool in (training_pool(config), rollout_pool(config))]
+    lines += [_role_line(request) for request in role_requests(config)]
+    if config.rollout_placement == "colocated":
+        shared = config.rollout.tensor_parallel
+        lines.append(
+            f"each engine uses {shared} of the policy's GPUs while training sleeps; it reserves none of its own"
+        )
+    lines.append(f"reserved in all: {config.logical_cpus:g} CPUs, {_total_gpus(config):g} GPUs")
+    return lines
+
+
+def _pool_line(pool: Pool) -> str:
+    return f"pool {pool.name}: {len(pool.bundles)} x {_bundle(pool.bundles[0])}, strategy {pool.strategy}"
+
+
+def _bundle(bundle: Bundle) -> str:
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in bundle.items()) + "}"
+
+
+def _role_line(request: RoleRequest) -> str:
+    gpus = f", {request.gpus:g} GPU" if request.gpus else ""
+    last = request.actors - 1
+    bundles = "0" if last == 0 else f"0..{last}"
+    where = f"bundle {bundles} of pool {request.pool}" if request.pool else "anywhere in the cluster"
+    plural = "actor" if request.actors == 1 else "actors"
+    return f"{request.role}: {request.actors} {plural}, {request.cpus:g} CPU{gpus} each, {where}"
+
+
+def _total_gpus(config: Config) -> float:
+    return sum(
+        bundle.get("GPU", 0.0) for pool in (training_pool(config), rollout_pool(config)) for bundle in pool.bundles
+    )
+
+
+def _sizes(config: Config) -> list[str]:
+    sizes = config.mini_batch_sizes
+    spread = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[-1]} to {sizes[0]}"
+    tokens = config.sequences_per_step * config.longest_sequence
+    return [
+        f"a step: {config.batch.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = "
+        f"{config.sequences_per_step} sequences, at most {tokens:,} tokens",
+        f"a mini-batch: {spread} sequences over {config.policy.ranks} ranks; {len(sizes)} a step",
+        f"a sequence: at most {config.data.max_prompt_tokens} + {config.rollout.sampling.max_new_tokens} = "
+        f"{config.longest_sequence} tokens; engines take {config.max_model_tokens}",
+        f"the run: {config.run.steps} steps, {config.run.steps * config.batch.mini_batches} optimiser steps, "
+        f"written to {config.run_folder}",
+    ]
+
+
+def _caps(config: Config) -> list[str]:
+    caps = {"policy.max_tokens": config.policy.max_tokens, "policy.forward_max_tokens": config.forward_max_tokens}
+    if config.uses_reference:
+        caps["reference.forward_max_tokens"] = config.reference_max_tokens
+    return [_cap_line(config, key, cap) for key, cap in caps.items()]
+
+
+def _cap_line(config: Config, key: str, cap: int) -> str:
+    longest = config.longest_sequence
+    room = cap // longest
+    if config.policy.max_sequences:
+        room = min(room, config.policy.max_sequences)
+    return (
+        f"{key} {cap} >= longest possible sequence {longest}: a micro-batch has room for at least {room} such sequences"
+    )
+
+
+def _notes(config: Config) -> list[str]:
+    sampling, notes = config.rollout.sampling, []
+    if not config.uses_gpus and config.model.dtype == "bfloat16":
+        notes.append(
+            "model.dtype=bfloat16 on CPU: log-probs of engines and trainer differ by rounding, up to about 0.5"
+        )
+    if sampling.top_p < 1 or sampling.top_k:
+        notes.append(
+            "rollout.sampling.top_p or top_k cut the distribution that is sampled from; the trainer's log-probs are of "
+            "the whole one"
+        )
+    if config.policy.max_tokens < 2 * config.longest_sequence:
+        notes.append(
+            "policy.max_tokens is below twice the longest possible sequence; long sequences leave packs half empty"
+        )
+    return notes

@@ -1,0 +1,240 @@
+"""Micro-batches under caps: worked examples, failings of earlier systems, and invariants over random batches."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balancing import BalancingError, pack
+from balancing.bounds import fewest_bins
+from balancing.errors import CountError, LengthError, OptionError, OverCapError, WeightError
+from balancing.padded import deal_padded
+
+FIRST = [100, 900, 50, 950, 400, 600]
+SECOND = [512, 1024, 256, 2048, 128, 768, 1536, 384, 896, 640]
+
+
+def as_lists(groups):
+    return [group.tolist() for group in groups]
+
+
+def tokens_of(lengths, group, layout, multiple):
+    sizes = -(-np.asarray(lengths)[group] // multiple) * multiple
+    return len(group) * sizes.max() if layout == "padded" else sizes.sum()
+
+
+def test_v6_worked_example_of_six():
+    groups = as_lists(pack(FIRST, 2000))
+    assert groups == [[1, 5], [0, 2, 3, 4]]
+    assert [sum(FIRST[i] for i in group) for group in groups] == [1500, 1500]
+
+
+def test_v8_worked_example_heavier_squares_first():
+    squares = np.square(FIRST)
+    groups = pack(FIRST, 2000, workloads=squares)
+    assert as_lists(groups) == [[1, 5], [0, 2, 3, 4]]
+    assert [squares[group].sum() for group in groups] == [1_170_000, 1_075_000]
+
+
+def test_p11_worked_example_in_given_order():
+    groups = pack(FIRST, 2000, algorithm="none")
+    assert as_lists(groups) == [[0, 1, 2], [3, 4, 5]]
+    assert [sum(FIRST[i] for i in group) for group in groups] == [1050, 1950]
+
+
+def test_v6_worked_example_of_ten():
+    assert [sum(SECOND[i] for i in group) for group in pack(SECOND, 4096)] == [4096, 4096]
+
+
+def test_p12_caps_that_earlier_systems_exceed_hold():
+    assert as_lists(pack([7] * 8, 8)) == [[i] for i in range(8)]
+    groups = pack([4096, 2000, 2000, 2000], 5050)
+    assert max(sum([4096, 2000, 2000, 2000][i] for i in group) for group in groups) <= 5050
+    assert len(groups) == 3
+
+
+def test_m4_cap_on_sequences_holds():
+    groups = pack([1] * 10, 100, max_sequences=3)
+    assert sorted(len(group) for group in groups) == [2, 2, 3, 3]
+
+
+def test_p13_minimum_count_is_kept():
+    assert len(pack([5, 5, 5, 5], 100, min_count=3)) == 3
+
+
+def test_v6_count_is_a_multiple():
+    assert len(pack([5, 5, 5, 5, 5], 10, multiple_of=2)) == 4
+
+
+def test_d3_padded_length_is_a_multiple():
+    assert len(pack([200, 240], 512, layout="padded", length_multiple=64)) == 1
+    assert len(pack([200, 240], 511, layout="padded", length_multiple=64)) == 2
+
+
+@st.composite
+def requests(draw, max_size=40):
+    lengths = draw(st.lists(st.integers(1, 100), min_size=1, max_size=max_size))
+    multiple = draw(st.sampled_from([1, 1, 4, 16]))
+    longest = -(-max(lengths) // multiple) * multiple
+    options = {
+        "max_sequences": draw(st.none() | st.integers(1, 8)),
+        "layout": draw(st.sampled_from(["packed", "padded"])),
+        "length_multiple": multiple,
+    }
+    return lengths, draw(st.integers(longest, 4 * longest)), options
+
+
+@settings(max_examples=300)
+@given(
+    requests(),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.sampled_from(["none", "load_balance"]),
+    st.booleans(),
+)
+def test_d2_m3_v6_every_promise_holds_or_is_refused(request_, min_count, multiple_of, algorithm, weighted):
+    lengths, cap, options = request_
+    workloads = np.square(lengths) if weighted else None
+    arguments = {**options, "min_count": min_count, "multiple_of": multiple_of, "algorithm": algorithm}
+    try:
+        groups = pack(lengths, cap, workloads=workloads, **arguments)
+    except CountError:
+        fewest = len(pack(lengths, cap, algorithm=algorithm, **options))
+        assert -(-max(fewest, min_count) // multiple_of) * multiple_of > len(lengths)
+        return
+    assert sorted(np.concatenate(groups)) == list(range(len(lengths)))
+    assert all(tokens_of(lengths, g, options["layout"], options["length_multiple"]) <= cap for g in groups)
+    assert all(1 <= len(g) <= (options["max_sequences"] or len(lengths)) for g in groups)
+    assert len(groups) >= min_count
+    assert len(groups) % multiple_of == 0
+    again = pack(lengths, cap, workloads=workloads, **arguments)
+    assert as_lists(groups) == as_lists(again)
+
+
+def fewest_by_force(lengths, cap, max_sequences, layout, multiple):
+    n = len(lengths)
+    for count in range(1, n + 1):
+        for choice in product(range(count), repeat=n):
+            groups = [[i for i in range(n) if choice[i] == c] for c in range(count)]
+            if all(
+                g and len(g) <= max_sequences and tokens_of(lengths, np.array(g), layout, multiple) <= cap
+                for g in groups
+            ):
+                return count
+    raise AssertionError("one sequence each always fits")
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests(max_size=6))
+def test_v6_the_count_is_the_smallest_that_fits(request_):
+    lengths, cap, options = request_
+    fewest = fewest_by_force(
+        lengths, cap, options["max_sequences"] or 99, options["layout"], options["length_multiple"]
+    )
+    assert len(pack(lengths, cap, **options)) == fewest
+    if options["layout"] == "packed":
+        sizes = -(-np.asarray(lengths) // options["length_multiple"]) * options["length_multiple"]
+        assert fewest_bins(sizes, cap, options["max_sequences"] or 99) <= fewest
+
+
+def test_v6_exact_search_finds_what_best_fit_misses():
+    # Best-fit-decreasing needs four bins of 10; {5,3,2} {5,3,2} {4,4,2} are three.
+    assert len(pack([5, 5, 4, 4, 3, 3, 2, 2, 2], 10)) == 3
+
+
+def test_workload_is_even_on_a_long_tailed_batch():
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(600), 1, 512), 16, 8192).astype(int)
+    workloads = lengths * (7e4 + lengths.astype(float))
+    groups = pack(lengths, 16384, workloads=workloads)
+    loads = np.array([workloads[group].sum() for group in groups])
+    assert loads.max() / loads.mean() <= 1.04
+    assert len(groups) == fewest_bins(lengths, 16384, 512)
+
+
+class TestDealPadded:
+    """Dynamic batching, the worked examples."""
+
+    LENGTHS = (7, 6, 8, 5, 1, 3, 8, 6)
+
+    def test_d1_dispatched_order(self):
+        deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=10, length_multiple=2)
+        assert as_lists(deal.ranks) == [[4, 3, 7, 2], [5, 1, 0, 6]]
+
+    @pytest.mark.parametrize(
+        ("cap", "multiple_of", "slices", "widths", "tokens"),
+        [
+            (10, 1, [(0, 1), (1, 2), (2, 3), (3, 4)], [4, 6, 8, 8], 52),
+            (12, 1, [(0, 2), (2, 3), (3, 4)], [6, 8, 8], 56),
+            (12, 2, [(0, 1), (1, 2), (2, 3), (3, 4)], [6, 6, 8, 8], 56),
+            (12, 4, [(0, 1), (1, 2), (2, 3), (3, 4)], [6, 6, 8, 8], 56),
+        ],
+    )
+    def test_d2_d5_worked_example_of_eight(self, cap, multiple_of, slices, widths, tokens):
+        deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=cap, multiple_of=multiple_of, length_multiple=2)
+        assert list(deal.slices) == slices
+        assert deal.padded_lengths.tolist() == widths
+        assert deal.tokens == tokens
+
+    def test_d2_worked_example_of_six(self):
+        deal = deal_padded([2, 4, 7, 6, 3, 4], ranks=2, max_tokens=20, length_multiple=2)
+        assert (list(deal.slices), deal.padded_lengths.tolist()) == ([(0, 2), (2, 3)], [4, 8])
+
+    def test_d7_padding_removed_is_reported(self):
+        deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=10, length_multiple=2)
+        assert deal.padding_removed == pytest.approx(1 - 52 / 64)
+
+    def test_d5_impossible_count_is_refused(self):
+        with pytest.raises(CountError, match="4 rows on a rank cannot fill 5 micro-batches"):
+            deal_padded(self.LENGTHS, ranks=2, max_tokens=12, multiple_of=5, length_multiple=2)
+
+    @given(
+        st.lists(st.integers(1, 60), min_size=1, max_size=50),
+        st.integers(1, 6),
+        st.integers(64, 300),
+        st.sampled_from([1, 2, 16]),
+        st.integers(1, 3),
+    )
+    def test_d4_all_ranks_share_cuts_and_every_cap_holds(self, lengths, ranks, cap, multiple, multiple_of):
+        ranks = min(ranks, len(lengths))
+        try:
+            deal = deal_padded(lengths, ranks=ranks, max_tokens=cap, length_multiple=multiple, multiple_of=multiple_of)
+        except CountError:
+            assert -(-len(lengths) // ranks) < multiple_of * -(-len(lengths) // multiple_of)
+            return
+        assert sorted(np.concatenate(deal.ranks)) == list(range(len(lengths)))
+        assert len(deal.slices) % multiple_of == 0
+        for mine in deal.ranks:
+            for (start, stop), width in zip(deal.slices, deal.padded_lengths, strict=True):
+                assert max((lengths[i] for i in mine[start:stop]), default=0) <= width
+                assert len(mine[start:stop]) * width <= cap
+                assert width % multiple == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cap", "options", "error", "words"),
+    [
+        ([], 10, {}, LengthError, "lengths is empty"),
+        ([3, 0], 10, {}, LengthError, r"lengths\[1\] is 0"),
+        ([3, -4], 10, {}, LengthError, r"lengths\[1\] is -4"),
+        ([3, float("nan")], 10, {}, LengthError, r"lengths\[1\] is nan"),
+        ([3, 2.5], 10, {}, LengthError, r"lengths\[1\] is 2.5"),
+        ([[1], [2, 3]], 10, {}, LengthError, "not an array"),
+        (["a"], 10, {}, LengthError, "pass whole numbers"),
+        ([3, 12], 10, {}, OverCapError, r"lengths\[1\] is 12 tokens, above max_tokens=10"),
+        ([3, 9], 10, {"length_multiple": 8}, OverCapError, r"9 tokens \(16 after alignment\).*at least 16"),
+        ([3], 0, {}, OptionError, "max_tokens=0"),
+        ([3], 10, {"max_sequences": 0}, OptionError, "max_sequences=0"),
+        ([3], 10, {"min_count": 2}, CountError, "1 sequences cannot fill 2 micro-batches"),
+        ([3, 3, 3], 10, {"min_count": 2, "multiple_of": 4}, CountError, "multiple_of=4"),
+        ([3, 3], 10, {"workloads": [1]}, WeightError, "workloads holds 1 values for 2"),
+        ([3, 3], 10, {"workloads": [1, float("nan")]}, WeightError, r"workloads\[1\] is nan"),
+        ([3], 10, {"layout": "ragged"}, OptionError, "layout='ragged'"),
+        ([3], 10, {"algorithm": "magic"}, OptionError, "algorithm='magic'"),
+    ],
+)
+def test_m2_bad_input_is_named(lengths, cap, options, error, words):
+    with pytest.raises(error, match=words) as caught:
+        pack(lengths, cap, **options)
+    assert isinstance(caught.value, BalancingError)

@@ -1,0 +1,124 @@
+"""k-way partitioning: coverage, counts, quality against brute force and against a plain Karmarkar-Karp."""
+
+import heapq
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balancing import BalancingError, partition
+from balancing.errors import CountError, OptionError, WeightError
+from balancing.partition import sort_and_deal
+
+ALGORITHMS = ("refined", "karmarkar_karp", "longest_first", "sort_and_deal")
+
+weight_lists = st.lists(st.integers(0, 10_000), min_size=1, max_size=60)
+
+
+def sums(weights, sets):
+    return np.array([np.asarray(weights)[indices].sum() for indices in sets])
+
+
+def differencing_by_the_book(weights, k):
+    """Largest differencing as published: k sums copied and sorted at every join. Returns the sorted sums."""
+    heap = [(-w, number, [0] * (k - 1) + [w]) for number, w in enumerate(sorted(weights, reverse=True))]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = sorted(a + b for a, b in zip(first, reversed(second), strict=True))
+        heapq.heappush(heap, (joined[0] - joined[-1], number, joined))
+        number += 1
+    return heap[0][2]
+
+
+@given(weights=weight_lists, k=st.integers(1, 12), equal_size=st.booleans(), algorithm=st.sampled_from(ALGORITHMS))
+def test_v2_every_index_is_in_one_set_sorted_and_counts_are_kept(weights, k, equal_size, algorithm):
+    k = min(k, len(weights))
+    sets = partition(weights, k, equal_size=equal_size, algorithm=algorithm)
+    assert len(sets) == k
+    assert sorted(np.concatenate(sets)) == list(range(len(weights)))
+    assert all(indices.dtype == np.int64 and (np.diff(indices) > 0).all() for indices in sets)
+    counts = [len(indices) for indices in sets]
+    assert min(counts) >= 1
+    if equal_size:
+        assert max(counts) - min(counts) <= 1
+
+
+@given(weights=weight_lists, k=st.integers(1, 12), equal_size=st.booleans(), algorithm=st.sampled_from(ALGORITHMS))
+def test_more_sets_than_weights_leave_empty_ones_when_allowed(weights, k, equal_size, algorithm):
+    sets = partition(weights, len(weights) + k, equal_size=equal_size, algorithm=algorithm, allow_empty=True)
+    assert sorted(len(indices) for indices in sets) == [0] * k + [1] * len(weights)
+
+
+@given(weights=st.permutations([3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]), algorithm=st.sampled_from(ALGORITHMS))
+def test_distinct_weights_are_split_alike_in_any_order(weights, algorithm):
+    ordered = sorted(weights)
+    expected = {frozenset(np.array(ordered)[s].tolist()) for s in partition(ordered, 3, algorithm=algorithm)}
+    assert {frozenset(np.array(weights)[s].tolist()) for s in partition(weights, 3, algorithm=algorithm)} == expected
+
+
+def test_p8_differencing_of_the_textbook_example():
+    # 8, 7, 6, 5, 4 in two sets: differencing ends at 16 and 14 (the optimum is 15 and 15).
+    assert sorted(sums([8, 7, 6, 5, 4], partition([8, 7, 6, 5, 4], 2, algorithm="karmarkar_karp"))) == [14, 16]
+    assert sorted(sums([8, 7, 6, 5, 4], partition([8, 7, 6, 5, 4], 2))) == [15, 15]
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 8, 40])
+def test_p8_m5_sparse_differencing_reaches_the_sums_of_the_published_method(k):
+    # Large random weights: no two differences tie, so both must join the same solutions all the way.
+    for weights in np.random.default_rng(k).integers(1, 2**40, (20, 50)).tolist():
+        ours = sums(weights, partition(weights, k, algorithm="karmarkar_karp"))
+        assert sorted(ours) == sorted(differencing_by_the_book(weights, k))
+
+
+def test_m8_longest_first_puts_each_into_the_lightest_set():
+    assert [s.tolist() for s in partition([5, 4, 3, 3, 3], 2, algorithm="longest_first")] == [[0, 3], [1, 2, 4]]
+
+
+@given(weights=st.lists(st.integers(1, 100), min_size=3, max_size=7), equal_size=st.booleans())
+def test_refined_is_never_far_from_the_optimum(weights, equal_size):
+    k, least = 3, len(weights) // 3
+    best = min(
+        max(sum(w for w, c in zip(weights, choice, strict=True) if c == s) for s in range(k))
+        for choice in product(range(k), repeat=len(weights))
+        if not equal_size or all(least <= choice.count(s) <= least + (len(weights) % k > 0) for s in range(k))
+    )
+    heaviest = sums(weights, partition(weights, k, equal_size=equal_size)).max()
+    longest = sums(weights, partition(weights, k, equal_size=equal_size, algorithm="longest_first")).max()
+    assert best <= heaviest <= longest
+    assert heaviest <= best * (1.34 if not equal_size else 2)
+
+
+def test_many_weights_per_set_come_within_1e_5_of_the_mean_with_equal_counts():
+    weights = np.clip(np.random.default_rng(1).lognormal(np.log(600), 1, 4096), 16, 8192).astype(int)
+    sets = partition(weights, 64, equal_size=True)
+    assert {len(s) for s in sets} == {64}
+    heaviest = sums(weights, sets).max()
+    assert heaviest <= np.ceil(weights.sum() / 64) * (1 + 1e-5)
+
+
+def test_d1_sorted_and_dealt_with_stride_ties_stable():
+    lengths = np.array([7, 6, 8, 5, 1, 3, 8, 6], float)
+    assert sort_and_deal(lengths, 2) == [[4, 3, 7, 2], [5, 1, 0, 6]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "k", "options", "error", "words"),
+    [
+        ([], 2, {}, WeightError, "weights is empty"),
+        ([1, 2], 0, {}, OptionError, "k=0"),
+        ([1, 2], 1.5, {}, OptionError, "k=1.5"),
+        ([1, 2], 3, {}, CountError, "k=3 is more than the 2 weights"),
+        ([1, float("nan")], 2, {}, WeightError, r"weights\[1\] is nan"),
+        ([1, -2], 2, {}, WeightError, r"weights\[1\] is -2"),
+        ([[1, 2]], 1, {}, WeightError, "2 dimensions"),
+        ([1, 2], 2, {"algorithm": "magic"}, OptionError, "algorithm='magic'"),
+    ],
+)
+def test_bad_input_is_named(weights, k, options, error, words):
+    with pytest.raises(error, match=words) as caught:
+        partition(weights, k, **options)
+    assert isinstance(caught.value, BalancingError)

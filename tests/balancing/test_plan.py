@@ -1,0 +1,251 @@
+"""The plan of a global batch: its invariants over random batches, what workers receive, what it buys."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balancing import BalancingError, CostModel, Plan, plan_batch
+from balancing.errors import CountError, LengthError, MiniBatchError, OptionError, OverCapError
+
+QUADRATIC = CostModel(1000.0, 1.0)
+SEVEN_BILLION = CostModel(4.2e10, 6e5)
+
+
+def lognormal(n, seed=0):
+    return np.clip(np.random.default_rng(seed).lognormal(np.log(600), 1, n), 16, 8192).astype(int)
+
+
+def shuffled_mini_batches(n, count, seed=0):
+    return np.array_split(np.random.default_rng(seed).permutation(n), count)
+
+
+def as_lists(plan: Plan):
+    return [[[rows.tolist() for rows in s.ranks] for s in m.micro_steps] for m in plan.mini_batches]
+
+
+def tokens_of(sizes, layout):
+    return 0 if len(sizes) == 0 else int(len(sizes) * sizes.max() if layout == "padded" else sizes.sum())
+
+
+@st.composite
+def batches(draw):
+    lengths = draw(st.lists(st.integers(1, 200), min_size=1, max_size=60))
+    mini_batches = draw(st.integers(1, min(4, len(lengths))))
+    order = draw(st.permutations(range(len(lengths))))
+    multiple = draw(st.sampled_from([1, 1, 8]))
+    options = {
+        "ranks": draw(st.integers(1, 6)),
+        "mini_batches": [np.array(part) for part in np.array_split(order, mini_batches)],
+        "max_tokens": draw(st.integers(200, 900)),
+        "max_sequences": draw(st.none() | st.integers(1, 6)),
+        "min_count": draw(st.integers(1, 3)),
+        "multiple_of": draw(st.integers(1, 3)),
+        "algorithm": draw(st.sampled_from(["load_balance", "load_balance", "none"])),
+        "order": draw(st.sampled_from(["descending", "small_ends"])),
+        "layout": draw(st.sampled_from(["packed", "packed", "padded"])),
+        "length_multiple": multiple,
+        "allow_empty": draw(st.booleans()),
+        "cost_model": draw(st.sampled_from([None, QUADRATIC, CostModel(0.0, 1.0)])),
+    }
+    return lengths, options
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+def test_v2_v6_p10_m6_every_invariant_holds_or_is_refused(batch):
+    lengths, options = batch
+    try:
+        plan = plan_batch(lengths, **options)
+    except CountError:
+        rounded = -(-options["min_count"] // options["multiple_of"]) * options["multiple_of"]
+        smallest = min(len(m) for m in options["mini_batches"])
+        assert not options["allow_empty"] or options["multiple_of"] > 1 or rounded > smallest
+        return
+    sizes = -(-np.array(lengths) // options["length_multiple"]) * options["length_multiple"]
+    for given_rows, mini_batch in zip(options["mini_batches"], plan.mini_batches, strict=True):
+        parts = [rows for step in mini_batch.micro_steps for rows in step.ranks]
+        assert sorted(np.concatenate(parts)) == sorted(given_rows)
+        assert all(rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in parts)
+        assert all(tokens_of(sizes[rows], options["layout"]) <= options["max_tokens"] for rows in parts)
+        assert all(len(rows) <= (options["max_sequences"] or len(lengths)) for rows in parts)
+        steps = len(mini_batch.micro_steps)
+        assert steps >= options["min_count"]
+        assert steps % options["multiple_of"] == 0
+        assert all(len(step.ranks) == options["ranks"] for step in mini_batch.micro_steps)
+        assert all(any(len(rows) for rows in step.ranks) for step in mini_batch.micro_steps)
+        if not options["allow_empty"]:
+            assert all(len(rows) for rows in parts)
+        assert mini_batch.tokens == np.array(lengths)[given_rows].sum()
+        assert mini_batch.sequences == len(given_rows)
+    assert as_lists(plan_batch(lengths, **options)) == as_lists(plan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches())
+def test_v9_a_ranks_rows_and_cuts_restore_the_given_order(batch):
+    lengths, options = batch
+    plan = plan_batch(lengths, **{**options, "allow_empty": True, "min_count": 1, "multiple_of": 1})
+    result = np.zeros(len(lengths), np.int64)
+    for rank in range(plan.ranks):
+        part = plan.for_rank(rank)
+        result[part.rows] = np.array(lengths)[part.rows]
+        cuts = [cut for mini_batch in part.mini_batches for cut in mini_batch.micro_batches]
+        assert [cuts[0][0], *(stop for _, stop in cuts)] == [0, *(start for start, _ in cuts[1:]), len(part.rows)]
+        for mini_batch, whole in zip(part.mini_batches, plan.mini_batches, strict=True):
+            for (start, stop), step in zip(mini_batch.micro_batches, whole.micro_steps, strict=True):
+                assert part.rows[start:stop].tolist() == step.ranks[rank].tolist()
+    assert result.tolist() == lengths
+
+
+def test_p1_normalisers_do_not_depend_on_the_plan():
+    lengths, responses = lognormal(64), lognormal(64) // 2
+    mini_batches = shuffled_mini_batches(64, 3)
+    for ranks, cap, algorithm in [(1, 8192, "none"), (2, 8192, "load_balance"), (5, 16384, "load_balance")]:
+        plan = plan_batch(
+            lengths,
+            ranks=ranks,
+            mini_batches=mini_batches,
+            max_tokens=cap,
+            loss_tokens=responses,
+            algorithm=algorithm,
+        )
+        for rank in range(ranks):
+            assert [m.loss_tokens for m in plan.for_rank(rank).mini_batches] == [
+                responses[m].sum() for m in mini_batches
+            ]
+            assert [m.tokens for m in plan.for_rank(rank).mini_batches] == [lengths[m].sum() for m in mini_batches]
+            assert [m.sequences for m in plan.for_rank(rank).mini_batches] == [len(m) for m in mini_batches]
+
+
+def test_fewer_sequences_than_ranks_are_solved_with_empty_micro_batches():
+    plan = plan_batch([5, 9], ranks=4, mini_batches=[[0, 1]], max_tokens=10)
+    (step,) = plan.mini_batches[0].micro_steps
+    assert sorted(rows.tolist() for rows in step.ranks) == [[], [], [0], [1]]
+    assert sum(len(plan.for_rank(rank).rows) for rank in range(4)) == 2
+    assert plan.statistics()["empty_micro_batches"] == 2
+
+
+def test_v6_empty_micro_batches_are_refused_on_request():
+    with pytest.raises(CountError, match="2 sequences cannot fill 1 micro-batches on each of 4 ranks"):
+        plan_batch([5, 9], ranks=4, mini_batches=[[0, 1]], max_tokens=10, allow_empty=False)
+
+
+def test_v6_more_micro_steps_than_sequences_are_refused():
+    with pytest.raises(CountError, match="min_count=3"):
+        plan_batch([5, 9], ranks=1, mini_batches=[[0, 1]], max_tokens=100, min_count=3)
+
+
+def test_v7_only_real_lengths_count():
+    # Rows of 100 tokens fit a cap of 8192 however wide the tensor that holds them.
+    plan = plan_batch([100] * 8, ranks=2, mini_batches=[range(8)], max_tokens=8192)
+    assert len(plan.mini_batches[0].micro_steps) == 1
+
+
+def test_p11_algorithm_none_keeps_the_given_order():
+    plan = plan_batch([4, 4, 4, 4, 4, 4], ranks=2, mini_batches=[range(6)], max_tokens=8, algorithm="none")
+    assert as_lists(plan) == [[[[0, 1], [3, 4]], [[2], [5]]]]
+
+
+def step_loads(plan):
+    return [
+        [max(plan.workloads[rows].sum() for rows in step.ranks) for step in m.micro_steps] for m in plan.mini_batches
+    ]
+
+
+def test_v8_micro_steps_descend_or_are_small_at_the_ends():
+    batch = np.concatenate([lognormal(40), np.full(6, 8192)])
+    arguments = {"ranks": 2, "max_tokens": 8192, "cost_model": QUADRATIC}
+    (descending,) = step_loads(plan_batch(batch, **arguments))
+    assert descending == sorted(descending, reverse=True)
+    (both_ends,) = step_loads(plan_batch(batch, order="small_ends", **arguments))
+    assert sorted(both_ends) == sorted(descending)
+    peak = int(np.argmax(both_ends))
+    assert both_ends[: peak + 1] == sorted(both_ends[: peak + 1])
+    assert both_ends[peak:] == sorted(both_ends[peak:], reverse=True)
+
+
+def test_v10_what_runs_together_weighs_the_same():
+    lengths = lognormal(1024)
+    plan = plan_batch(
+        lengths, ranks=8, mini_batches=shuffled_mini_batches(1024, 4), max_tokens=16384, cost_model=SEVEN_BILLION
+    )
+    statistics = plan.statistics()
+    assert statistics["imbalance/micro_steps"] < 1e-3
+    assert statistics["imbalance_before/micro_steps"] > 0.1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.permutations(range(40)))
+def test_the_order_of_a_mini_batch_changes_nothing(order):
+    arguments = {"lengths": lognormal(40), "ranks": 3, "max_tokens": 9000, "cost_model": QUADRATIC}
+    assert as_lists(plan_batch(mini_batches=[order], **arguments)) == as_lists(plan_batch(**arguments))
+
+
+def test_p8_giants_run_together_and_do_not_hold_up_the_rest():
+    # Four giants on four ranks: one step for them; dealt apart they would make every step as long as a giant.
+    lengths = [8000] * 4 + [500] * 48
+    plan = plan_batch(lengths, ranks=4, max_tokens=8000, cost_model=CostModel(0.0, 1.0))
+    steps = plan.mini_batches[0].micro_steps
+    giants = [sum(int((rows < 4).sum()) for rows in step.ranks) for step in steps]
+    assert sorted(giants) == [0] * (len(giants) - 1) + [4]
+    assert plan.statistics()["imbalance/micro_steps"] < 1e-3
+
+
+def test_v3_statistics_of_a_small_batch_counted_by_hand():
+    plan = plan_batch([10, 10, 2, 2], ranks=2, mini_batches=[range(4)], max_tokens=20)
+    statistics = plan.statistics()
+    assert all(type(value) is float for value in statistics.values())
+    assert [statistics[f"tokens_per_rank/{key}"] for key in ("min", "max", "mean", "difference")] == [12, 12, 12, 0]
+    before = [statistics[f"tokens_per_rank_before/{key}"] for key in ("min", "max", "mean", "difference")]
+    assert before == [4, 20, 12, 16]
+    assert statistics["imbalance/ranks"] == statistics["imbalance/micro_steps"] == statistics["idle_share"] == 0
+    assert (
+        statistics["imbalance_before/ranks"] == statistics["imbalance_before/micro_steps"] == pytest.approx(20 / 12 - 1)
+    )
+    assert statistics["idle_share_before"] == pytest.approx(1 - 12 / 20)
+    assert statistics["cap_fill"] == pytest.approx(12 / 20)
+    assert (statistics["micro_batches"], statistics["padding_share"]) == (1, 0)
+
+
+def test_a_ranks_plan_is_small_to_send():
+    plan = plan_batch(lognormal(2048), ranks=8, mini_batches=shuffled_mini_batches(2048, 4), max_tokens=16384)
+    part = plan.for_rank(3)
+    sent = pickle.dumps(part, protocol=5)
+    assert len(sent) < 8 * len(part.rows) + 2000
+    received = pickle.loads(sent)
+    assert received.rows.tolist() == part.rows.tolist()
+    assert received.mini_batches == part.mini_batches
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"lengths": []}, LengthError, "lengths is empty"),
+        ({"lengths": [3, 0, 3]}, LengthError, r"lengths\[1\] is 0"),
+        ({"lengths": [3, 3, 11]}, OverCapError, r"lengths\[2\] is 11 tokens, above max_tokens=10"),
+        ({"ranks": 0}, OptionError, "ranks=0"),
+        ({"max_tokens": 9.5}, OptionError, "max_tokens=9.5"),
+        ({"algorithm": "magic"}, OptionError, "algorithm='magic'"),
+        ({"order": "up"}, OptionError, "order='up'"),
+        ({"mini_batches": [[0, 1]]}, MiniBatchError, "index 2 is 0 times"),
+        ({"mini_batches": [[0, 1], [1, 2]]}, MiniBatchError, "index 1 is 2 times"),
+        ({"mini_batches": [[0, 1], [3]]}, MiniBatchError, r"mini_batches\[1\] holds index 3"),
+        ({"mini_batches": [[0, 1, 2], []]}, MiniBatchError, r"mini_batches\[1\] is empty"),
+        ({"mini_batches": [[0, 1, -1]]}, MiniBatchError, r"mini_batches\[0\]\[2\] is -1"),
+        ({"loss_tokens": [1, 2]}, LengthError, "loss_tokens holds 2 values for 3"),
+        ({"loss_tokens": [1, 2, 9]}, LengthError, r"loss_tokens\[2\] is 9, above lengths\[2\]=3"),
+    ],
+)
+def test_bad_input_is_named(change, error, words):
+    arguments = {"lengths": [3, 3, 3], "ranks": 2, "mini_batches": [[0, 1, 2]], "max_tokens": 10, **change}
+    with pytest.raises(error, match=words) as caught:
+        plan_batch(**arguments)
+    assert isinstance(caught.value, BalancingError)
+
+
+def test_a_rank_outside_the_plan_is_refused():
+    with pytest.raises(OptionError, match="rank=2"):
+        plan_batch([3, 3], ranks=2, max_tokens=10).for_rank(2)

@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+
+from controller.reward_function import load_function, requested_columns
+from workers.errors import ConfigError, DataError
+from workers.reward import as_score
+
+RECORD = {"prompt": "1+1=", "answer": "2", "source": "x"}
+
+
+def test_a_function_is_found_by_module_and_by_file(tmp_path: Path) -> None:
+    assert load_function("examples.addition.reward:reward")(response="#2", solution="1#2")["reward"] == 1.0
+    file = tmp_path / "mine.py"
+    file.write_text("def score(response):\n    return len(response)\n")
+    assert load_function(f"{file}:score")("abc") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("reward", "must be module:function or path/file.py:function"),
+        ("no.such.module:reward", "module 'no.such.module' cannot be imported"),
+        ("no/such/file.py:reward", "there is no file no/such/file.py"),
+        ("examples.addition.reward:grade", "has no function 'grade'"),
+    ],
+)
+def test_what_is_missing_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_function(name)
+
+
+def test_a_function_gets_the_columns_that_it_names() -> None:
+    assert requested_columns(lambda response, answer: 0.0, RECORD, "f") == ("answer",)
+    assert requested_columns(lambda response, prompt, source="": 0.0, RECORD, "f") == ("prompt", "source")
+    assert requested_columns(lambda response, **columns: 0.0, RECORD, "f") == ("answer", "prompt", "source")
+    assert requested_columns(lambda response, strict=True: 0.0, RECORD, "f") == ()
+
+
+def test_a_column_that_the_data_lacks_is_named() -> None:
+    message = r"'f' asks for \['solution'\], but the data has \['answer', 'prompt', 'source'\]"
+    with pytest.raises(ConfigError, match=message):
+        requested_columns(lambda response, solution: 0.0, RECORD, "f")
+    with pytest.raises(ConfigError, match="must take a parameter 'response'"):
+        requested_columns(lambda text: 0.0, {"text": "x"}, "f")
+
+
+def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
+    assert as_score(1, "x").reward == 1.0
+    score = as_score({"reward": 0.5, "exact": True}, "x")
+    assert (score.reward, score.parts) == (0.5, {"exact": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "must return numbers, it returned None for 'x'"),
+        ("high", "must return numbers"),
+        ({"score": 1.0}, r"a mapping without 'reward': \['score'\]"),
+        (float("nan"), "returned nan for 'x'"),
+        (float("inf"), "returned inf"),
+    ],
+)
+def test_what_is_no_reward_is_refused(value: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        as_score(value, "x")

@@ -1,0 +1,55 @@
+"""AdamW and its learning-rate schedule."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from workers.config import OptimizerConfig
+from workers.errors import ConfigError
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019) over the trainable parameters; weight decay on matrices only."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> LambdaLR:
+    """The schedule over `config.total_steps` optimiser steps, or over `total_steps` if that is 0.
+
+    Raises ConfigError if a schedule that ends has no step left after warm-up.
+    """
+    last = config.total_steps or total_steps
+    if config.schedule != "constant" and last <= config.warmup_steps:
+        raise ConfigError(
+            f"optimizer.schedule={config.schedule} ends after {last} steps, within the warm-up of "
+            f"{config.warmup_steps}; raise optimizer.total_steps or lower optimizer.warmup_steps"
+        )
+    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, last))
+
+
+def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Share of the peak learning rate at optimiser step `step`, counted from 0.
+
+    Warm-up takes equal stairs up from 0, without a step at 0, which would be a step for nothing. Then, with progress x
+    from 0 to 1: constant 1, linear 1 - x, cosine (1 + cos(pi x)) / 2.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
+    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
