@@ -58,9 +58,10 @@ def pack(
     one_of(algorithm, "algorithm", ("load_balance", "none"))
     tokens = sequence_lengths(lengths)
     sizes = round_up(tokens, positive_integer(length_multiple, "length_multiple"))
-    check_fits(tokens, sizes, positive_integer(max_tokens, "max_tokens"))
+    cap = positive_integer(max_tokens, "max_tokens")
+    check_fits(tokens, sizes, cap)
     sequences = len(tokens) if max_sequences is None else positive_integer(max_sequences, "max_sequences")
-    caps = Caps(max_tokens, sequences, layout == "padded")
+    caps = Caps(cap, sequences, layout == "padded")
     count = CountRule(positive_integer(min_count, "min_count"), positive_integer(multiple_of, "multiple_of"))
     weights = None if workloads is None else weight_array(workloads, "workloads", len(tokens))
     if algorithm == "none":

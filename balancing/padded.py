@@ -7,6 +7,7 @@ The published dynamic batching for models without variable-length attention; `de
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -108,7 +109,7 @@ def equal_counts(positions: int, count: int) -> Runs:
     """`count` runs whose numbers of positions differ by at most one, longer ones first."""
     least, longer = divmod(positions, count)
     bounds = [run * least + min(run, longer) for run in range(count + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 def split_most_tokens(runs: Runs, sizes: NDArray[np.int64], count: int, *, padded: bool) -> Runs:

@@ -150,27 +150,38 @@ def plan_batch(
     one_of(algorithm, "algorithm", ("load_balance", "none"))
     one_of(order, "order", ("descending", "small_ends"))
     sizes = round_up(tokens, positive_integer(length_multiple, "length_multiple"))
-    check_fits(tokens, sizes, positive_integer(max_tokens, "max_tokens"))
+    cap = positive_integer(max_tokens, "max_tokens")
+    check_fits(tokens, sizes, cap)
     in_loss = _loss_tokens(loss_tokens, tokens)
     members = _membership(mini_batches, len(tokens))
     workloads = (cost_model or CostModel.tokens()).workload(tokens)
     sequences = len(tokens) if max_sequences is None else positive_integer(max_sequences, "max_sequences")
     request = Request(
         ranks=positive_integer(ranks, "ranks"),
-        caps=Caps(max_tokens, sequences, layout == "padded"),
+        caps=Caps(cap, sequences, layout == "padded"),
         count=CountRule(positive_integer(min_count, "min_count"), positive_integer(multiple_of, "multiple_of")),
         allow_empty=allow_empty,
         order=order,
     )
     planned = []
     for rows in members:
-        if algorithm == "none":
-            steps = schedule_in_order(sizes[rows], request)
-        else:
-            rows = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the same plan in whatever order given
-            steps = schedule_evenly(sizes[rows], workloads[rows], request)
-        planned.append(_mini_batch(steps, rows, tokens, in_loss))
-    return Plan(tuple(planned), request.ranks, max_tokens, layout, length_multiple, tokens, workloads)
+        steps, ordered = _schedule(rows, sizes, workloads, request, algorithm)
+        planned.append(_mini_batch(steps, ordered, tokens, in_loss))
+    return Plan(tuple(planned), request.ranks, cap, layout, int(length_multiple), tokens, workloads)
+
+
+def _schedule(
+    rows: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    workloads: NDArray[np.float64],
+    request: Request,
+    algorithm: PlanAlgorithm,
+) -> tuple[Steps, NDArray[np.int64]]:
+    """The micro-steps of one mini-batch, and the rows that their numbers stand for."""
+    if algorithm == "none":
+        return schedule_in_order(sizes[rows], request), rows
+    ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the same plan in whatever order given
+    return schedule_evenly(sizes[ordered], workloads[ordered], request), ordered
 
 
 def _mini_batch(

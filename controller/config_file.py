@@ -98,11 +98,7 @@ def read(schema: type[Schema], path: str | Path | None, overrides: Sequence[str]
     for source, part in parts:
         _check_keys_and_types(part, known, source)
         merged = OmegaConf.merge(merged, part)
-    unset = sorted(OmegaConf.missing_keys(merged), key=list(known).index)
-    if unset:
-        verb = "is" if len(unset) == 1 else "are"
-        raise ConfigError(f"{', '.join(unset)} {verb} not set; set it in the file or as {unset[0]}=VALUE.")
-    config = _to_object(merged)
+    config = _to_object(merged, known)
     _check_ranges(config, known)
     return cast(Schema, config)
 
@@ -157,7 +153,7 @@ def _leaves(
         is_section = any(other.startswith(f"{key}.") for other in known)
         if is_section and not isinstance(value, dict):
             raise ConfigError(f"{source}{key} is a section and takes settings ({key}.NAME), not {_shown(value)}.")
-        if is_section:
+        if is_section or (isinstance(value, dict) and key not in known):
             yield from _leaves(value, known, source, f"{key}.")
         else:
             yield key, value
@@ -200,8 +196,12 @@ def _suggestion(key: str, known: list[str]) -> str:
     return f"{section or 'the configuration'} has {', '.join(below)}."
 
 
-def _to_object(merged: Any) -> Any:
+def _to_object(merged: Any, known: Mapping[str, Setting]) -> Any:
     try:
+        unset = sorted(OmegaConf.missing_keys(merged), key=list(known).index)
+        if unset:
+            verb = "is" if len(unset) == 1 else "are"
+            raise ConfigError(f"{', '.join(unset)} {verb} not set; set it in the file or as {unset[0]}=VALUE.")
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error.msg or error).splitlines()[0]}.") from None

@@ -39,8 +39,8 @@ class Console:
             ("response", "rollout/response_tokens_mean", ".1f"),
             ("loss", "policy/loss", "+.4f"),
             ("grad", "policy/grad_norm", ".2f"),
-            ("mismatch", "policy/rollout_log_prob_difference_max", ".1e"),
-            ("imbalance", "balance/imbalance", ".2%"),
+            ("mismatch", "policy/rollout_mismatch_max", ".1e"),
+            ("imbalance", "balance/imbalance/micro_steps", ".2%"),
             ("tokens/s", "throughput/tokens_per_s", ",.0f"),
             ("s", "time/step_s", ".2f"),
         )

@@ -1,31 +1,14 @@
-"""Placement: which bundles each role gets, and a clear word when the cluster cannot give them.
-
-    placement(config) -> [Pool, ...]      pure: what is asked for
-    reserve(pool, timeout) -> PlacementGroup
-"""
+"""Reserving what the layout asks for, with a clear word when the cluster cannot give it."""
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from controller.layout import Bundle, Pool
 from workers.errors import ResourceError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-Bundle = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Bundles that are reserved together; the roles in a pool share them rank by rank."""
-
-    name: str
-    bundles: tuple[Bundle, ...]
-    strategy: str = "PACK"
 
 
 def reserve(pool: Pool, timeout_s: float) -> PlacementGroup:
@@ -42,7 +25,7 @@ def reserve(pool: Pool, timeout_s: float) -> PlacementGroup:
     return group
 
 
-def shortage(pool: Pool, available: "Mapping[str, Any]") -> Bundle:
+def shortage(pool: Pool, available: Mapping[str, Any]) -> Bundle:
     """What of the pool's total is missing in `available`, by resource."""
     total: Bundle = {}
     for bundle in pool.bundles:

@@ -1,6 +1,6 @@
 """Roles: every actor of a run, started together and ended together.
 
-    placement(config) -> pools      reserve      policy, reference | engines | reward      one `stop` for all
+    layout (pure) -> reserve pools -> engines | policy, reference | reward -> Roles -> one end for all
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,8 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from controller.config import Config
-from controller.resources import Pool, reserve
+from controller.layout import Pool, RoleRequest, role_requests, rollout_pool, training_pool
+from controller.resources import reserve
 from controller.rewards import RewardPool
 from controller.rollouts import Rollouts
 from controller.worker_group import Share, WorkerGroup
@@ -35,23 +36,6 @@ class Roles:
         """The policy's weights to every engine, as version `version`, by way of the object store."""
         weights, _ = self.policy.export_weights()
         self.rollouts.update_weights(weights, version)
-
-
-def training_pool(config: Config) -> Pool:
-    """One bundle for each policy rank; the reference rank of the same number shares it."""
-    roles = 2 if config.uses_reference else 1
-    bundle = {"CPU": config.resources.cpus_per_worker * roles}
-    if config.uses_gpus:
-        bundle["GPU"] = 1.0
-    return Pool("training", (bundle,) * config.policy.ranks)
-
-
-def rollout_pool(config: Config) -> Pool:
-    """One bundle for each engine, with its GPUs where it does not share the policy's."""
-    bundle = {"CPU": config.resources.cpus_per_worker}
-    if config.rollout_placement == "apart":
-        bundle["GPU"] = float(config.rollout.tensor_parallel)
-    return Pool("rollout", (bundle,) * config.rollout.replicas)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ The driver works on lengths, ids and rewards; tokens stay in the object store (s
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from workers.metrics import Metrics, results
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleRequest, sample_seed
 
+MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
 VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
 
 
@@ -108,14 +109,16 @@ class Trainer:
         """Plan, log-probs, advantages, update, weights to the engines."""
         with watch.phase("plan"):
             batch = batch.with_columns(advantages=self.advantages(batch))
-            plan = self.plan(batch, draw_mini_batches(len(batch), self.config.batch.mini_batches, self._rng(step)))
+            drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self._rng(step))
+            plan = self.plan(batch, drawn, self.config.policy.max_tokens)
         with watch.phase("log_probs"), self.console.phase("log-probs"):
-            batch, metrics = self.with_log_probs(batch)
+            batch, mismatch = self.with_log_probs(batch)
         with watch.phase("update"), self.console.phase("update"):
-            metrics |= self.roles.policy.update(batch, plan, self.config.algorithm.loss)
+            updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss)
         with watch.phase("weights"), self.console.phase("weights"):
             self.send_weights()
-        return plan.statistics() | results(metrics)
+        # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
+        return prefixed("balance", plan.statistics()) | prefixed("policy", results(updated | mismatch))
 
     def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> Rollout:
         """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
@@ -141,14 +144,14 @@ class Trainer:
         by_std = self.config.algorithm.normalize_by_std
         return advantages.grpo(batch["reward"], batch["uid"], normalize_by_std=by_std).astype(np.float32)
 
-    def plan(self, batch: RemoteBatch, mini_batches: list[np.ndarray], *, forward_only: bool = False) -> Plan:
+    def plan(self, batch: RemoteBatch, mini_batches: list[np.ndarray], max_tokens: int) -> Plan:
         """Who computes what and when; mini-batches stay as drawn."""
         policy = self.config.policy
         return plan_batch(
             batch["length"],
             ranks=policy.ranks,
             mini_batches=mini_batches,
-            max_tokens=self.config.forward_max_tokens if forward_only else policy.max_tokens,
+            max_tokens=max_tokens,
             max_sequences=policy.max_sequences or None,
             loss_tokens=batch["response_tokens"],
             cost_model=self.cost_model,
@@ -161,17 +164,18 @@ class Trainer:
         With one mini-batch the only update starts from the very policy that sampled: the old log-probs are those of
         the update's own forward pass, and a separate one would compute the same numbers again.
         """
-        metrics: Metrics = {}
-        if self.config.batch.mini_batches == 1 and self.roles.reference is None:
-            return batch, metrics
-        plan = self.plan(batch, [np.arange(len(batch))], forward_only=True)
+        everything = [np.arange(len(batch))]
+        mismatch: Metrics = {}
         if self.config.batch.mini_batches > 1:
+            plan = self.plan(batch, everything, self.config.forward_max_tokens)
             passed = self.roles.policy.log_probs(batch, plan)
-            batch, metrics = batch.with_tokens(old_log_probs=passed.tokens["log_probs"]), passed.metrics
+            batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
+            mismatch = {name: metric for name, metric in passed.metrics.items() if name in MISMATCH}
         if self.roles.reference is not None:
+            plan = self.plan(batch, everything, self.config.reference_max_tokens)
             passed = self.roles.reference.log_probs(batch, plan)
             batch = batch.with_tokens(reference_log_probs=passed.tokens["log_probs"])
-        return batch, metrics
+        return batch, mismatch
 
     def send_weights(self) -> None:
         """New weights to every engine, under the next version."""
@@ -199,3 +203,8 @@ def draw_mini_batches(sequences: int, mini_batches: int, rng: np.random.Generato
     """A random split of row numbers into mini-batches whose sizes differ by at most one; fewer where rows are few."""
     parts = np.array_split(rng.permutation(sequences), min(mini_batches, sequences))
     return [np.sort(part) for part in parts]
+
+
+def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under `role/`."""
+    return {f"{role}/{name}": value for name, value in metrics.items()}

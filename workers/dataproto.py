@@ -109,7 +109,7 @@ class DataProto:
         meta: dict[str, Any] = {}
         for key, value in tensor_dict.items():
             if isinstance(value, NonTensorStack):
-                arrays[key] = columns.object_column(key, [item.data for item in value.unbind(0)])
+                arrays[key] = columns.object_column(key, [item.tolist() for item in value.unbind(0)])
             elif isinstance(value, NonTensorData):
                 meta[key] = value.data
             else:
@@ -175,7 +175,7 @@ class DataProto:
         return "\n".join(lines)
 
     def _column_names(self) -> set[str]:
-        return set(self.non_tensor_batch) | set(self.batch.keys() if self.batch is not None else ())
+        return {*self._all_keys("batch"), *self.non_tensor_batch}
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -280,12 +280,13 @@ class DataProto:
         taken = sorted(options.keys() & {"dataset", "batch_size", "collate_fn", "generator"})
         if taken:
             raise DataError(f"dataloader_kwargs sets {taken[0]!r}, which make_iterator sets itself")
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        if len(self) == 0:  # torch's RandomSampler refuses it
+            return iter(())
         loader: DataLoader = DataLoader(
             range(len(self)),
             batch_size=mini_batch_size,
             collate_fn=self.select_idxs,
-            generator=generator,
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
             **options,
         )
         return (part for _ in range(epochs) for part in loader)

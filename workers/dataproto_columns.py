@@ -98,11 +98,11 @@ def _check_jagged(key: str, column: torch.Tensor) -> None:
     if not isinstance(column.shape[1], torch.SymInt):
         raise DataError(f"batch[{key!r}] is ragged in another dimension than 1; transpose it back")
     offsets, tokens = column.offsets(), column.values().shape[0]
-    lengths = row_lengths(column)
-    ends = offsets[:-1] + lengths
-    # torch takes any offsets, and a wrong one reads other rows or foreign memory later.
-    inside = offsets[0] == 0 and offsets[-1] <= tokens and bool((lengths >= 0).all() and (ends <= tokens).all())
-    if not inside or (column.lengths() is None and offsets[-1] != tokens):
+    starts, lengths = offsets[:-1], row_lengths(column)
+    # Torch takes any offsets; wrong ones would read other rows or foreign memory later.
+    inside = bool(((starts >= 0) & (lengths >= 0) & (starts + lengths <= tokens)).all())
+    complete = column.lengths() is not None or (offsets[0] == 0 and offsets[-1] == tokens)
+    if not inside or not complete:
         raise DataError(f"batch[{key!r}] has offsets that do not cut its {tokens} tokens into rows: {_sample(offsets)}")
 
 
@@ -220,8 +220,8 @@ def _same_offsets(left: torch.Tensor, right: torch.Tensor) -> bool:
     mine, theirs = left.offsets(), right.offsets()
     if mine.device != theirs.device or mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         return False
-    # Torch knows some offsets to be equal, such as copies on another device; then nothing need be read.
-    return bool(left.shape[1] == right.shape[1]) or torch.equal(mine, theirs)
+    # Torch gives copies on another device the same symbolic size; meta tensors hold nothing else to compare.
+    return bool(left.shape[1] == right.shape[1] or (not mine.is_meta and torch.equal(mine, theirs)))
 
 
 def with_shared_offsets(batch: TensorDict) -> TensorDict:
@@ -236,7 +236,7 @@ def without_views(batch: TensorDict) -> TensorDict:
 
 def _is_view(column: torch.Tensor) -> bool:
     stored = column.values() if is_jagged(column) else column
-    return stored.untyped_storage().nbytes() > stored.numel() * stored.element_size()
+    return bool(stored.untyped_storage().nbytes() > stored.numel() * stored.element_size())
 
 
 # --- equality ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from balancing import RankPlan
 from workers.config import LossConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
-from workers.metrics import Metrics, merge
-from workers.model.losses import Denominators, policy_loss
+from workers.metrics import Metric, Metrics, merge
+from workers.model.losses import Denominators, make_policy_loss
 from workers.reference import ModelWorker, sequences_from
 from workers.rollout.weight_transfer import pack_weights
 
@@ -22,16 +22,14 @@ class PolicyWorker(ModelWorker):
         batch: `input_ids`, `loss_mask`, `advantages` [B], and where the loss asks for them `old_log_probs`,
         `reference_log_probs` and `rollout_log_probs`, ragged.
         """
-        sequences = sequences_from(batch)
+        sequences, loss_function = sequences_from(batch), make_policy_loss(loss)
         parts = []
         for mini_batch in plan.mini_batches:
             denominators = Denominators(tokens=mini_batch.loss_tokens, sequences=mini_batch.sequences)
-            parts.append(
-                self.engine.forward_backward(
-                    sequences, mini_batch.micro_batches, policy_loss(loss), denominators
-                )
-            )
-            parts.append(self.engine.optimizer_step())
+            metrics = self.engine.forward_backward(sequences, mini_batch.micro_batches, loss_function, denominators)
+            # A sum over ranks, but a mean over mini-batches.
+            metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
+            parts += [metrics, self.engine.optimizer_step()]
         return merge(parts)
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from examples.addition import data
 from workers.config import ModelConfig, OptimizerConfig
 from workers.model.engine import Engine
-from workers.model.losses import Denominators, sft_loss
+from workers.model.losses import Denominators, sft
 from workers.model.packing import Sequences
 
 CACHE = Path(__file__).parent / "cache"
@@ -80,7 +80,7 @@ def train(folder: Path, seed: int) -> None:
     for _ in track(range(STEPS), description="warm start"):
         sequences = batch(characters, rng)
         denominators = Denominators(tokens=int(sequences.tokens["loss_mask"].sum()), sequences=BATCH)
-        engine.forward_backward(sequences, [(0, BATCH)], sft_loss, denominators)
+        engine.forward_backward(sequences, [(0, BATCH)], sft, denominators)
         engine.optimizer_step()
     engine.save_pretrained(str(folder))
 

@@ -7,7 +7,8 @@ import torch
 from ray.util.placement_group import remove_placement_group
 
 from balancing import RankPlan, plan_batch
-from controller.resources import Pool, reserve
+from controller.layout import Pool
+from controller.resources import reserve
 from controller.worker_group import Share, WorkerGroup
 from workers.base import Worker
 from workers.dataproto import DataProto

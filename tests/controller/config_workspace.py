@@ -1,0 +1,47 @@
+"""A folder with everything that a valid configuration names; tests break one thing at a time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 32,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 704,
+    "max_position_embeddings": 128,
+}
+
+CONFIG = """\
+run: {name: test, steps: 10}
+model: {path: model}
+data: {train: train.jsonl, validation: validation.jsonl, max_prompt_tokens: 32}
+batch: {prompts_per_step: 4, mini_batches: 2}
+rollout: {samples_per_prompt: 8, sampling: {max_new_tokens: 64}}
+reward: {function: "reward.py:reward"}
+policy: {ranks: 2, max_tokens: 4096}
+resources: {device: cpu}
+"""
+
+
+def write_workspace(folder: Path) -> Path:
+    """Model files, data, reward function and `config.yaml` in `folder`; returns the path of config.yaml."""
+    write_model(folder / "model")
+    record = {"prompt": "1+1=", "solution": "2"}
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+    # Checking must not import it: importing it would raise.
+    (folder / "reward.py").write_text("def reward(response, solution):\n    return 0\n\n\nraise RuntimeError\n")
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder / "config.yaml"
+
+
+def write_model(folder: Path, **changes: Any) -> None:
+    """The files of a small Qwen2, without weights worth loading."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODEL | changes))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").write_text("{}")

@@ -1,0 +1,231 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from controller.config import load
+from controller.config_checks import check
+from tests.controller.config_workspace import write_model, write_workspace
+from workers.errors import ConfigError
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    write_workspace(tmp_path)
+    return tmp_path
+
+
+def refusal(*overrides: str) -> str:
+    """The one line with which the workspace's configuration, changed by `overrides`, is refused."""
+    with pytest.raises(ConfigError) as caught:
+        check(load("config.yaml", overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_configuration_of_the_workspace_is_accepted(workspace: Path) -> None:
+    check(load("config.yaml"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.dtype=bfloat16",),
+        ("data.validation=''",),
+        ("policy.optimizer.schedule=cosine", "policy.optimizer.total_steps=10", "policy.optimizer.warmup_steps=10"),
+        ("algorithm.loss.kl_coefficient=0.1", "reference.path=model", "reference.forward_max_tokens=96"),
+        ("policy.max_tokens=96", "rollout.max_model_tokens=128"),
+        ("batch.mini_batches=16",),
+        ("resources.device=cuda", "policy.cpu_offload=true", "rollout.replicas=2"),
+        ("resources.device=cuda", "rollout.placement=apart", "rollout.replicas=3", "rollout.tensor_parallel=4"),
+        ("validation.sampling.temperature=0",),
+        ("rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20"),
+    ],
+    ids=" ".join,
+)
+def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overrides: tuple[str, ...]) -> None:
+    check(load("config.yaml", overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("reference.path=model",), "reference.path=model has no effect without algorithm.loss.kl_coefficient above 0"),
+        (("reference.forward_max_tokens=99",), "reference.forward_max_tokens=99 has no effect without"),
+        (("algorithm.loss.kl_estimator=k1",), "algorithm.loss.kl_estimator=k1 has no effect without"),
+        (
+            ("policy.optimizer.total_steps=9",),
+            "policy.optimizer.total_steps=9 has no effect without policy.optimizer.sch",
+        ),
+        (("data.validation=''", "validation.every=5"), "validation.every=5 has no effect without data.validation"),
+        (("policy.cpu_offload=true",), "policy.cpu_offload=True has no effect without GPUs"),
+        (("policy.optimizer.warmup_steps=21",), "policy.optimizer.warmup_steps=21 is more than the 20 optimiser steps"),
+        (("rollout.samples_per_prompt=1",), "rollout.samples_per_prompt=1 leaves algorithm.advantage=grpo nothing"),
+        (
+            ("batch.mini_batches=33",),
+            "batch.mini_batches=33 is more than the batch.prompts_per_step * rollout.samples_per",
+        ),
+        (("batch.mini_batches=17",), "policy.ranks=2 is more than the 1 sequences of a mini-batch"),
+        (("rollout.sampling.temperature=0",), "rollout.sampling.temperature=0 samples equal responses"),
+        (
+            ("validation.samples=4", "validation.sampling.temperature=0"),
+            "validation.samples=4 at validation.sampling.temperature=0 are 4 equal responses",
+        ),
+        (
+            ("policy.max_tokens=95",),
+            "policy.max_tokens=95 is below the longest possible sequence, data.max_prompt_tokens=32",
+        ),
+        (("policy.forward_max_tokens=95",), "policy.forward_max_tokens=95 is below the longest possible sequence"),
+        (
+            ("algorithm.loss.kl_coefficient=0.1", "reference.forward_max_tokens=95"),
+            "reference.forward_max_tokens=95 is below the longest possible sequence",
+        ),
+        (("rollout.max_model_tokens=95",), "rollout.max_model_tokens=95 is below the 96 tokens"),
+        (
+            ("rollout.max_model_tokens=96", "validation.sampling.max_new_tokens=65"),
+            "rollout.max_model_tokens=96 is below the 97 tokens",
+        ),
+        (
+            ("rollout.placement=colocated",),
+            "rollout.placement=colocated needs GPUs and resources.device=cpu gives none",
+        ),
+        (("rollout.placement=apart",), "rollout.placement=apart needs GPUs"),
+        (
+            ("resources.device=cuda", "rollout.placement=shared_memory"),
+            "rollout.placement=shared_memory is for CPUs and the run uses GPUs",
+        ),
+        (
+            ("resources.device=cuda", "rollout.replicas=3"),
+            "rollout.replicas * rollout.tensor_parallel = 3 GPUs are more",
+        ),
+        (("model.attention=varlen",), "model.attention=varlen is a CUDA kernel"),
+        (
+            ("resources.device=cuda", "model.attention=varlen", "model.dtype=float32"),
+            "model.attention=varlen takes half precision only",
+        ),
+        (("run.name=a/b",), "run.name='a/b' names a folder below run.dir"),
+        (
+            ("run.dir=config.yaml",),
+            "run.dir: config.yaml/test cannot be written, config.yaml is not a writable folder.",
+        ),
+        (("resources.ray_address=ray://head:10001",), "resources.ray_address=ray://head:10001: Ray Client is not"),
+        (("data.max_prompt_tokens=65",), "prompt and response may reach 129 tokens, but model takes 128"),
+        (("rollout.max_model_tokens=129",), "prompt and response may reach 129 tokens, but model takes 128"),
+        (("rollout.tensor_parallel=3",), "rollout.tensor_parallel=3 does not divide the 4 attention heads of model."),
+        (
+            ("model.path=nowhere/at/all",),
+            "model.path: there is no folder nowhere/at/all and no such model in the local",
+        ),
+        (
+            ("model.path=Qwen/Nothing",),
+            "model.path: there is no folder Qwen/Nothing and no such model in the local hub ca",
+        ),
+        (("data.train=gone.jsonl",), "data.train: there is no file gone.jsonl"),
+        (("data.validation=gone.jsonl",), "data.validation: there is no file gone.jsonl"),
+        (("data.train=train.parquet",), "data.train=train.parquet: Parquet is not read; convert it"),
+        (("data.train=reward.py",), "data.train: reward.py is not JSONL (one JSON record a line): "),
+        (
+            ("data.prompt_key=question",),
+            "data.train: the first record of train.jsonl has no column data.prompt_key='que",
+        ),
+        (("reward.function=reward",), "reward.function='reward' must be module:function or path/file.py:function."),
+        (("reward.function=reward.py:not-a-name",), "reward.function='reward.py:not-a-name' must be module:function"),
+        (("reward.function=gone.py:reward",), "reward.function='gone.py:reward': there is no file gone.py."),
+        (("reward.function=gone.sub:reward",), "reward.function='gone.sub:reward': there is no module gone.sub"),
+        (("reward.function=reward.py:rewards",), "reward.function='reward.py:rewards': reward.py defines no rewards."),
+        (("reward.function=reward.py:RuntimeError",), "reward.function='reward.py:RuntimeError': reward.py defines no"),
+        (
+            ("reward.function=config.yaml:reward",),
+            "reward.function='config.yaml:reward': there is no module config.yaml",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_work_is_refused(workspace: Path, overrides: tuple[str, ...], message: str) -> None:
+    assert refusal(*overrides).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model/config.json", None, "model.path: folder model holds no model, it has no config.json."),
+        ("model/config.json", "{", "model.path: model/config.json is not valid JSON: "),
+        ("model/config.json", "[]", "model.path: model/config.json is not a JSON object."),
+        ("model/model.safetensors", None, "model.path=model: model has no weights "),
+        ("model/tokenizer.json", None, "model.path=model: model has no tokenizer "),
+        ("train.jsonl", "", "data.train: train.jsonl has no records."),
+        (
+            "train.jsonl",
+            '[{"prompt": "1"}]',
+            "data.train: the first record of train.jsonl has no column data.prompt_key",
+        ),
+        ("train.jsonl", '{"prompt": 3}', "data.train: the prompts of train.jsonl (data.prompt_key=prompt) must be str"),
+        ("validation.jsonl", '{\n"prompt": "1"}', "data.validation: validation.jsonl is not JSONL"),
+        ("reward.py", "def reward(:", "reward.function='reward.py:reward': reward.py is not valid Python: "),
+        ("reward.py", "print(reward)", "reward.function='reward.py:reward': reward.py defines no reward."),
+    ],
+)
+def test_a_file_that_is_gone_or_broken_is_named(workspace: Path, file: str, content: str | None, message: str) -> None:
+    if content is None:
+        (workspace / file).unlink()
+    else:
+        (workspace / file).write_text(content)
+    assert refusal().startswith(message)
+
+
+def test_chat_messages_need_a_chat_template(workspace: Path) -> None:
+    record = {"prompt": [{"role": "user", "content": "1+1="}]}
+    (workspace / "train.jsonl").write_text(json.dumps(record))
+    assert "are chat messages, but the tokenizer of model.path=model has no chat template" in refusal()
+    (workspace / "model/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    check(load("config.yaml"))
+
+
+def test_a_reference_of_another_vocabulary_or_length_is_refused(workspace: Path) -> None:
+    overrides = ("algorithm.loss.kl_coefficient=0.1", "reference.path=other")
+    write_model(workspace / "other", vocab_size=33)
+    assert refusal(*overrides).startswith("reference.path=other has 33 tokens and model.path=model 32")
+    write_model(workspace / "other", max_position_embeddings=64)
+    assert refusal(*overrides).startswith("sequences may reach 96 tokens, but reference.path=other takes 64")
+
+
+def test_key_value_heads_must_go_with_tensor_parallel(workspace: Path) -> None:
+    write_model(workspace / "model", num_attention_heads=12, num_key_value_heads=4)
+    assert refusal("rollout.tensor_parallel=6").startswith(
+        "rollout.tensor_parallel=6 neither divides nor is a multiple"
+    )
+
+
+def test_rotary_scaling_lengthens_what_a_model_takes(workspace: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    write_model(workspace / "model", rope_scaling=scaling)
+    check(load("config.yaml", ["data.max_prompt_tokens=192"]))
+    assert "may reach 257 tokens, but model takes 256" in refusal("data.max_prompt_tokens=193")
+
+
+def test_a_model_of_the_local_hub_cache_is_found_by_name(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = workspace / "hub" / "models--someone--small"
+    snapshot = hub / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("0" * 40)
+    write_model(snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(workspace / "hub"))
+    check(load("config.yaml", ["model.path=someone/small"]))
+
+
+@pytest.mark.parametrize("place", ["package.module", "reward.py"])
+def test_a_reward_function_is_found_without_importing_anything(workspace: Path, place: str) -> None:
+    (workspace / "package").mkdir()
+    (workspace / "package/__init__.py").write_text("raise RuntimeError")
+    (workspace / "package/module.py").write_text("from elsewhere import reward\nraise RuntimeError")
+    check(load("config.yaml", [f"reward.function={place}:reward"]))
+
+
+def test_auto_device_is_the_cpu_where_gpus_are_hidden(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = load("config.yaml", ["resources.device=auto"])
+    assert not config.uses_gpus
+    assert config.rollout_placement == "shared_memory"

@@ -1,0 +1,73 @@
+"""The command itself, in a process of its own: exit codes, one line on stderr, nothing heavy imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.controller.config_workspace import write_workspace
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = ("torch", "ray", "vllm", "transformers", "tensordict")
+FIT = f"""
+import sys
+from controller.fit import main
+try:
+    code = main(sys.argv[1:])
+finally:
+    print("heavy:", [name for name in {HEAVY} if name in sys.modules])
+sys.exit(code)
+"""
+
+
+def fit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_CACHE": str(folder / "hub")}
+    return subprocess.run(
+        [sys.executable, "-c", FIT, *arguments], cwd=folder, env=environment, text=True, capture_output=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "config.yaml", "policy.max_token=1"], "did you mean policy.max_tokens?"),
+        (["--config", "config.yaml", "policy.ranks=two"], "policy.ranks must be a whole number (int), not 'two'."),
+        (["--config", "gone.yaml"], "there is no file gone.yaml."),
+        (["--config", "config.yaml", "data.train=gone.jsonl"], "there is no file gone.jsonl"),
+        (["--config", "config.yaml", "model.path=no/such"], "there is no folder no/such and no such model"),
+        (["--config", "config.yaml", "policy.max_tokens=50", "--dry-run"], "is below the longest possible sequence"),
+        (["policy.max_tokens=50"], "the following arguments are required: --config; usage: "),
+        (["--config", "config.yaml", "--dryrun"], "unrecognized arguments: --dryrun; usage: "),
+    ],
+    ids=["key", "type", "config", "data", "model", "combination", "no config", "option"],
+)
+def test_bad_input_ends_with_code_2_and_one_line_before_anything_heavy_is_imported(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    write_workspace(tmp_path)
+    process = fit(tmp_path, *arguments)
+    assert process.returncode == 2, process.stderr
+    assert message in process.stderr
+    assert len(process.stderr.splitlines()) == 1
+    assert process.stdout == "heavy: []\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path) -> None:
+    write_workspace(tmp_path)
+    process = fit(tmp_path, "policy.ranks=1", "--config", "config.yaml", "--dry-run", "run.steps=3")
+    assert process.returncode == 0, process.stderr
+    assert "policy: 1 actor, " in process.stdout
+    assert "the run: 3 steps, 6 optimiser steps" in process.stdout
+    assert process.stdout.endswith("heavy: []\n")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("option", "line"), [("--help", "usage: "), ("--settings", "policy.max_tokens  (int, ")])
+def test_help_and_settings_print_and_end(tmp_path: Path, option: str, line: str) -> None:
+    process = fit(tmp_path, option)
+    assert process.returncode == 0
+    assert process.stderr == ""
+    assert line in process.stdout

@@ -1,0 +1,121 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.config import Config, load
+from controller.config_file import settings
+from controller.describe import describe, settings_page
+from controller.layout import role_requests, rollout_pool, training_pool
+from tests.controller.config_workspace import write_workspace
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load(write_workspace(tmp_path))
+
+
+def with_overrides(tmp_path: Path, *overrides: str) -> Config:
+    return load(write_workspace(tmp_path), overrides)
+
+
+def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) -> None:
+    page = describe(config)
+    assert "max_tokens: 4096" in page
+    assert "models run on CPUs; rollout.placement is shared_memory" in page
+    assert "pool training: 2 x {CPU: 0.25}, strategy PACK" in page
+    assert "policy: 2 actors, 0.25 CPU each, bundle 0..1 of pool training" in page
+    assert "rollout: 1 actor, 0.25 CPU each, bundle 0 of pool rollout" in page
+    assert "reserved in all: 1 CPUs, 0 GPUs" in page
+    assert "a step: 4 prompts x 8 samples = 32 sequences, at most 3,072 tokens" in page
+    assert "a mini-batch: 16 sequences over 2 ranks; 2 a step" in page
+    assert (
+        "policy.max_tokens 4096 >= longest possible sequence 96: a micro-batch has room for at least 42 such sequences"
+        in page
+    )
+
+
+def test_the_dry_run_shows_the_reference_only_where_there_is_one(tmp_path: Path) -> None:
+    without = describe(with_overrides(tmp_path))
+    with_kl = describe(with_overrides(tmp_path, "algorithm.loss.kl_coefficient=0.1"))
+    assert "reference: 2 actors" in with_kl
+    assert "reference.forward_max_tokens 4096 >=" in with_kl
+    assert "reference: 2 actors" not in without
+    assert "reference.forward_max_tokens 4096 >=" not in without
+
+
+def test_the_dry_run_counts_gpus_by_placement(tmp_path: Path) -> None:
+    gpus = ("resources.device=cuda", "policy.ranks=4", "rollout.replicas=2", "rollout.tensor_parallel=2")
+    shared = describe(with_overrides(tmp_path, *gpus))
+    assert "pool training: 4 x {CPU: 0.25, GPU: 1}" in shared
+    assert "reserved in all: 1.75 CPUs, 4 GPUs" in shared
+    apart = describe(with_overrides(tmp_path, *gpus, "rollout.placement=apart"))
+    assert "pool rollout: 2 x {CPU: 0.25, GPU: 2}" in apart
+    assert "reserved in all: 1.75 CPUs, 8 GPUs" in apart
+
+
+@pytest.mark.parametrize("override", ["model.dtype=bfloat16", "rollout.sampling.top_p=0.9", "policy.max_tokens=100"])
+def test_the_dry_run_notes_what_is_allowed_but_costs(tmp_path: Path, config: Config, override: str) -> None:
+    assert "== notes ==" not in describe(config)
+    assert "== notes ==" in describe(with_overrides(tmp_path, override))
+
+
+def test_a_cap_on_sequences_bounds_the_room_of_a_micro_batch(tmp_path: Path) -> None:
+    assert "room for at least 3 such" in describe(with_overrides(tmp_path, "policy.max_sequences=3"))
+
+
+def test_the_settings_page_has_every_key() -> None:
+    page = settings_page()
+    for setting in settings(Config()):
+        assert f"\n{setting.key}  ({setting.type.__name__}, " in page
+        assert setting.range in page
+
+
+@given(
+    ranks=st.integers(1, 8),
+    replicas=st.integers(1, 8),
+    rewards=st.integers(1, 4),
+    kl=st.sampled_from([0.0, 0.1]),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+def test_actors_fit_exactly_into_what_is_reserved(
+    ranks: int, replicas: int, rewards: int, kl: float, device: str
+) -> None:
+    config = Config()
+    config.policy.ranks, config.rollout.replicas, config.reward.workers = ranks, replicas, rewards
+    config.algorithm.loss.kl_coefficient, config.resources.device = kl, device
+    requests = role_requests(config)
+    for pool in (training_pool(config), rollout_pool(config)):
+        for resource, attribute in (("CPU", "cpus"), ("GPU", "gpus")):
+            asked = sum(r.actors * getattr(r, attribute) for r in requests if r.pool == pool.name)
+            assert asked == pytest.approx(sum(bundle.get(resource, 0.0) for bundle in pool.bundles))
+    assert sum(r.actors * r.cpus for r in requests) == pytest.approx(config.logical_cpus)
+
+
+@given(prompts=st.integers(1, 64), samples=st.integers(1, 16), mini_batches=st.integers(1, 64))
+def test_mini_batch_sizes_are_those_of_an_even_split(prompts: int, samples: int, mini_batches: int) -> None:
+    config = Config()
+    config.batch.prompts_per_step, config.batch.mini_batches = prompts, mini_batches
+    config.rollout.samples_per_prompt = samples
+    parts = np.array_split(np.arange(config.sequences_per_step), mini_batches)
+    assert config.mini_batch_sizes == tuple(len(part) for part in parts)
+
+
+def test_sizes_left_at_zero_follow_other_settings(tmp_path: Path) -> None:
+    config = with_overrides(tmp_path)
+    assert (config.forward_max_tokens, config.reference_max_tokens, config.max_model_tokens) == (4096, 4096, 96)
+    assert config.total_optimizer_steps == 20
+    assert config.reference_model == config.model
+    told = with_overrides(
+        tmp_path,
+        "policy.forward_max_tokens=5000",
+        "reference.forward_max_tokens=6000",
+        "rollout.max_model_tokens=128",
+        "policy.optimizer.total_steps=7",
+        "reference.path=other",
+    )
+    assert (told.forward_max_tokens, told.reference_max_tokens, told.max_model_tokens) == (5000, 6000, 128)
+    assert told.total_optimizer_steps == 7
+    assert (told.reference_model.path, told.reference_model.dtype) == ("other", "auto")

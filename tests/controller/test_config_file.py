@@ -1,0 +1,157 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from controller.config import Config, load, to_yaml
+from controller.config_file import Setting, settings, value_of
+from tests.controller.config_workspace import write_workspace
+from workers.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+SETTINGS = list(settings(Config()))
+NEEDED = ("model.path=m", "data.train=t.jsonl", "reward.function=r.py:f")
+
+
+def ids(setting: Setting) -> str:
+    return setting.key
+
+
+def test_an_override_replaces_the_file_and_the_file_replaces_the_default(tmp_path: Path) -> None:
+    config = load(write_workspace(tmp_path), ["policy.ranks=1", "policy.optimizer.learning_rate=1e-4"])
+    assert config.policy.ranks == 1
+    assert config.policy.max_tokens == 4096
+    assert config.policy.optimizer.learning_rate == 1e-4
+    assert config.policy.optimizer.schedule == "constant"
+    assert isinstance(config, Config)
+
+
+def test_a_configuration_written_as_yaml_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load(write_workspace(tmp_path), ["validation.sampling.temperature=0", "run.seed=7"])
+    (tmp_path / "written.yaml").write_text(to_yaml(config))
+    assert load(tmp_path / "written.yaml") == config
+
+
+def test_the_template_and_the_examples_are_valid() -> None:
+    for path in [*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("examples/*/config.yaml")]:
+        assert load(path).run.name
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ids)
+def test_every_setting_is_documented_and_its_default_is_in_range(setting: Setting) -> None:
+    assert setting.doc.endswith(".")
+    assert setting.required or setting.follows or setting.allows(setting.default)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=ids)
+def test_a_setting_with_a_letter_missing_is_recognised(setting: Setting) -> None:
+    wrong = setting.key[:-2] + setting.key[-1]
+    with pytest.raises(
+        ConfigError, match=f"^{re.escape(wrong)} is not a setting; did you mean {re.escape(setting.key)}"
+    ):
+        load(None, [f"{wrong}=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.max_token=1", "policy.max_token is not a setting; did you mean policy.max_tokens?"),
+        ("max_tokens=1", "max_tokens is not a setting; did you mean policy.max_tokens?"),
+        ("rollout.temperature=1", "rollout.temperature is not a setting; did you mean rollout.sampling.temperature?"),
+        ("actor.max_tokens=1", "actor.max_tokens is not a setting; did you mean policy.max_tokens?"),
+        ("actor.zzz=1", "actor.zzz is not a setting; the configuration has run, model, data, "),
+        ("run.qqqqqq=1", "run.qqqqqq is not a setting; run has name, dir, steps, "),
+        ("run.steps.x=1", "run.steps must be a whole number (int), not {'x': 1}."),
+        ("policy.max_tokens=many", "policy.max_tokens must be a whole number (int), not 'many'."),
+        ("policy.max_tokens=1.5", "policy.max_tokens must be a whole number (int), not 1.5."),
+        ("policy.max_tokens=true", "policy.max_tokens must be a whole number (int), not true."),
+        ("policy.max_tokens=", "policy.max_tokens must be a whole number (int), not empty."),
+        ("policy.max_tokens='4096'", "policy.max_tokens must be a whole number (int), not '4096'."),
+        ("policy.optimizer.learning_rate=fast", "policy.optimizer.learning_rate must be a number (float), not 'fast'."),
+        ("data.shuffle=1", "data.shuffle must be true or false (bool), not 1."),
+        ("data.train=[a,b]", "data.train must be a text (str), not ['a', 'b']."),
+        (
+            "policy.optimizer=adam",
+            "policy.optimizer is a section and takes settings (policy.optimizer.NAME), not 'adam'.",
+        ),
+        ("policy.ranks=0", "policy.ranks must be at least 1, not 0."),
+        ("policy.optimizer.beta1=1", "policy.optimizer.beta1 must be at least 0 and below 1, not 1.0."),
+        ("rollout.sampling.top_p=0", "rollout.sampling.top_p must be above 0 and at most 1, not 0.0."),
+        ("rollout.sampling.top_p=1.1", "rollout.sampling.top_p must be above 0 and at most 1, not 1.1."),
+        ("policy.optimizer.learning_rate=.nan", "policy.optimizer.learning_rate must be above 0, not nan."),
+        ("algorithm.loss.clip_high=.inf", "algorithm.loss.clip_high must be at least 0, not inf."),
+        ("model.dtype=float16", "model.dtype must be one of auto, float32, bfloat16, not 'float16'."),
+        ("run.seed=${run.sed}", "run.seed: Interpolation key 'run.sed' not found."),
+        (
+            "run.seed=${run.dir}",
+            "run.seed: While dereferencing interpolation '${run.dir}': Value 'runs' of type 'str' ",
+        ),
+        ("--policy.ranks=1", "'--policy.ranks=1' is not an override; write key.sub=value."),
+        ("policy.ranks", "'policy.ranks' is not an override; write key.sub=value."),
+        ("run.name=[a", "run.name: the value '[a' is not valid YAML; quote it, as in run.name='\"...\"'."),
+    ],
+)
+def test_a_wrong_override_is_refused_in_one_line_that_says_why(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [*NEEDED, override])
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"run:\n  steps: 1\n dir: [", "line 3: not valid YAML: "),
+        (b"run: {steps: 1}\nrun: {steps: 2}", "line 2: not valid YAML: found duplicate key run."),
+        (b"- run\n- model", "must hold sections"),
+        (b"just words", "just words is not a setting; "),
+        (b"\xff\xfe\xfa", "is not a YAML text file: "),
+        (b"run.steps: 3", "run.steps: in YAML a dot does not nest; write `run: {steps: ...}`."),
+        (b"policy: {max_token: 3}", "policy.max_token is not a setting; did you mean policy.max_tokens?"),
+        (b"policy:", "policy is a section and takes settings (policy.NAME), not empty."),
+        (b"policy: {1: 3}", "policy.1 is not a setting; policy has ranks, "),
+        (b"", "model.path, data.train, reward.function are not set; "),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value) or "not set" in message
+
+
+@pytest.mark.parametrize("path", ["nowhere.yaml", "."])
+def test_a_path_that_is_no_file_is_named(path: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"there is no file {path}.")):
+        load(path)
+
+
+@pytest.mark.parametrize(("file", "name"), [("gsm8k.yaml", "gsm8k"), ("addition/config.yaml", "addition")])
+def test_a_run_without_name_takes_that_of_its_file(tmp_path: Path, file: str, name: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    assert load(path, NEEDED).run.name == name
+    assert load(path, [*NEEDED, "run.name=mine"]).run.name == "mine"
+
+
+def test_validation_samples_as_long_as_training_does_unless_told(tmp_path: Path) -> None:
+    assert load(write_workspace(tmp_path)).validation.sampling.max_new_tokens == 64
+    longer = load(write_workspace(tmp_path), ["validation.sampling.max_new_tokens=90"])
+    assert longer.validation.sampling.max_new_tokens == 90
+    assert longer.max_model_tokens == 32 + 90
+
+
+def test_nothing_in_a_configuration_is_executed(tmp_path: Path) -> None:
+    path = tmp_path / "code.yaml"
+    path.write_text(f"run: {{name: !!python/object/apply:os.mkdir [{tmp_path / 'made'}]}}")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load(path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_value_of_follows_a_full_key() -> None:
+    assert value_of(Config(), "policy.optimizer.beta1") == 0.9

@@ -1,0 +1,36 @@
+"""The rules that keep the parts apart: what may import what (`[tool.importlinter]` in pyproject.toml)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def test_the_dependency_rule_holds() -> None:
+    """controller -> workers -> balancing; balancing without torch and Ray; the training engine without Ray and vLLM."""
+    process = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"], cwd=REPOSITORY, text=True, capture_output=True
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("balancing", ("torch", "ray", "vllm", "transformers", "tensordict")),
+        ("workers.config", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
+        ("workers.errors", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
+        ("controller.config", ("torch", "ray", "vllm", "transformers", "tensordict")),
+        ("controller.config_checks", ("torch", "ray", "vllm", "transformers", "tensordict")),
+        ("controller.describe", ("torch", "ray", "vllm", "transformers", "tensordict")),
+        ("controller.fit", ("torch", "ray", "vllm", "transformers", "tensordict")),
+    ],
+)
+def test_a_light_module_imports_nothing_heavy(module: str, absent: tuple[str, ...]) -> None:
+    """Import-linter sees what is written; this sees what is loaded, through every library in between."""
+    script = f"import sys, {module}; print([name for name in {absent} if name in sys.modules])"
+    process = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, text=True, capture_output=True)
+    assert (process.stdout, process.stderr) == ("[]\n", "")
