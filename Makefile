@@ -22,6 +22,7 @@ fit: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict -p balancing
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

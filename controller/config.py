@@ -7,6 +7,7 @@ property of `Config`, so that nobody repeats the rule. Relative paths are relati
 """
 
 import importlib.metadata
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -254,7 +255,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     type or out of range, and a key without default that is not set.
     """
     config = config_file.read(Config, path, overrides)
-    config.run.name = config.run.name or _default_name(path)
+    config.run.name = config.run.name or _free_name(config.run.dir, _default_name(path))
     return config
 
 
@@ -268,3 +269,9 @@ def _default_name(path: str | Path | None) -> str:
         return "run"
     file = Path(path).resolve()
     return file.parent.name if file.stem == "config" else file.stem
+
+
+def _free_name(folder: str, name: str) -> str:
+    """`name`, or `name-2`, `name-3`, ... where runs of that name are there."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not (Path(folder) / name).exists())

@@ -75,6 +75,8 @@ def _check_run(config: Config) -> None:
         raise ConfigError(
             f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
         )
+    if config.run_folder.exists():
+        raise ConfigError(f"run.name: {config.run_folder} holds a run already; choose another name or remove it.")
     existing = config.run_folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

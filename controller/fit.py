@@ -6,12 +6,15 @@ Nothing heavy is imported before the configuration has been checked.
 """
 
 import math
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from balancing import BalancingError, CostModel
 from controller.arguments import parse_arguments
 from controller.config import Config, load, to_yaml
 from controller.config_checks import check
@@ -40,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        signal.signal(signal.SIGTERM, _interrupt)
         run(config, prompts, validation, function, columns)
-    except BallastError as error:
+    except (BallastError, BalancingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -60,7 +63,6 @@ def run(
     reward_columns: tuple[str, ...],
 ) -> None:
     """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
-    from balancing import CostModel
     from controller.console import Console
     from controller.metrics import RunWriter
     from controller.roles import start_roles
@@ -82,10 +84,7 @@ def run(
                 writer=writer,
                 console=console,
             )
-            outcome = trainer.fit()
-            with console.phase("saving"):
-                roles.policy.save_pretrained(str((config.run_folder / "model").resolve()))
-            writer.summary(outcome.summary())
+            writer.summary(trainer.fit().summary())
             console.say(f"{config.run_folder}: model, metrics.jsonl, summary.json, tensorboard")
     finally:
         writer.close()
@@ -96,21 +95,23 @@ def _datasets(config: Config, records: list[dict[str, Any]]) -> tuple[PromptData
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
     data = config.data
-    limits = {"prompt_key": data.prompt_key, "max_prompt_tokens": data.max_prompt_tokens, "over_long": data.over_long}
-    prompts = PromptDataset(
-        records, tokenizer, shuffle=data.shuffle, seed=config.run.seed, name="data.train", **limits
+    dataset = partial(
+        PromptDataset,
+        tokenizer=tokenizer,
+        prompt_key=data.prompt_key,
+        max_prompt_tokens=data.max_prompt_tokens,
+        over_long=data.over_long,
     )
+    prompts = dataset(records, shuffle=data.shuffle, seed=config.run.seed, name="data.train")
     if not data.validation:
         return prompts, None
     held_out = read_records(data.validation, data.prompt_key)
-    return prompts, PromptDataset(held_out, tokenizer, shuffle=False, name="data.validation", **limits)
+    return prompts, dataset(held_out, shuffle=False, name="data.validation")
 
 
 @contextmanager
 def _ray_session(config: Config, console: "Console") -> Any:
     """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
-    import os
-
     import ray
 
     address = config.resources.ray_address or os.environ.get("RAY_ADDRESS") or None

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from controller.config import Config
-from controller.layout import Pool, RoleRequest, role_requests, rollout_pool, training_pool
+from controller.layout import Pool, rollout_pool, training_pool
 from controller.resources import reserve
 from controller.rewards import RewardPool
 from controller.rollouts import Rollouts

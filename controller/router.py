@@ -4,8 +4,8 @@
                  ^                     |
                  +---- failed (a retry), replica_lost (free) ----+---- failed too often --> dropped
 
-Invariants: every submitted request is waiting, outstanding on exactly one living replica, finished or dropped; no replica
-holds more than `max_concurrent`; no request is tried more than `1 + max_retries` times, lost replicas not counted.
+Invariants: every submitted request is waiting, outstanding on exactly one living replica, finished or dropped; no
+replica holds more than `max_concurrent`; no request fails more than `1 + max_retries` times.
 """
 
 from collections import deque

@@ -9,7 +9,7 @@ The driver works on lengths, ids and rewards; tokens stay in the object store (s
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -81,6 +81,9 @@ class Trainer:
             self.console.step(step, run.steps, steps[-1])
             if step == run.steps or (every and step % every == 0):
                 latest = self.validate(step)
+            if run.save_every and step % run.save_every == 0:
+                self.save(f"model-{step}")
+        self.save("model")
         return Outcome(before, latest, tuple(steps))
 
     def step(self, step: int) -> dict[str, float]:
@@ -155,7 +158,7 @@ class Trainer:
             max_sequences=policy.max_sequences or None,
             loss_tokens=batch["response_tokens"],
             cost_model=self.cost_model,
-            algorithm=self.config.balance.algorithm,
+            algorithm=cast(Literal["load_balance", "none"], self.config.balance.algorithm),
         )
 
     def with_log_probs(self, batch: RemoteBatch) -> tuple[RemoteBatch, Metrics]:
@@ -176,6 +179,11 @@ class Trainer:
             passed = self.roles.reference.log_probs(batch, plan)
             batch = batch.with_tokens(reference_log_probs=passed.tokens["log_probs"])
         return batch, mismatch
+
+    def save(self, name: str) -> None:
+        """The model and tokenizer in Hugging Face format, in the run's folder."""
+        with self.console.phase("saving"):
+            self.roles.policy.save_pretrained(str((self.writer.folder / name).resolve()))
 
     def send_weights(self) -> None:
         """New weights to every engine, under the next version."""

@@ -60,12 +60,8 @@ class OptimizerConfig:
     beta1: float = setting(0.9, "Decay of the first moment.", minimum=0, maximum=1, exclusive_maximum=True)
     beta2: float = setting(0.95, "Decay of the second moment.", minimum=0, maximum=1, exclusive_maximum=True)
     epsilon: float = setting(1e-8, "Added to the root of the second moment.", minimum=0, exclusive_minimum=True)
-    max_grad_norm: float = setting(
-        1.0, "Gradients are scaled down to this L2 norm.", minimum=0, exclusive_minimum=True
-    )
-    schedule: str = setting(
-        "constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine")
-    )
+    max_grad_norm: float = setting(1.0, "Gradients are scaled down to this L2 norm.", minimum=0, exclusive_minimum=True)
+    schedule: str = setting("constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine"))
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
     total_steps: int = setting(
         0, "Optimiser steps until `linear` or `cosine` reach 0; 0 takes run.steps times batch.mini_batches.", minimum=0
@@ -84,9 +80,7 @@ class PolicyConfig:
     max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 is no cap.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
-    threads: int = setting(
-        0, "CPU threads of a rank; 0 shares the node's cores among its ranks.", minimum=0
-    )
+    threads: int = setting(0, "CPU threads of a rank; 0 shares the node's cores among its ranks.", minimum=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -120,16 +114,25 @@ class RolloutConfig:
         choices=("auto", "colocated", "apart", "shared_memory"),
     )
     max_model_tokens: int = setting(
-        0, "Longest prompt plus response an engine takes; 0 takes data.max_prompt_tokens + sampling.max_new_tokens.",
+        0,
+        "Longest prompt plus response an engine takes; 0 takes data.max_prompt_tokens + sampling.max_new_tokens.",
         minimum=0,
     )
-    max_concurrent: int = setting(256, "Requests that one engine works on at a time; others wait in the router.", minimum=1)
+    max_concurrent: int = setting(
+        256, "Requests that one engine works on at a time; others wait in the router.", minimum=1
+    )
     memory_fraction: float = setting(
-        0.5, "Share of a GPU's memory for an engine (weights and KV cache).", minimum=0, maximum=1, exclusive_minimum=True
+        0.5,
+        "Share of a GPU's memory for an engine (weights and KV cache).",
+        minimum=0,
+        maximum=1,
+        exclusive_minimum=True,
     )
     cpu_kv_cache_gib: float = setting(1.0, "KV cache of an engine on CPU, GiB.", minimum=0, exclusive_minimum=True)
     enforce_eager: bool = setting(False, "Do not capture CUDA graphs. On CPU vLLM is always eager here.")
-    max_retries: int = setting(2, "Times that a failed sample is sent again before it is dropped and counted.", minimum=0)
+    max_retries: int = setting(
+        2, "Times that a failed sample is sent again before it is dropped and counted.", minimum=0
+    )
     threads: int = setting(0, "CPU threads of an engine; 0 takes all cores of the node.", minimum=0)
 
 
@@ -146,7 +149,7 @@ class LossConfig:
         choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"),
     )
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.", minimum=0)
-    kl_coefficient: float = setting(0.0, "Weight of the KL to the reference in the loss; 0 starts no reference.", minimum=0)
-    kl_estimator: str = setting(
-        "k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3")
+    kl_coefficient: float = setting(
+        0.0, "Weight of the KL to the reference in the loss; 0 starts no reference.", minimum=0
     )
+    kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3"))

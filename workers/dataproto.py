@@ -209,7 +209,7 @@ class DataProto:
         return self._take(columns.row_numbers(range(first, stop, stride), len(self)))
 
     def _item(self, row: int) -> DataProtoItem:
-        batch = None if self.batch is None else self.batch[row]
+        batch = None if self.batch is None else columns.batch_row(self.batch, row)
         arrays = {key: column[row] for key, column in self.non_tensor_batch.items()}
         return DataProtoItem(batch, arrays, dict(self.meta_info))
 
@@ -358,7 +358,7 @@ class DataProto:
         if len(old) != len(new):
             raise DataError(f"rename was given {len(old)} different old names and {len(new)} different new ones")
         names = self._column_names()
-        _check_known("the columns", old, sorted(names))
+        _check_known("the batch", old, sorted(names))
         clash = sorted(set(new) & (names - set(old)))
         if clash:
             raise DataError(f"rename cannot use {clash[0]!r}, the name of another column")

@@ -98,6 +98,8 @@ def _check_jagged(key: str, column: torch.Tensor) -> None:
     if not isinstance(column.shape[1], torch.SymInt):
         raise DataError(f"batch[{key!r}] is ragged in another dimension than 1; transpose it back")
     offsets, tokens = column.offsets(), column.values().shape[0]
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise DataError(f"batch[{key!r}] has offsets of {offsets.dtype}; they are whole numbers")
     starts, lengths = offsets[:-1], row_lengths(column)
     # Torch takes any offsets; wrong ones would read other rows or foreign memory later.
     inside = bool(((starts >= 0) & (lengths >= 0) & (starts + lengths <= tokens)).all())
@@ -188,6 +190,20 @@ def is_row_number(item: Any) -> bool:
     if isinstance(item, torch.Tensor):
         return item.dim() == 0 and not (item.is_floating_point() or item.is_complex() or item.dtype is torch.bool)
     return isinstance(item, (int, np.integer)) and not isinstance(item, bool)
+
+
+def batch_row(batch: TensorDict, row: int) -> TensorDict:
+    """One row as views, without the row dimension; a jagged column gives the row's own tokens [L, ...]."""
+    values = {key: _column_row(column, row) for key, column in batch.items()}
+    return TensorDict(values, batch_size=batch.batch_size[1:], device=batch.device)
+
+
+def _column_row(column: torch.Tensor, row: int) -> torch.Tensor:
+    if not is_jagged(column):
+        return column[row]
+    # Not column[row]: torch unbinds all rows for it, which makes iterating over a batch quadratic.
+    start = int(column.offsets()[row])
+    return column.values()[start : start + int(row_lengths(column)[row])]
 
 
 # --- offsets and storage ----------------------------------------------------------------------------------------------

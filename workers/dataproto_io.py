@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict
 
-from workers.dataproto_columns import is_jagged, object_column
+from workers.dataproto_columns import is_jagged, object_column, share_offsets
 from workers.errors import DataError
 
 FORMAT = "ballast-dataproto"
@@ -68,7 +68,12 @@ def save(
 
 def _encode_tensors(batch: TensorDict, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
     numbers: dict[int, int] = {}  # by identity: columns that share offsets in memory share them on disk
-    return [_encode_tensor(key, column, numbers, tensors) for key, column in batch.items()]
+    tight = {key: _without_holes(column) for key, column in batch.items()}
+    return [_encode_tensor(key, column, numbers, tensors) for key, column in share_offsets(tight).items()]
+
+
+def _without_holes(column: torch.Tensor) -> torch.Tensor:
+    return column.contiguous() if is_jagged(column) and column.lengths() is not None else column
 
 
 def _encode_tensor(
@@ -81,8 +86,6 @@ def _encode_tensor(
     if not is_jagged(column):
         tensors[f"tensor/{key}"] = _plain(column)
         return {"key": key}
-    if column.lengths() is not None:
-        column = column.contiguous()  # closes the holes between rows
     number = numbers.setdefault(id(column.offsets()), len(numbers))
     tensors[f"tensor/{key}"] = _plain(column.values())
     tensors[f"offsets/{number}"] = _plain(column.offsets())
@@ -200,7 +203,10 @@ def _decode_tensor(column: dict[str, Any], tensors: Mapping[str, torch.Tensor]) 
     values = tensors[f"tensor/{column['key']}"]
     if "offsets" not in column:
         return values
-    return torch.nested.nested_tensor_from_jagged(values, tensors[f"offsets/{column['offsets']}"])
+    offsets = tensors[f"offsets/{column['offsets']}"]
+    if offsets.dim() != 1:
+        raise ValueError(f"the offsets of {column['key']!r} have {offsets.dim()} dimensions")
+    return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
 def _decode_arrays(document: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:

@@ -130,6 +130,12 @@ def test_unfit_columns_are_refused_by_name(tensors: dict, arrays: dict, message:
         DataProto.from_dict(tensors, arrays)
 
 
+def test_offsets_that_are_no_whole_numbers_are_refused() -> None:
+    column = torch.nested.nested_tensor_from_jagged(torch.arange(7), torch.tensor([0.0, 3.0, 7.0]))
+    with pytest.raises(DataError, match=r"batch\['ids'\] has offsets of torch.float32"):
+        DataProto.from_dict({"ids": column})
+
+
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 7], [0, 3, 9], [1, 3, 7], [0, 3, 6]])
 def test_offsets_that_do_not_cut_the_values_are_refused(offsets: list[int]) -> None:
     column = torch.nested.nested_tensor_from_jagged(torch.arange(7), torch.tensor(offsets))
@@ -244,7 +250,7 @@ def test_rename_changes_names_in_place() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("reward", "r", "the columns has no 'reward'"),
+        ("reward", "r", "the batch has no 'reward'"),
         ("score", "uid", "cannot use 'uid'"),
         (["score", "image"], ["a"], "2 different old names and 1 different new"),
         (["score", "image"], ["a", "a"], "2 different old names and 1 different new"),
@@ -406,7 +412,7 @@ def test_no_call_changes_the_batch_that_it_reads() -> None:
     assert data.meta_info == {"step": 3}
 
 
-# --- jagged columns with holes, devices, pickle, description ------------------------------------------------------------
+# --- jagged columns with holes, devices, pickle, description ----------------------------------------------------------
 
 
 def with_holes() -> DataProto:

@@ -189,7 +189,7 @@ def test_what_cannot_be_stored_is_refused_by_name(data: DataProto, message: str,
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be written to .*missing"):
+    with pytest.raises(DataError, match=r"cannot be written to .*missing"):
         make([1]).save_to_disk(tmp_path / "missing" / "b")
 
 
@@ -208,7 +208,7 @@ def test_a_pickle_is_refused_and_not_executed(tmp_path: Path) -> None:
 
 
 def test_files_that_are_missing_cut_or_foreign_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no saved batch at .*b"):
+    with pytest.raises(DataError, match=r"no saved batch at .*b"):
         DataProto.load_from_disk(tmp_path / "b")
     make([3, 4]).save_to_disk(tmp_path / "b")
     (tmp_path / "cut").write_bytes((tmp_path / "b").read_bytes()[:-10])

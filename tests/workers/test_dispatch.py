@@ -35,7 +35,7 @@ def test_to_all_gives_every_rank_the_same() -> None:
 
 def test_to_each_gives_every_rank_its_own() -> None:
     mode = DispatchMode(Split.EACH, Join.LIST)
-    assert split_arguments(mode, ranks_of(2), ([1, 2],), {"k": "ab".split("b")}, put=id)[1][0] == (2,)
+    assert split_arguments(mode, ranks_of(2), ([1, 2],), {"k": ["a", ""]}, put=id)[1][0] == (2,)
     with pytest.raises(DataError, match="argument 'k' needs one entry for each of 2 ranks, it has 3"):
         split_arguments(mode, ranks_of(2), (), {"k": [1, 2, 3]}, put=id)
 

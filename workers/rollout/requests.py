@@ -1,6 +1,6 @@
 """What goes to an engine and the light facts that come back; importable without torch or vLLM.
 
-    SampleRequest --engine--> SampleResult (to the driver) + one row of a TokenBlock (stays in the object store)
+SampleRequest --engine--> SampleResult (to the driver) + one row of a TokenBlock (stays in the object store)
 """
 
 import hashlib

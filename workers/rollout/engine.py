@@ -1,0 +1,133 @@
+"""Our settings in vLLM's words: process environment, engine arguments, sampling parameters."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.errors import ConfigError
+from workers.rollout.weight_transfer import BACKENDS
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs, SamplingParams
+
+GIB = 2**30
+CPU_PREFILL_TOKENS = 8192  # prompt tokens of one forward pass; a whole step of short prompts fits
+CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
+
+
+def check_placement(placement: str, *, has_gpu: bool) -> None:
+    """Raises ConfigError where the placement's way of moving weights cannot work."""
+    if placement not in BACKENDS:
+        raise ConfigError(f"rollout.placement={placement} is unknown; use one of {', '.join(BACKENDS)}.")
+    if (placement == "shared_memory") == has_gpu:
+        device = "GPU" if has_gpu else "CPU"
+        fit = "colocated or apart" if has_gpu else "shared_memory"
+        raise ConfigError(
+            f"rollout.placement={placement} sends weights by {BACKENDS[placement]}, which an engine on a {device} "
+            f"cannot receive; set rollout.placement to {fit}."
+        )
+
+
+def prepare_environment(config: RolloutConfig, placement: str) -> None:
+    """Set what vLLM reads when it is imported and what its processes inherit. Call before importing vllm."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if placement == "colocated":
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA handles travel to the engine's processes pickled
+    if placement == "shared_memory":
+        os.environ.update(_cpu_environment(config))
+
+
+def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
+    threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, engines of one node would share their first core
+        # Eager either way; without this vLLM compiles a helper at the first request, for ten seconds.
+        "TORCHDYNAMO_DISABLE": "1",
+        # Model and scheduler in one process: apart, they pass every step through a queue on which both spin.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.tensor_parallel == 1 else "1",
+    }
+
+
+def engine_arguments(
+    model: ModelConfig, config: RolloutConfig, *, placement: str, max_model_tokens: int, seed: int
+) -> "AsyncEngineArgs":
+    """Arguments of an engine that returns the log-probs of the distribution that it samples from."""
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+
+    on_cpu = placement == "shared_memory"
+    device = _cpu_arguments(config) if on_cpu else _gpu_arguments(config, placement)
+    return AsyncEngineArgs(
+        model=model.path,
+        dtype=_dtype(model, on_cpu),
+        seed=seed % 2**32,
+        max_model_len=max_model_tokens,
+        max_num_seqs=config.max_concurrent,
+        tensor_parallel_size=config.tensor_parallel,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        weight_transfer_config=WeightTransferConfig(backend=BACKENDS[placement]),
+        **device,
+    )
+
+
+def _dtype(model: ModelConfig, on_cpu: bool) -> str:
+    if model.dtype != "auto":
+        return model.dtype
+    return "float32" if on_cpu else "bfloat16"
+
+
+def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
+    return {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * GIB),
+        "block_size": CPU_KV_BLOCK_TOKENS,
+        "max_num_batched_tokens": CPU_PREFILL_TOKENS,
+        "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
+    }
+
+
+def _gpu_arguments(config: RolloutConfig, placement: str) -> dict[str, Any]:
+    return {
+        "enforce_eager": config.enforce_eager,
+        "gpu_memory_utilization": config.memory_fraction,
+        "enable_sleep_mode": placement == "colocated",
+    }
+
+
+def sampling_parameters(sampling: SamplingConfig, seed: int) -> "SamplingParams":
+    """One sample: token ids and the sampled tokens' log-probs, returned once, when it is finished."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens,
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def refusal(prompt_ids: Any, *, vocab_size: int, max_model_tokens: int) -> str:
+    """Why the engine cannot take this prompt, or "". Some of these would end the engine and all its requests."""
+    if len(prompt_ids) == 0:
+        return "the prompt is empty."
+    if len(prompt_ids) >= max_model_tokens:
+        return (
+            f"the prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_tokens="
+            f"{max_model_tokens}; lower data.max_prompt_tokens or raise rollout.max_model_tokens."
+        )
+    outside = prompt_ids[(prompt_ids < 0) | (prompt_ids >= vocab_size)]
+    if len(outside):
+        return f"token id {outside[0]} of the prompt is outside the model's vocabulary of {vocab_size}."
+    return ""

@@ -1,0 +1,75 @@
+"""New weights for the engines. On CPU they travel as one array of safetensors bytes, through shared memory:
+
+    payload = pack_weights(policy.named_weights())        # policy rank 0; uint8 [bytes], a Ray object
+    with private_file(payload) as path:                   # every rollout actor; /dev/shm, mode 0600
+        await engine.pause_generation(mode="keep")        # requests in flight wait, their KV cache is dropped
+        await engine.start_weight_update()
+        await engine.update_weights({"path": path})       # every engine process maps the file and loads its share
+        await engine.finish_weight_update(version)
+        await engine.resume_generation()                  # they go on under the new weights, KV cache recomputed
+
+On GPUs the bytes never leave the devices: see `workers.rollout.gpu_transfer`. This module imports neither torch nor
+vLLM until it is used, because every process of vLLM imports it as a plugin.
+"""
+
+import functools
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BACKENDS = {"shared_memory": "shared_memory", "colocated": "ipc", "apart": "nccl"}  # by rollout.placement
+SHARED_MEMORY = "/dev/shm"
+
+
+@functools.cache  # vLLM may load a plugin more than once in a process, and its factory refuses a name that it knows
+def register() -> None:
+    """Tell vLLM about the `shared_memory` backend: the entry point that its engine processes call when they start."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    WeightTransferEngineFactory.register_engine(
+        "shared_memory", "workers.rollout.shared_memory", "SharedMemoryWeightTransferEngine"
+    )
+
+
+def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:
+    """All tensors as safetensors bytes, uint8 [bytes]. Tied weights come under both names, each with its own bytes."""
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in named_tensors:
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        # safetensors refuses two names for one storage; vLLM must get both (its output layer is a copy of its own).
+        tensors[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return np.frombuffer(save(tensors), dtype=np.uint8)
+
+
+def unpack_weights(payload: np.ndarray) -> "dict[str, Tensor]":
+    """The tensors by name. Raises safetensors.SafetensorError if the bytes are not a safetensors file."""
+    from safetensors.torch import load
+
+    return load(payload.tobytes())
+
+
+@contextmanager
+def private_file(payload: np.ndarray) -> Iterator[str]:
+    """`payload` as a file in shared memory that only this user can read, gone when the block ends.
+
+    Raises OSError if /dev/shm has no room for it.
+    """
+    descriptor, path = tempfile.mkstemp(prefix="ballast-weights-", suffix=".safetensors", dir=SHARED_MEMORY)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(memoryview(np.ascontiguousarray(payload)))
+        yield path
+    finally:
+        os.unlink(path)
