@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from controller.router import Key, Router
 from workers.config import RolloutConfig, SamplingConfig
@@ -59,7 +59,7 @@ class Pending:
             try:
                 ray.get(ref)
             except RayError as error:
-                raise RolloutError(f"rollout replica {replica} failed while {self._doing}: {error}") from error
+                raise RolloutError(f"rollout replica {replica} failed while {self._doing}: {_cause(error)}") from error
 
 
 class Rollouts:
@@ -109,14 +109,14 @@ class Rollouts:
         """Take one block and its results from a stream that has something, or close it."""
         replica = progress.streams[stream]
         try:
-            block = next(stream)
-            results = ray.get(next(stream))  # comes after the block: if this is there, so is the block
-        except StopIteration:
-            del progress.streams[stream]
-            return
+            pair = _next_pair(stream)
         except RayError as error:
             self._lose(progress, replica, error)
             return
+        if pair is None:
+            del progress.streams[stream]
+            return
+        block, results = pair
         finished = [result for result in results if not result.failed]
         for result in finished:
             progress.router.finished(replica, result)
@@ -139,7 +139,7 @@ class Rollouts:
             return
         replica, cause = next(iter(self._lost.items()))
         raise RolloutError(
-            f"no rollout engine is left of rollout.replicas={len(self._actors)}; replica {replica} was lost by: {cause}"
+            f"no rollout engine is left of rollout.replicas={len(self._actors)}; replica {replica} was lost: {_cause(cause)}"
         ) from cause
 
     def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
@@ -167,6 +167,23 @@ class Rollouts:
 
     def _call(self, method: str, doing: str, *arguments: Any) -> Pending:
         return Pending({r: getattr(self._actors[r], method).remote(*arguments) for r in self.living}, doing)
+
+
+def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
+    """The next block's reference and its results, or None at the end. Raises what ended the stream before its end."""
+    block = next(stream, None)
+    if block is None:
+        return None
+    results = next(stream, None)
+    if results is None:  # Ray hands an error over as the last object, here in the block's place
+        ray.get(block)
+    return block, ray.get(results)
+
+
+def _cause(error: Exception) -> str:
+    """What the actor raised, without the traceback that Ray puts around it; what Ray says where the actor died."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return f"{type(cause).__name__}: {cause}"
 
 
 def _round(requests: Sequence[SampleRequest], progress: _Progress) -> RolloutRound:

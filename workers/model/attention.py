@@ -49,7 +49,7 @@ def packed_attention(backend: str, row: PackedRow, device: torch.device) -> Pack
 
 
 def _sdpa(lengths: tuple[int, ...]) -> PackedAttention:
-    """One causal call a segment. Batching segments of like length was not faster on CPU: gathering them costs as much."""
+    """One causal call a segment. Batching segments of like length gains nothing on CPU: gathering costs as much."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         segments = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
@@ -97,14 +97,16 @@ def ballast_packed(
     packed_attention: PackedAttention | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+    """What transformers calls in every layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
     Raises UnsupportedModelError, naming the module, if the layer asks for something that would change the result and is
     not computed here: a mask, a cache, a sliding window, soft-capping, sinks, a position bias, dropout.
     """
     name = type(module).__name__
     if packed_attention is None:
-        raise UnsupportedModelError(f"{name} was called without packed_attention: the model does not pass it to its layers")
+        raise UnsupportedModelError(
+            f"{name} was called without packed_attention: the model does not pass it to its layers"
+        )
     asked = [feature for feature in REFUSED_FEATURES if features.get(feature) is not None]
     if attention_mask is not None:
         asked.append("attention_mask")

@@ -69,6 +69,7 @@ class Engine:
     ) -> None:
         self.device = torch.device(device)
         self.temperature = temperature
+        self.reshard_after_forward = reshard_after_forward
         dtype = compute_dtype(model_config.dtype, self.device)
         self.attention_backend = choose_backend(model_config.attention, self.device, dtype)
         self.tokenizer = load_tokenizer(model_config.path)
@@ -108,7 +109,7 @@ class Engine:
             first = int(sequences.lengths[:start].sum())
             result[first + row.loss_positions] = predictions.log_probs.float().cpu()
             statistics.append({"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)})
-        reshard(self.module)
+        reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
         return result, to_metrics(statistics)
 
     def forward_backward(
@@ -144,7 +145,8 @@ class Engine:
         """Clip, update, advance the schedule, clear the gradients.
 
         A gradient with NaN or infinity leaves parameters and optimiser state as they are, on every rank alike, and is
-        counted. Metrics: `grad_norm` (before clipping), `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1).
+        counted. Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped,
+        `grad_norm` (before clipping).
         """
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
@@ -208,10 +210,10 @@ class Engine:
         return Predictions.gather(log_probs, entropy, micro_batch, row), row
 
     def _reduce_gradients_in_next_backward(self, reduce: bool) -> None:
-        """Between the micro-batches of a mini-batch gradients add up locally, and parameters that are whole stay whole."""
+        """Between the micro-batches of a mini-batch gradients add up locally, and gathered parameters may stay."""
         for module in fsdp_modules(self.module):
             module.set_requires_gradient_sync(reduce, recurse=False)
-            module.set_reshard_after_backward(reduce, recurse=False)
+            module.set_reshard_after_backward(reduce or self.reshard_after_forward, recurse=False)
 
 
 def _check_micro_batches(micro_batches: Sequence[MicroBatch], rows: int, *, complete: bool) -> None:

@@ -105,7 +105,9 @@ def _grad_logits(
     return grad
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+def _scaled_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
+) -> Tensor:
     logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
     return logits if temperature == 1.0 else logits.div_(temperature)
 

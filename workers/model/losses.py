@@ -10,7 +10,6 @@ N predicted tokens and B sequences of the micro-batch.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +32,9 @@ class Denominators:
 
     def __post_init__(self) -> None:
         if self.tokens <= 0 or self.sequences <= 0:
-            raise DataError(f"a mini-batch has {self.tokens} loss tokens in {self.sequences} sequences: nothing to learn")
+            raise DataError(
+                f"a mini-batch has {self.tokens} loss tokens in {self.sequences} sequences: nothing to learn"
+            )
 
     @classmethod
     def of(cls, sequences: Sequences) -> "Denominators":
@@ -102,13 +103,12 @@ def make_policy_loss(config: LossConfig) -> LossFunction:
     """The registered loss with its settings bound. Raises ConfigError if no loss has that name."""
     if config.name not in POLICY_LOSSES:
         raise ConfigError(f"algorithm.loss.name={config.name} is not a policy loss; known are {sorted(POLICY_LOSSES)}")
-    return partial(POLICY_LOSSES[config.name], config=config)
+    function = POLICY_LOSSES[config.name]
+    return lambda predictions, denominators: function(predictions, denominators, config)
 
 
 @policy_loss("ppo_clip")
-def ppo_clip(
-    predictions: Predictions, denominators: Denominators, config: LossConfig
-) -> tuple[Tensor, Statistics]:
+def ppo_clip(predictions: Predictions, denominators: Denominators, config: LossConfig) -> tuple[Tensor, Statistics]:
     """Clipped surrogate (Schulman et al. 2017, eq. 7) with separate bounds, entropy bonus and KL to a reference.
 
         r_t = exp(log_prob_t - old_log_prob_t)
@@ -166,9 +166,9 @@ def kl_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
 def token_weights(predictions: Predictions, denominators: Denominators, aggregation: str) -> Tensor:
     """Weight of each token's loss [N], so that the aggregate is their weighted sum over the whole mini-batch.
 
-        token_mean                1 / tokens
-        sequence_mean_token_mean  1 / (sequences * tokens of its sequence)
-        sequence_mean_token_sum   1 / sequences
+    token_mean                1 / tokens
+    sequence_mean_token_mean  1 / (sequences * tokens of its sequence)
+    sequence_mean_token_sum   1 / sequences
     """
     ones = torch.ones_like(predictions.sequence_tokens)
     if aggregation == "token_mean":

@@ -1,6 +1,6 @@
 """From a Hugging Face folder to a causal LM that reads packed rows.
 
-    config.json --check_supported--> safetensors --> HF model + ballast_packed --> PackedCausalLM
+config.json --check_supported--> safetensors --> HF model + ballast_packed --> PackedCausalLM
 """
 
 import logging
@@ -55,7 +55,7 @@ class PackedCausalLM(nn.Module):
         attention: PackedAttention,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, position_ids int64 [1, T]; predicting int64 [N], positions whose hidden state predicts `targets` [N].
+        """input_ids, position_ids int64 [1, T]; the hidden states at `predicting` int64 [N] predict `targets` [N].
 
         Returns (log_probs [N], entropy [N]), see `linear_log_probs`.
         """
@@ -110,7 +110,9 @@ def packed_causal_lm(model: PreTrainedModel, config: ModelConfig) -> PackedCausa
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in packed.layers:
-            layer.training = True  # read by the layer itself, only to decide on checkpointing; its children stay in eval
+            layer.training = (
+                True  # read by the layer itself, only to decide on checkpointing; its children stay in eval
+            )
     return packed
 
 

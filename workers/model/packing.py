@@ -53,9 +53,7 @@ class Sequences:
         return int(self.tokens["loss_mask"].sum())
 
     @classmethod
-    def from_list(
-        cls, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any] | None = None
-    ) -> "Sequences":
+    def from_list(cls, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any] | None = None) -> "Sequences":
         """Concatenate rows; each holds the same per-token columns as 1-D arrays, tensors or lists of one length.
 
         Raises DataError if the columns of a row differ in name from the first row's, or in length from one another.
@@ -100,7 +98,7 @@ class PackedRow:
 
     input_ids, position_ids: int64 [1, T]; positions restart at 0 in every sequence.
     lengths: the segments' lengths as Python integers; cu_seqlens: int32 [B + 1], their running sum from 0.
-    loss_positions: int64 [N], index of every token with `loss_mask`. The hidden state at `loss_positions - 1` predicts it.
+    loss_positions: int64 [N], index of every token with `loss_mask`; the hidden state one before it predicts it.
     sequence_index: int64 [N], the sequence each predicted token belongs to.
     """
 

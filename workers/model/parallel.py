@@ -62,7 +62,7 @@ def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Drop gathered parameters. Those of the root outlive a pass without backward, and would miss the next update."""
+    """Free gathered parameters, so that what is read next are the shards that the optimiser updates."""
     for module in fsdp_modules(root):
         module.reshard()
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -45,14 +46,20 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Load the file. Raises ValueError, naming the weights, if the model would keep some of its old ones."""
-        weights = load_file(update_info.path)
+        try:
+            self._load(load_file(update_info.path))
+        except Exception:
+            self.finish_weight_update()  # layers that got nothing have their old weights back
+            raise
+
+    def _load(self, weights: dict[str, Tensor]) -> None:
         self._refuse_untold_output_layer(weights)
         expected = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         missing = expected - self.model.load_weights(weights.items())
         if missing:
             raise ValueError(f"the update brought nothing for {sorted(missing)}, which would keep their old values.")
 
-    def _refuse_untold_output_layer(self, weights: dict[str, Any]) -> None:
+    def _refuse_untold_output_layer(self, weights: dict[str, Tensor]) -> None:
         # With tied embeddings vLLM would load the rest and keep sampling from the old output layer without a word.
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         if tied and OUTPUT_LAYER not in weights:

@@ -25,10 +25,11 @@ from workers.rollout.engine import (
     refusal,
     sampling_parameters,
 )
-from workers.rollout.requests import SampleRequest, SampleResult
+from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest, SampleResult
 from workers.rollout.weight_transfer import private_file
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 FLUSH_SECONDS = 0.25
@@ -130,30 +131,28 @@ class RolloutWorker:
         prompt = tokens_input(request.prompt_ids.tolist())
         name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
         try:
-            async for output in engine.generate(prompt, sampling_parameters(sampling, request.seed), name):
-                return _success(request, output)
+            (output,) = [o async for o in engine.generate(prompt, sampling_parameters(sampling, request.seed), name)]
         except EngineDeadError as error:
             raise RolloutError(f"the engine of rollout replica {self.index} died; see its log above.") from error
         except Exception as error:  # whatever else vLLM raises concerns this request alone
             return _failure(request, f"{type(error).__name__}: {error.__cause__ or error}")
-        return _failure(request, "vLLM ended the request without an answer.")
+        return _success(request, output)
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
         """Load `payload` (see `pack_weights`); samples of this engine carry `version` from the next token on.
 
-        Requests in flight go on with the new weights. Raises RolloutError if the weights do not fit; if none was
-        loaded by then, the old ones stay.
+        Requests in flight go on with the new weights. Raises RolloutError if the weights do not fit the model.
         """
-        await self.begin_update()
-        try:
-            with private_file(payload) as path:
+        with private_file(payload) as path:
+            try:
+                await self.begin_update()
                 await self.receive_update({"path": path})
-        except Exception as error:
-            await self._end_update(None)
-            raise RolloutError(
-                f"rollout replica {self.index} could not load the weights of version {version}: {error}"
-            ) from error
-        await self._end_update(version)
+            except Exception as error:
+                await self.engine.resume_generation()
+                raise RolloutError(
+                    f"rollout replica {self.index} could not load the weights of version {version}: {error}"
+                ) from error
+            await self.finish_update(version)
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
         """Join the trainer's transfer group; see `gpu_transfer`. Needs a GPU; not run on CPU."""
@@ -174,11 +173,8 @@ class RolloutWorker:
 
     async def finish_update(self, version: int) -> None:
         """Put the new weights in place under `version` and go on with the requests in flight."""
-        await self._end_update(version)
-
-    async def _end_update(self, version: int | None) -> None:
         try:
-            await self.engine.finish_weight_update(None if version is None else str(version))
+            await self.engine.finish_weight_update(str(version))
         finally:
             await self.engine.resume_generation()
 

@@ -1,0 +1,77 @@
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.model.tiny import relative_error
+from workers.model.logprobs import linear_log_probs
+
+
+def inputs(count: int = 13, hidden: int = 5, vocabulary: int = 11) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    targets = torch.randint(0, vocabulary, (count,), generator=generator)
+    return leaf(count, hidden), leaf(vocabulary, hidden), leaf(vocabulary), targets
+
+
+def naive(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float):
+    all_log_probs = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+    entropy = torch.distributions.Categorical(logits=all_log_probs).entropy()
+    return all_log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_values_and_gradients_equal_the_naive_ones(chunk_tokens, temperature, with_bias):
+    hidden, weight, bias, targets = inputs()
+    leaves = [hidden, weight, *([bias] if with_bias else [])]
+    used_bias = bias if with_bias else None
+    actual = linear_log_probs(hidden, weight, used_bias, targets, temperature=temperature, chunk_tokens=chunk_tokens)
+    expected = naive(hidden, weight, used_bias, targets, temperature)
+    upstream = torch.randn(2, len(targets), dtype=torch.float64)
+    gradients = torch.autograd.grad((torch.stack(actual) * upstream).sum(), leaves)
+    expected_gradients = torch.autograd.grad((torch.stack(expected) * upstream).sum(), leaves)
+    for one, other in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("output", [0, 1], ids=["log_probs", "entropy"])
+def test_gradient_of_either_output_alone(output):
+    hidden, weight, bias, targets = inputs()
+    assert torch.autograd.gradcheck(
+        lambda *leaves: linear_log_probs(*leaves, targets, temperature=0.7, chunk_tokens=4)[output],
+        (hidden, weight, bias),
+    )
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    hidden, weight, _, targets = inputs()
+    log_probs, _ = linear_log_probs(hidden, weight.detach(), None, targets)
+    log_probs.sum().backward()
+    assert hidden.grad is not None
+
+
+def test_no_predicted_token_gives_zero_gradients_not_none():
+    hidden, weight, _, targets = inputs(count=0)
+    log_probs, entropy = linear_log_probs(hidden, weight, None, targets)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert log_probs.shape == entropy.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_half_precision_input_is_normalised_in_float32():
+    hidden, weight, _, targets = inputs(count=64, hidden=32, vocabulary=500)
+    narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, weight)]
+    log_probs, entropy = linear_log_probs(*narrow, None, targets)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    # The logits are rounded to bfloat16, nothing after them is: so from the rounded logits on the result is exact.
+    logits = torch.nn.functional.linear(*narrow).double()
+    expected, expected_entropy = naive(logits, torch.eye(500).double(), None, targets, 1.0)
+    assert relative_error(log_probs, expected) < 1e-6
+    assert relative_error(entropy, expected_entropy) < 1e-6
+    log_probs.sum().backward()
+    assert narrow[0].grad.dtype == narrow[1].grad.dtype == torch.bfloat16

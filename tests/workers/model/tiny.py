@@ -1,0 +1,99 @@
+"""Tiny random models, their sequences, and the reference that packing must equal."""
+
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from workers.model.packing import Sequences
+
+VOCABULARY = 37
+FAMILIES = {
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "llama": (transformers.LlamaConfig, {}),
+}
+
+
+def tiny_config(family: str = "qwen2", **overrides: object) -> transformers.PreTrainedConfig:
+    """Hidden size 32, 2 layers, 4 query heads on 2 key-value heads."""
+    config_class, extra = FAMILIES[family]
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,  # large enough that attention and log-probs are far from uniform
+        "tie_word_embeddings": True,
+    }
+    return config_class(**(settings | extra | overrides))
+
+
+def save_tiny_model(path: Path, family: str = "qwen2", **overrides: object) -> str:
+    """A random model in float64 with a tokenizer, at `path`."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # transformers starts biases at 0, where a forgotten one goes unnoticed
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(path)
+    vocabulary = {f"t{index}": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
+    return str(path)
+
+
+def random_sequences(count: int = 11, seed: int = 0, dtype: torch.dtype = torch.float64) -> Sequences:
+    """Long-tailed lengths with prompts, one response with a hole, one sequence without any loss token."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(count):
+        length = int(3 + 30 * torch.rand((), generator=generator) ** 2)
+        loss_mask = torch.ones(length, dtype=torch.bool)
+        loss_mask[: 1 + index % (length - 1)] = False
+        if index == 1:
+            loss_mask[:] = False
+        if index == 2:
+            loss_mask[length // 2] = False
+        noise = torch.randn(3, length, generator=generator, dtype=dtype)
+        rows.append(
+            {
+                "input_ids": torch.randint(0, VOCABULARY, (length,), generator=generator),
+                "loss_mask": loss_mask,
+                "old_log_probs": -3.6 + noise[0],
+                "reference_log_probs": -3.6 + noise[1],
+                "rollout_log_probs": -3.6 + noise[2],
+            }
+        )
+    return Sequences.from_list(rows, {"advantages": torch.randn(count, generator=generator, dtype=dtype)})
+
+
+def unpacked_log_probs(
+    model: PreTrainedModel, sequences: Sequences, temperature: float = 1.0
+) -> list[tuple[Tensor, Tensor]]:
+    """(log_probs, entropy), each [L], of every sequence run alone and unpadded through transformers' own forward pass.
+
+    Position 0, which nothing predicts, holds 0.
+    """
+    outputs = []
+    for index in range(len(sequences)):
+        ids = sequences.slice(index, index + 1).tokens["input_ids"]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperature
+        all_log_probs = logits.log_softmax(-1)
+        log_probs = all_log_probs.gather(-1, ids[1:, None]).squeeze(-1)
+        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+        zero = logits.new_zeros(1)
+        outputs.append((torch.cat([zero, log_probs]), torch.cat([zero, entropy])))
+    return outputs
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected magnitude."""
+    actual, expected = actual.detach(), expected.detach()
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
