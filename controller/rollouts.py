@@ -139,7 +139,8 @@ class Rollouts:
             return
         replica, cause = next(iter(self._lost.items()))
         raise RolloutError(
-            f"no rollout engine is left of rollout.replicas={len(self._actors)}; replica {replica} was lost: {_cause(cause)}"
+            f"no rollout engine is left of rollout.replicas={len(self._actors)}; "
+            f"replica {replica} was lost: {_cause(cause)}"
         ) from cause
 
     def update_weights(self, payload: ray.ObjectRef, version: int) -> None:

@@ -142,9 +142,13 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer beside the model. Raises ConfigError if there is none."""
     _check_path(path)
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path} has no tokenizer: {_first_line(error)}") from error
+    # Without tokenizer files, transformers makes some families an empty tokenizer instead of an error.
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise ConfigError(f"model.path={path} has no tokenizer: its vocabulary is empty")
+    return tokenizer
 
 
 def _check_path(path: str) -> None:

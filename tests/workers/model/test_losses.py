@@ -45,9 +45,7 @@ def loss_by_definition(sequences: Sequences, log_probs: torch.Tensor, config: Lo
             toward_reference = float(sequences.tokens["reference_log_probs"][t]) - log_prob
             kl = math.exp(toward_reference) - 1 - toward_reference
             surrogate = min(ratio * advantage, clipped * advantage)
-            losses.append(
-                -surrogate - config.entropy_coefficient * 0.5 * log_prob**2 + config.kl_coefficient * kl
-            )
+            losses.append(-surrogate - config.entropy_coefficient * 0.5 * log_prob**2 + config.kl_coefficient * kl)
         position += length
         if losses:
             sums.append(sum(losses))

@@ -1,0 +1,99 @@
+"""`python -m controller.fit` as users start it: in a shell, stopped by Ctrl-C, and through `ray job submit`."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MARK = "BALLAST_TEST_RUN"
+
+
+def marked_environment() -> dict[str, str]:
+    """This environment with a mark that every process started from it inherits, and without a cluster of ours."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    binaries = str(Path(sys.executable).parent)
+    return environment | {MARK: uuid.uuid4().hex, "PATH": f"{binaries}:{environment['PATH']}"}
+
+
+def survivors(mark: str) -> list[psutil.Process]:
+    """Living processes that carry the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def all_end(mark: str, seconds: float) -> list[str]:
+    """What of the marked processes still lives after at most `seconds`; it is killed."""
+    deadline = time.monotonic() + seconds
+    while (left := survivors(mark)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    names = [" ".join(process.cmdline())[:200] for process in left if process.is_running()]
+    for process in left:
+        process.kill()
+    return names
+
+
+def test_ctrl_c_ends_the_run_and_leaves_no_process(settings: list[str], workspace: Path) -> None:
+    environment = marked_environment()
+    command = [sys.executable, "-m", "controller.fit", *settings_file(workspace), *settings]
+    command += ["run.name=interrupted", "run.steps=1000", "policy.ranks=1"]
+    run = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    seen = []
+    for line in run.stdout:
+        seen.append(line)
+        if line.startswith("step "):
+            break
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 1, errors
+    assert errors.rstrip().endswith("stopped"), errors
+    assert re.match(r"step +1/1000  reward \d\.\d+", seen[-1])
+    assert all_end(environment[MARK], 30) == []
+    lines = (workspace / "runs" / "interrupted" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] >= 1
+
+
+def settings_file(workspace: Path) -> list[str]:
+    """An empty configuration file: everything comes from overrides."""
+    file = workspace / "empty.yaml"
+    file.write_text("{}\n")
+    return ["--config", str(file)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    """A Ray begun with `ray start --head`, with token authentication as it is by default; yields its environment."""
+    environment = marked_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+    ports = ["--port=16379", "--dashboard-port=18265", "--ray-client-server-port=20001"]
+    start = ["ray", "start", "--head", "--num-cpus=4", "--disable-usage-stats", *ports]
+    subprocess.run(start, env=environment, check=True, capture_output=True, cwd=ROOT)
+    yield environment
+    # `ray stop` would end every Ray of this machine, the test session's too.
+    all_end(environment[MARK], 0)
+
+
+def test_the_same_command_runs_as_a_ray_job(cluster: dict[str, str], settings: list[str], workspace: Path) -> None:
+    fit = ["python", "-m", "controller.fit", *settings_file(workspace), *settings]
+    fit += ["run.name=job", "run.steps=1", "policy.ranks=1"]
+    submit = ["ray", "job", "submit", "--address=http://127.0.0.1:18265", "--working-dir", ".", "--", *fit]
+    job = subprocess.run(submit, cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=300)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "step 1/1" in job.stdout
+    assert json.loads((workspace / "runs" / "job" / "summary.json").read_text())["steps"] == 1

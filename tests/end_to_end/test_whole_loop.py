@@ -1,0 +1,123 @@
+"""Three steps with real vLLM, two policy ranks over gloo and a reference; nothing stands in for anything."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from balancing import CostModel
+from controller.config import Config, load
+from controller.config_checks import check
+from controller.console import Console
+from controller.data import PromptDataset, read_records
+from controller.metrics import RunWriter
+from controller.reward_function import load_function, requested_columns
+from controller.roles import start_roles
+from controller.samples import Rollout
+from controller.trainer import Outcome, Trainer
+
+
+@dataclass
+class Run:
+    config: Config
+    outcome: Outcome
+    rollout: Rollout
+    proto: object
+    versions: list[int]
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_folder
+
+
+@pytest.fixture(scope="module")
+def finished(ray_session, settings: list[str]) -> Run:
+    """A run of three steps, and one more round sampled with the weights that it ended with."""
+    overrides = [
+        *settings,
+        "run.name=loop",
+        "batch.mini_batches=2",
+        "algorithm.loss.kl_coefficient=0.1",
+        "policy.optimizer.learning_rate=1e-3",
+    ]
+    config = load(None, overrides)
+    check(config)
+    records = read_records(config.data.train, "prompt")
+    function = load_function(config.reward.function)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    prompts = PromptDataset(records, tokenizer, prompt_key="prompt", max_prompt_tokens=26)
+    held_out = PromptDataset(read_records(config.data.validation, "prompt"), tokenizer, prompt_key="prompt",
+                             max_prompt_tokens=26, shuffle=False)
+    writer = RunWriter(config.run_folder, "", tensorboard=True)
+    columns = requested_columns(function, records[0], "reward")
+    with start_roles(config, function, columns) as roles:
+        trainer = Trainer(
+            config, roles, prompts, held_out, cost_model=CostModel.tokens(), writer=writer, console=Console()
+        )
+        outcome = trainer.fit()
+        writer.summary(outcome.summary())
+        rollout = trainer.roll_out(prompts.batch(9, 6), 2, config.rollout.sampling, step=10)
+        run = Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
+    writer.close()
+    return run
+
+
+def test_every_step_is_recorded(finished: Run) -> None:
+    lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 3]
+    assert all("validation/reward" in lines[i] for i in (0, 4))
+    assert [line["rollout/weight_version"] for line in lines[1:4]] == [1, 2, 3]
+    assert [line["rollout/oldest_weight_version"] for line in lines[1:4]] == [0, 1, 2]
+    assert list((finished.folder / "tensorboard").iterdir())
+    summary = json.loads((finished.folder / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert set(summary["validation"]) == {"before", "after"}
+    assert summary["seconds_per_step"] > 0
+    assert summary["tokens_per_second"] > 0
+
+
+def test_sampler_and_trainer_agree_at_every_step(finished: Run) -> None:
+    for step in finished.outcome.steps:
+        assert step["policy/rollout_mismatch_max"] <= 3e-5
+
+
+def test_the_policy_moves_away_from_its_reference(finished: Run) -> None:
+    kls = [step["policy/reference_kl"] for step in finished.outcome.steps]
+    assert kls[-1] > 1e-6
+    assert all(math.isfinite(step["policy/loss"]) and step["policy/grad_norm"] > 0 for step in finished.outcome.steps)
+
+
+def test_no_sample_is_lost_and_every_mini_batch_is_trained_on(finished: Run) -> None:
+    for step in finished.outcome.steps:
+        assert step["rollout/samples"] == 15
+        assert step["rollout/samples_dropped"] == 0
+        assert step["balance/cap_fill"] <= 1
+        assert step["balance/padding_share"] == 0
+
+
+def test_weights_in_vllm_equal_the_trainers(finished: Run) -> None:
+    """The engine's log-probs of its own samples are those of the model that the trainer saved."""
+    assert set(finished.versions) == {3}
+    model = AutoModelForCausalLM.from_pretrained(finished.folder / "model", dtype=torch.float32)
+    batch = finished.proto.batch
+    rows = zip(*(batch[name].unbind() for name in ("input_ids", "loss_mask", "rollout_log_probs")), strict=True)
+    for ids, mask, sampled in rows:
+        ids = ids.long()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        log_probs = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(log_probs[mask[1:]], sampled[mask], rtol=0, atol=3e-5)
+        assert not mask[0]
+        assert (sampled[~mask] == 0).all()
+
+
+def test_the_saved_model_differs_from_the_first(finished: Run, workspace: Path) -> None:
+    first = AutoModelForCausalLM.from_pretrained(workspace / "model").state_dict()
+    last = AutoModelForCausalLM.from_pretrained(finished.folder / "model").state_dict()
+    assert set(first) == set(last)
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    assert AutoTokenizer.from_pretrained(finished.folder / "model").decode([3, 4]) == "01"

@@ -1,0 +1,135 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.workers.model.tiny import random_sequences, save_tiny_model
+from workers.config import LossConfig, ModelConfig, OptimizerConfig
+from workers.errors import ConfigError, DataError
+from workers.metrics import results
+from workers.model.engine import Engine
+from workers.model.losses import Denominators, make_policy_loss, sft
+from workers.model.parallel import data_parallel_mesh
+
+ALL = [(0, 11)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def build(path: str, **arguments: object) -> Engine:
+    settings = {"optimizer": OptimizerConfig(learning_rate=1e-2), "total_steps": 100, "device": "cpu"}
+    return Engine(ModelConfig(path=path, dtype="float32"), **(settings | arguments))
+
+
+def test_weights_go_out_under_hugging_face_names_with_the_tied_output_layer(path):
+    engine = build(path)
+    weights = dict(engine.named_weights())
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    assert weights.keys() == expected.keys()
+    assert "lm_head.weight" in weights
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
+
+
+def test_weights_go_out_as_they_are_after_the_latest_update(path):
+    """Also after a pass without backward, which leaves parameters gathered."""
+    engine = build(path)
+    sequences = random_sequences(dtype=torch.float32)
+    engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+    engine.log_probs(sequences, ALL)
+    before = {name: weight.clone() for name, weight in engine.named_weights()}
+    engine.optimizer_step()
+    after = dict(engine.named_weights())
+    assert all((after[name] != before[name]).any() for name in before)
+    assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+
+
+def test_supervised_training_lowers_the_loss(path):
+    engine = build(path)
+    sequences = random_sequences()
+    losses = []
+    for _ in range(30):
+        losses.append(results(engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences)))["loss"])
+        engine.optimizer_step()
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_log_probs_stand_at_their_tokens_whatever_the_order_of_micro_batches(path):
+    engine = build(path)
+    sequences = random_sequences()
+    whole, metrics = engine.log_probs(sequences, ALL)
+    cut, cut_metrics = engine.log_probs(sequences, [(6, 11), (0, 0), (0, 2), (2, 6)])
+    torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-6)
+    assert whole.dtype == torch.float32
+    assert (whole[sequences.tokens["loss_mask"]] < 0).all()
+    assert not whole[~sequences.tokens["loss_mask"]].any()
+    assert results(cut_metrics) == pytest.approx(results(metrics), rel=1e-5)
+    assert set(metrics) == {"entropy", "rollout_mismatch_mean", "rollout_mismatch_max"}
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_in_float32(path):
+    narrow = Engine(ModelConfig(path=path, dtype="bfloat16"), optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    sequences = random_sequences()
+    log_probs, _ = narrow.log_probs(sequences, ALL)
+    expected, _ = build(path).log_probs(sequences, ALL)
+    narrow.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+    assert {parameter.dtype for parameter in narrow.module.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in narrow.module.parameters()} == {torch.float32}
+    assert 1e-4 < (log_probs - expected).abs().mean() < 0.2
+
+
+def test_a_frozen_engine_gives_log_probs_and_refuses_to_train(path):
+    engine = build(path, optimizer=None)
+    sequences = random_sequences()
+    trained, _ = build(path).log_probs(sequences, ALL)
+    torch.testing.assert_close(engine.log_probs(sequences, ALL)[0], trained)
+    with pytest.raises(ConfigError, match="frozen"):
+        engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+    with pytest.raises(ConfigError, match="frozen"):
+        engine.optimizer_step()
+
+
+def test_clipping_bounds_the_gradient_and_reports_the_norm_before(path):
+    engine = build(path, optimizer=OptimizerConfig(max_grad_norm=1e-3))
+    sequences = random_sequences()
+    engine.forward_backward(sequences, ALL, make_policy_loss(LossConfig()), Denominators.of(sequences))
+    before = torch.nn.utils.get_total_norm([parameter.grad for parameter in engine.module.parameters()]).full_tensor()
+    assert results(engine.optimizer_step())["grad_norm"] == pytest.approx(float(before))
+    assert float(before) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "message"),
+    [
+        ([(0, 5), (6, 11)], "no micro-batch holds the sequences 5 to 5"),
+        ([(0, 5)], "no micro-batch holds the sequences 5 to 10"),
+        ([(0, 6), (5, 11)], "overlaps another"),
+        ([(0, 12)], "leaves the batch of 11"),
+    ],
+)
+def test_rows_left_out_or_named_twice_are_refused(path, micro_batches, message):
+    with pytest.raises(DataError, match=message):
+        build(path).log_probs(random_sequences(), micro_batches)
+
+
+def test_training_takes_a_part_of_the_rows_but_none_twice(path):
+    engine = build(path)
+    sequences = random_sequences()
+    engine.forward_backward(sequences, [(3, 6), (0, 2)], sft, Denominators.of(sequences))
+    with pytest.raises(DataError, match="overlaps"):
+        engine.forward_backward(sequences, [(0, 2), (1, 3)], sft, Denominators.of(sequences))
+    with pytest.raises(DataError, match="at least one micro-batch"):
+        engine.forward_backward(sequences, [], sft, Denominators.of(sequences))
+
+
+def test_one_process_without_a_group_gets_a_mesh_of_one():
+    mesh = data_parallel_mesh(torch.device("cpu"))
+    assert mesh.mesh_dim_names == ("dp",)
+    assert mesh.size() == 1
+
+
+def test_number_of_parameters_counts_tied_weights_once(path):
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert build(path).num_parameters == model.num_parameters()
