@@ -290,9 +290,9 @@ def check_reward_function(name: str) -> None:
 def _module_file(name: str) -> Path | None:
     """Where a module's source lies, found as `import` would, but without running its packages."""
     path: list[str] | None = [str(Path.cwd()), *sys.path]
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:depth]), path)
+    for part in name.split("."):
+        # By its last name alone: of a dotted one, a namespace package would look its parent up in sys.modules.
+        spec = PathFinder.find_spec(part, path)
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or [])

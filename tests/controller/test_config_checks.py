@@ -216,11 +216,12 @@ def test_a_model_of_the_local_hub_cache_is_found_by_name(workspace: Path, monkey
     check(load("config.yaml", ["model.path=someone/small"]))
 
 
-@pytest.mark.parametrize("place", ["package.module", "reward.py"])
+@pytest.mark.parametrize("place", ["package.module", "namespace.module", "reward.py"])
 def test_a_reward_function_is_found_without_importing_anything(workspace: Path, place: str) -> None:
-    (workspace / "package").mkdir()
+    for package in ("package", "namespace"):
+        (workspace / package).mkdir()
+        (workspace / package / "module.py").write_text("from elsewhere import reward\nraise RuntimeError")
     (workspace / "package/__init__.py").write_text("raise RuntimeError")
-    (workspace / "package/module.py").write_text("from elsewhere import reward\nraise RuntimeError")
     check(load("config.yaml", [f"reward.function={place}:reward"]))
 
 

@@ -81,7 +81,7 @@ def settings_file(workspace: Path) -> list[str]:
 def cluster() -> Iterator[dict[str, str]]:
     """A Ray begun with `ray start --head`, with token authentication as it is by default; yields its environment."""
     environment = marked_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
-    ports = ["--port=16379", "--dashboard-port=18265", "--ray-client-server-port=20001"]
+    ports = ["--port=26379", "--dashboard-port=28265", "--ray-client-server-port=20001"]
     start = ["ray", "start", "--head", "--num-cpus=4", "--disable-usage-stats", *ports]
     subprocess.run(start, env=environment, check=True, capture_output=True, cwd=ROOT)
     yield environment
@@ -92,7 +92,7 @@ def cluster() -> Iterator[dict[str, str]]:
 def test_the_same_command_runs_as_a_ray_job(cluster: dict[str, str], settings: list[str], workspace: Path) -> None:
     fit = ["python", "-m", "controller.fit", *settings_file(workspace), *settings]
     fit += ["run.name=job", "run.steps=1", "policy.ranks=1"]
-    submit = ["ray", "job", "submit", "--address=http://127.0.0.1:18265", "--working-dir", ".", "--", *fit]
+    submit = ["ray", "job", "submit", "--address=http://127.0.0.1:28265", "--working-dir", ".", "--", *fit]
     job = subprocess.run(submit, cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=300)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "step 1/1" in job.stdout

@@ -69,7 +69,7 @@ def private_file(payload: np.ndarray) -> Iterator[str]:
     descriptor, path = tempfile.mkstemp(prefix="ballast-weights-", suffix=".safetensors", dir=SHARED_MEMORY)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(memoryview(np.ascontiguousarray(payload)))
+            payload.tofile(file)
         yield path
     finally:
         os.unlink(path)

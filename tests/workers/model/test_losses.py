@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -79,8 +80,8 @@ def test_loss_and_metrics_do_not_depend_on_how_the_mini_batch_is_cut(aggregation
     ends = sequences.lengths.cumsum(0).tolist()
     edges = sorted([0, 11, *cuts])
     losses, statistics = [], []
-    for start, stop in zip(edges, edges[1:], strict=False):
-        first, last = ([0, *ends][start], [0, *ends][stop])
+    for start, stop in itertools.pairwise(edges):
+        first, last = [0, *ends][start], [0, *ends][stop]
         loss, part = loss_function(predictions_of(sequences.slice(start, stop), log_probs[first:last]), denominators)
         losses.append(float(loss))
         statistics.append(part)
@@ -113,7 +114,7 @@ def test_clip_bounds_are_separate_and_depend_on_the_sign_of_the_advantage():
     )
     loss, statistics = make_policy_loss(LossConfig(clip_low=0.2, clip_high=0.4))(predictions, Denominators(4, 1))
     loss.backward()
-    assert float(loss) == pytest.approx(-(1.4 + 0.5 - 1.5 - 0.8) / 4)
+    assert loss.item() == pytest.approx(-(1.4 + 0.5 - 1.5 - 0.8) / 4)
     # Rising above 1 + high with a good token, falling below 1 - low with a bad one: no gradient.
     assert log_probs.grad.ne(0).tolist() == [False, True, True, False]
     assert results(to_metrics([statistics]))["clip_fraction"] == 0.5

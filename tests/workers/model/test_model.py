@@ -115,7 +115,7 @@ def test_weights_missing_from_the_file_are_not_made_up(path):
     weights = load_file(f"{path}/model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="lacks 1 weights, the first is model.norm.weight"):
+    with pytest.raises(ConfigError, match=r"lacks 1 weights, the first is model\.norm\.weight"):
         load_model(ModelConfig(path=path), torch.float32)
 
 

@@ -104,7 +104,7 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
     return Outcome(
         {index: (outputs[index][0] * masks[index]).detach() for index in range(len(sequences))},
-        {**metrics, "loss": float(loss), "grad_norm": float(norm), "skipped_steps": 0.0, "learning_rate": 0.5e-2},
+        {**metrics, "loss": loss.item(), "grad_norm": float(norm), "skipped_steps": 0.0, "learning_rate": 0.5e-2},
         gradients,
         {name: weight.detach() for name, weight in model.state_dict().items()},
     )
@@ -141,7 +141,7 @@ def reference_loss(outputs: list, sequences: Sequences, config: LossConfig) -> t
 
 
 def reference_update(model: torch.nn.Module) -> None:
-    """The first AdamW step by hand: both moments corrected are the gradient and its square. Half the peak rate: warm-up."""
+    """The first AdamW step by hand: corrected moments are the gradient and its square. Half the peak rate: warm-up."""
     rate = OPTIMIZER.learning_rate / 2
     with torch.no_grad():
         for parameter in model.parameters():
@@ -179,11 +179,8 @@ def assert_same(actual: Outcome, expected: Outcome, tolerance: float) -> None:
         torch.testing.assert_close(actual.log_probs[row], log_probs.float(), rtol=1e-5, atol=1e-6)
     assert actual.gradients.keys() == expected.gradients.keys()
     assert actual.weights.keys() == expected.weights.keys()
-    largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
     for name, gradient in expected.gradients.items():
-        # Biases of keys have a gradient of exactly 0 in theory; what is left of it is rounding.
-        if gradient.abs().max() > 1e-10 * largest:
-            assert relative_error(actual.gradients[name].double(), gradient) < tolerance, name
+        assert relative_error(actual.gradients[name].double(), gradient) < tolerance, name
 
 
 @pytest.fixture(scope="module")
@@ -267,9 +264,8 @@ def test_two_ranks_packed_and_balanced_equal_unpacked(name, paths, two_ranks):
 def test_weights_after_the_step_are_those_of_a_hand_written_one(name, paths, two_ranks):
     expected = reference_outcome(CASES[name], paths[name]).weights
     for weight_name, weight in expected.items():
-        # Where a gradient is all rounding, AdamW's first step is of full size in a direction that rounding picks.
-        if not weight_name.endswith("k_proj.bias"):
-            assert relative_error(two_ranks[name].weights[weight_name], weight) < 1e-6, weight_name
+        # Looser than the gradients: a first step of AdamW divides each by its own size, however small.
+        assert relative_error(two_ranks[name].weights[weight_name], weight) < 1e-6, weight_name
 
 
 @pytest.mark.parametrize("micro_batches", [[(0, 11)], [(0, 5), (5, 11)], [(index, index + 1) for index in range(11)]])

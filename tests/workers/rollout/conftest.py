@@ -1,0 +1,98 @@
+"""One engine for all tests of this folder: it takes 20 seconds to start."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from controller.rollouts import RolloutRound, Rollouts
+from tests.workers.rollout import tiny
+from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.rollout.requests import SampleRequest, SampleResult, sample_seed
+from workers.rollout.weight_transfer import pack_weights
+from workers.rollout.worker import RolloutWorker
+
+
+def start_engines(path: Path, replicas: int = 1, **settings: Any) -> Rollouts:
+    """Rollouts over engines of one thread each, started."""
+    config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
+    actor = ray.remote(RolloutWorker).options(num_cpus=1, max_concurrency=1000)
+    actors = [
+        actor.remote(
+            ModelConfig(path=str(path)),
+            config,
+            index=index,
+            placement="shared_memory",
+            max_model_tokens=tiny.MAX_MODEL_TOKENS,
+            seed=0,
+        )
+        for index in range(replicas)
+    ]
+    rollouts = Rollouts(actors, config)
+    rollouts.start().result()
+    return rollouts
+
+
+class Engines:
+    """Rollouts, with what the tests ask of it again and again."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.rollouts = rollouts
+        self.version = 0
+
+    def call(self, method: str, *arguments: Any, replica: int = 0) -> Any:
+        """A method of the actor itself."""
+        return ray.get(getattr(self.rollouts._actors[replica], method).remote(*arguments))
+
+    def load(self, model: Any) -> int:
+        """Send the model's weights under the next version."""
+        self.version += 1
+        self.rollouts.update_weights(ray.put(pack_weights(model.state_dict().items())), self.version)
+        return self.version
+
+    def sample(self, requests: list[SampleRequest], **sampling: Any) -> RolloutRound:
+        """A round without watching it."""
+        return self.rollouts.generate(requests, SamplingConfig(**{"max_new_tokens": 16} | sampling))
+
+
+def requests_for(prompts: int, samples: int, *, step: int = 0) -> list[SampleRequest]:
+    """Prompts of 3 to 40 tokens."""
+    rng = np.random.default_rng(7)
+    ids = [rng.integers(2, tiny.VOCABULARY, rng.integers(3, 41)).astype(np.int32) for _ in range(prompts)]
+    return [
+        SampleRequest(f"p{i}", sample, ids[i], sample_seed(0, step, f"p{i}", sample))
+        for i in range(prompts)
+        for sample in range(samples)
+    ]
+
+
+def rows_of(finished: RolloutRound) -> list[tuple[SampleResult, dict[str, np.ndarray]]]:
+    """Every result with its token columns."""
+    pairs = zip(finished.results, finished.blocks, strict=True)
+    return [(result, ray.get(block).row(result.row)) for result, block in pairs]
+
+
+def largest_difference(finished: RolloutRound, model: Any, temperature: float = 1.0) -> float:
+    """Largest difference between the engine's log-probs and the model's, over all response tokens of a round."""
+    differences = [
+        np.abs(row["rollout_log_probs"] - tiny.log_probs(model, row["input_ids"], temperature))[row["loss_mask"]].max()
+        for _, row in rows_of(finished)
+    ]
+    return float(max(differences))
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of `tiny.random_model(0)`."""
+    return tiny.save_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def engines(ray_session: None, tiny_model_path: Path) -> Iterator[Engines]:
+    """One engine, shared: a test that needs certain weights loads them first."""
+    rollouts = start_engines(tiny_model_path)
+    yield Engines(rollouts)
+    rollouts.stop()

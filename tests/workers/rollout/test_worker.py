@@ -1,0 +1,189 @@
+"""A real engine: what it returns, what it refuses, and what becomes of its weights."""
+
+import threading
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from tests.workers.rollout import tiny
+from tests.workers.rollout.conftest import Engines, largest_difference, requests_for, rows_of, start_engines
+from workers.config import ModelConfig, RolloutConfig
+from workers.errors import RolloutError
+from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest
+from workers.rollout.weight_transfer import pack_weights
+from workers.rollout.worker import RolloutWorker
+
+LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
+
+
+def test_rows_hold_prompt_and_response_and_say_which_is_which(engines: Engines) -> None:
+    requests = requests_for(6, samples=2)
+    finished = engines.sample(requests)
+    assert [result.key for result in finished.results] == [request.key for request in requests]
+    for request, (result, row) in zip(requests, rows_of(finished), strict=True):
+        tokens = result.prompt_tokens + result.response_tokens
+        assert {name: (column.dtype, len(column)) for name, column in row.items()} == {
+            "input_ids": (np.int32, tokens),
+            "loss_mask": (np.bool_, tokens),
+            "rollout_log_probs": (np.float32, tokens),
+        }
+        np.testing.assert_array_equal(row["input_ids"][~row["loss_mask"]], request.prompt_ids)
+        assert row["loss_mask"].sum() == result.response_tokens > 0
+        assert (row["rollout_log_probs"][: result.prompt_tokens] == 0).all()
+        assert (row["rollout_log_probs"][result.prompt_tokens :] < 0).all()
+
+
+def test_responses_end_at_the_end_of_sequence_or_at_the_longest_response(engines: Engines) -> None:
+    finished = engines.sample(requests_for(16, samples=4), max_new_tokens=120)
+    reasons = {result.finish_reason for result in finished.results}
+    assert reasons == {STOP, LENGTH}
+    for result, row in rows_of(finished):
+        response = row["input_ids"][result.prompt_tokens :]
+        assert (response[-1] == tiny.EOS) == (result.finish_reason == STOP)
+        assert tiny.EOS not in response[:-1]
+        assert (result.response_tokens == 120) or result.finish_reason == STOP
+
+
+def test_seeds_repeat_a_round_exactly_and_another_step_differs(engines: Engines) -> None:
+    first, second = (rows_of(engines.sample(requests_for(8, samples=4, step=3))) for _ in range(2))
+    for (_, row), (_, again) in zip(first, second, strict=True):
+        np.testing.assert_array_equal(row["input_ids"], again["input_ids"])
+        np.testing.assert_allclose(row["rollout_log_probs"], again["rollout_log_probs"], atol=1e-5)
+    other = rows_of(engines.sample(requests_for(8, samples=4, step=4)))
+    same = [np.array_equal(row["input_ids"], again["input_ids"]) for (_, row), (_, again) in zip(first, other)]
+    assert not any(same)
+
+
+def test_the_samples_of_a_group_differ(engines: Engines) -> None:
+    rows = rows_of(engines.sample(requests_for(1, samples=16)))
+    assert len({row["input_ids"].tobytes() for _, row in rows}) == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([5, tiny.VOCABULARY], "outside the model's vocabulary of 512"),
+        ([5, -1], "token id -1"),
+        ([2] * tiny.MAX_MODEL_TOKENS, "rollout.max_model_tokens"),
+        ([], "empty"),
+    ],
+)
+def test_a_prompt_that_the_engine_cannot_take_fails_alone(engines: Engines, prompt: list[int], reason: str) -> None:
+    bad = SampleRequest("bad", 0, np.array(prompt, dtype=np.int32), seed=1)
+    good = requests_for(3, samples=2)
+    finished = engines.sample([*good[:3], bad, *good[3:]])
+    assert [result.key for result in finished.results] == [request.key for request in good]
+    assert [(result.uid, result.finish_reason, result.row) for result in finished.dropped] == [("bad", ERROR, -1)]
+    assert reason in finished.dropped[0].error
+    assert finished.retried == 1
+    engines.call("health")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_the_trainers_after_an_update_with_tied_embeddings(engines: Engines, temperature: float) -> None:
+    old, new = tiny.random_model(0), tiny.random_model(1)
+    version = engines.load(new)
+    finished = engines.sample(requests_for(8, samples=4), temperature=temperature, max_new_tokens=64)
+    assert {result.weight_version for result in finished.results} == {version}
+    assert engines.call("weight_version") == version
+    assert largest_difference(finished, new, temperature) < LOG_PROB_TOLERANCE
+    assert largest_difference(finished, old, temperature) > 0.5  # the comparison can tell the two apart
+
+
+@pytest.mark.parametrize("left_out", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"])
+def test_an_update_that_leaves_out_a_weight_is_refused_by_name(engines: Engines, left_out: str) -> None:
+    # Without lm_head.weight vLLM would go on sampling from the old output layer and never say so.
+    engines.load(tiny.random_model(2))
+    partial = pack_weights((n, w) for n, w in tiny.random_model(3).state_dict().items() if n != left_out)
+    with pytest.raises(RolloutError, match=f"version 99: .*{left_out}"):
+        engines.rollouts.update_weights(ray.put(partial), 99)
+    assert engines.call("weight_version") == engines.version
+    # The engine is well: the next complete update puts it right.
+    new = tiny.random_model(4)
+    engines.load(new)
+    assert largest_difference(engines.sample(requests_for(4, samples=2)), new) < LOG_PROB_TOLERANCE
+
+
+def test_an_update_without_the_output_layer_leaves_all_old_weights(engines: Engines) -> None:
+    old = tiny.random_model(5)
+    engines.load(old)
+    untied = pack_weights((n, w) for n, w in tiny.random_model(6).state_dict().items() if n != "lm_head.weight")
+    with pytest.raises(RolloutError, match="lm_head.weight"):
+        engines.rollouts.update_weights(ray.put(untied), 99)
+    assert largest_difference(engines.sample(requests_for(4, samples=2)), old) < LOG_PROB_TOLERANCE
+
+
+def test_requests_in_flight_outlive_an_update_and_carry_the_version_that_they_began_with(engines: Engines) -> None:
+    before = engines.load(tiny.random_model(7))
+    requests = requests_for(32, samples=4)
+    updated = threading.Event()
+
+    def update_once(*_: object) -> None:
+        if not updated.is_set():
+            updated.set()
+            engines.load(tiny.random_model(8))
+
+    finished = engines.rollouts.generate(requests, sampling=_long(), on_results=update_once)
+    assert len(finished.results) == len(requests) and not finished.dropped
+    assert {result.weight_version for result in finished.results} == {before}
+    afterwards = engines.sample(requests_for(4, samples=1))
+    assert {result.weight_version for result in afterwards.results} == {engines.version}
+
+
+def _long():
+    from workers.config import SamplingConfig
+
+    return SamplingConfig(max_new_tokens=200)
+
+
+def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: None, tiny_model_path) -> None:
+    engines = Engines(start_engines(tiny_model_path, replicas=2, max_concurrent=64))
+    pids = [engines.call("pids", replica=replica) for replica in (0, 1)]
+    requests = requests_for(16, samples=4)
+
+    def kill_engine_once(*_: object) -> None:
+        for process in map(psutil.Process, pids[0][1:]):
+            process.kill()
+        pids[0].clear()
+
+    finished = engines.rollouts.generate(requests, _long(), on_results=kill_engine_once)
+    assert [result.key for result in finished.results] == [request.key for request in requests]
+    assert engines.rollouts.living == [1]
+    engines.call("stop", replica=1)
+    assert not [pid for pid in pids[1][1:] if psutil.pid_exists(pid)]
+    with pytest.raises(RolloutError, match="replica 1 has no engine"):
+        engines.call("health", replica=1)
+    engines.rollouts.stop()
+
+
+@pytest.mark.parametrize(("placement", "way"), [("colocated", "ipc"), ("apart", "nccl")])
+def test_a_placement_that_needs_gpus_is_refused_before_an_engine_starts(
+    ray_session: None, tiny_model_path, placement: str, way: str
+) -> None:
+    if ray.cluster_resources().get("GPU"):
+        pytest.skip("this machine has a GPU")
+    actor = ray.remote(RolloutWorker).options(num_cpus=1)
+    worker = actor.remote(
+        ModelConfig(path=str(tiny_model_path)),
+        RolloutConfig(),
+        index=0,
+        placement=placement,
+        max_model_tokens=64,
+        seed=0,
+    )
+    with pytest.raises(ray.exceptions.RayTaskError, match=f"rollout.placement={placement} sends weights by {way}"):
+        ray.get(worker.start.remote())
+    assert len(ray.get(worker.pids.remote())) == 1
+    ray.kill(worker)
+
+
+@pytest.mark.slow
+def test_two_processes_share_an_engine_and_take_new_weights(ray_session: None, tiny_model_path) -> None:
+    engines = Engines(start_engines(tiny_model_path, tensor_parallel=2))
+    assert len(engines.call("pids")) >= 4  # the actor, the scheduler, two ranks
+    new = tiny.random_model(1)
+    engines.load(new)
+    assert largest_difference(engines.sample(requests_for(8, samples=2)), new) < LOG_PROB_TOLERANCE
+    engines.rollouts.stop()

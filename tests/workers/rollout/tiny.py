@@ -1,0 +1,50 @@
+"""A Qwen2 of 60 thousand parameters with tied embeddings and a tokenizer, and its log-probs by transformers."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+VOCABULARY = 512
+EOS = 1
+MAX_MODEL_TOKENS = 256
+
+
+def save_model(folder: Path) -> Path:
+    """Random weights of seed 0, written as a Hugging Face folder."""
+    random_model(0).save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+def random_model(seed: int) -> Qwen2ForCausalLM:
+    """Weights large enough that two seeds disagree about every token."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=None,
+        initializer_range=0.1,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def log_probs(model: Qwen2ForCausalLM, input_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """log p(token t | tokens before it), float32 [tokens]; 0 for the first."""
+    ids = torch.from_numpy(input_ids.astype(np.int64))
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0, :-1] / temperature
+    picked = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return np.concatenate([[0.0], picked.numpy()]).astype(np.float32)
