@@ -13,6 +13,6 @@ def ray_session() -> Iterator[None]:
     """A local Ray of 8 logical CPUs, without dashboard, for all tests that need actors."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=2 * 2**30)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=2 * 2**30)
     yield
     ray.shutdown()

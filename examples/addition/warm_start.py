@@ -22,8 +22,8 @@ from workers.model.packing import Sequences
 
 CACHE = Path(__file__).parent / "cache"
 CORRUPTION = 0.06
-STEPS = 700
-BATCH = 128
+STEPS = 300
+BATCH = 96
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -9,13 +9,14 @@ import ray
 
 from tests.workers.rollout import tiny
 from tests.workers.rollout.conftest import Engines, largest_difference, requests_for, rows_of, start_engines
-from workers.config import ModelConfig, RolloutConfig
+from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import RolloutError
 from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest
 from workers.rollout.weight_transfer import pack_weights
 from workers.rollout.worker import RolloutWorker
 
 LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
+LONG = SamplingConfig(max_new_tokens=200)
 
 
 def test_rows_hold_prompt_and_response_and_say_which_is_which(engines: Engines) -> None:
@@ -82,7 +83,9 @@ def test_a_prompt_that_the_engine_cannot_take_fails_alone(engines: Engines, prom
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_equal_the_trainers_after_an_update_with_tied_embeddings(engines: Engines, temperature: float) -> None:
+def test_log_probs_equal_the_trainers_after_an_update_with_tied_embeddings(
+    engines: Engines, temperature: float
+) -> None:
     old, new = tiny.random_model(0), tiny.random_model(1)
     version = engines.load(new)
     finished = engines.sample(requests_for(8, samples=4), temperature=temperature, max_new_tokens=64)
@@ -125,17 +128,11 @@ def test_requests_in_flight_outlive_an_update_and_carry_the_version_that_they_be
             updated.set()
             engines.load(tiny.random_model(8))
 
-    finished = engines.rollouts.generate(requests, sampling=_long(), on_results=update_once)
+    finished = engines.rollouts.generate(requests, sampling=LONG, on_results=update_once)
     assert len(finished.results) == len(requests) and not finished.dropped
     assert {result.weight_version for result in finished.results} == {before}
     afterwards = engines.sample(requests_for(4, samples=1))
     assert {result.weight_version for result in afterwards.results} == {engines.version}
-
-
-def _long():
-    from workers.config import SamplingConfig
-
-    return SamplingConfig(max_new_tokens=200)
 
 
 def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: None, tiny_model_path) -> None:
@@ -148,7 +145,7 @@ def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: No
             process.kill()
         pids[0].clear()
 
-    finished = engines.rollouts.generate(requests, _long(), on_results=kill_engine_once)
+    finished = engines.rollouts.generate(requests, LONG, on_results=kill_engine_once)
     assert [result.key for result in finished.results] == [request.key for request in requests]
     assert engines.rollouts.living == [1]
     engines.call("stop", replica=1)
