@@ -1,4 +1,4 @@
-"""A Qwen2 of 60 thousand parameters with tied embeddings and a tokenizer, and its log-probs by transformers."""
+"""A Qwen2 of 240 thousand parameters with tied embeddings and a tokenizer, and its log-probs by transformers."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def random_model(seed: int) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
