@@ -16,7 +16,7 @@ $(STAMP):
 	touch $@
 
 fit: setup
-	$(BIN)/python -m examples.addition.warm_start
+	$(BIN)/torchrun --nproc-per-node 2 -m examples.addition.warm_start
 	$(BIN)/python -m controller.fit --config examples/addition/config.yaml $(ARGS)
 
 lint: setup

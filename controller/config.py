@@ -214,12 +214,6 @@ class Config:
         return read_model_files(self.model.path, "model.path").description
 
     @property
-    def logical_cpus(self) -> float:
-        """CPUs that all actors of the run reserve in Ray."""
-        training = self.policy.ranks * (2 if self.uses_reference else 1)
-        return self.resources.cpus_per_worker * (training + self.rollout.replicas + self.reward.workers)
-
-    @property
     def uses_gpus(self) -> bool:
         """Whether models run on GPUs: resources.device, or what this machine has."""
         if self.resources.device == "auto":

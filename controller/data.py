@@ -1,6 +1,6 @@
 """Prompts: JSONL records, tokenized once, dealt to steps by a seeded shuffle.
 
-    record --chat template or tokenizer--> Prompt       batch(step) is a pure function of (seed, step)
+record --chat template or tokenizer--> Prompt       batch(step) is a pure function of (seed, step)
 """
 
 import json
@@ -111,7 +111,9 @@ def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
         ids = tokenizer(prompt)["input_ids"]
     elif isinstance(prompt, list):
         if not getattr(tokenizer, "chat_template", None):
-            raise DataError(f"{where} is a list of chat messages, but the tokenizer of model.path has no chat template.")
+            raise DataError(
+                f"{where} is a list of chat messages, but the tokenizer of model.path has no chat template."
+            )
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     else:
         raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")

@@ -4,12 +4,13 @@ Config --> resolved YAML | placement | sizes | caps | notes          schema --> 
 """
 
 import textwrap
+from collections import Counter
 from dataclasses import fields
 from itertools import groupby
 
 from controller.config import Config, to_yaml
 from controller.config_file import Setting, settings
-from controller.layout import Bundle, Pool, RoleRequest, role_requests, rollout_pool, training_pool
+from controller.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
 
 
 def describe(config: Config) -> str:
@@ -48,19 +49,21 @@ def _setting_entry(setting: Setting) -> str:
 def _placement(config: Config) -> list[str]:
     device = "GPUs" if config.uses_gpus else "CPUs"
     lines = [f"models run on {device}; rollout.placement is {config.rollout_placement}"]
-    lines += [_pool_line(pool) for pool in (training_pool(config), rollout_pool(config))]
+    lines += [_pool_line(pool) for pool in pools(config)]
     lines += [_role_line(request) for request in role_requests(config)]
     if config.rollout_placement == "colocated":
         shared = config.rollout.tensor_parallel
         lines.append(
             f"each engine uses {shared} of the policy's GPUs while training sleeps; it reserves none of its own"
         )
-    lines.append(f"reserved in all: {config.logical_cpus:g} CPUs, {_total_gpus(config):g} GPUs")
+    lines.append(f"reserved in all: {reserved(config, 'CPU'):g} CPUs, {reserved(config, 'GPU'):g} GPUs")
     return lines
 
 
 def _pool_line(pool: Pool) -> str:
-    return f"pool {pool.name}: {len(pool.bundles)} x {_bundle(pool.bundles[0])}, strategy {pool.strategy}"
+    counts = Counter(_bundle(bundle) for bundle in pool.bundles)
+    bundles = " + ".join(f"{count} x {bundle}" for bundle, count in counts.items())
+    return f"pool {pool.name}: {bundles}, strategy {pool.strategy}"
 
 
 def _bundle(bundle: Bundle) -> str:
@@ -74,12 +77,6 @@ def _role_line(request: RoleRequest) -> str:
     where = f"bundle {bundles} of pool {request.pool}" if request.pool else "anywhere in the cluster"
     plural = "actor" if request.actors == 1 else "actors"
     return f"{request.role}: {request.actors} {plural}, {request.cpus:g} CPU{gpus} each, {where}"
-
-
-def _total_gpus(config: Config) -> float:
-    return sum(
-        bundle.get("GPU", 0.0) for pool in (training_pool(config), rollout_pool(config)) for bundle in pool.bundles
-    )
 
 
 def _sizes(config: Config) -> list[str]:

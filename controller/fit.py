@@ -20,6 +20,7 @@ from controller.config import Config, load, to_yaml
 from controller.config_checks import check
 from controller.data import PromptDataset, read_records
 from controller.describe import describe
+from controller.layout import reserved
 from controller.reward_function import load_function, requested_columns
 from workers.errors import BallastError, ConfigError, DataError
 
@@ -117,7 +118,7 @@ def _ray_session(config: Config, console: "Console") -> Any:
     address = config.resources.ray_address or os.environ.get("RAY_ADDRESS") or None
     options: dict[str, Any] = {"namespace": f"ballast {config.run_folder.name}", "log_to_driver": False}
     if address is None:
-        cores = max(os.cpu_count() or 1, math.ceil(config.logical_cpus))
+        cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard}
     context = ray.init(address=address, logging_level="ERROR", **options)
     if context.dashboard_url:

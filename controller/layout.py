@@ -1,7 +1,8 @@
 """Layout: what a run asks of Ray, as data. `--dry-run` prints it, `controller.roles` starts it; neither repeats it.
 
 training pool    one bundle for each policy rank        policy dp=i and reference dp=i share bundle i
-rollout pool     one bundle for each engine             with GPUs of its own only where rollout.placement is apart
+rollout pool     one bundle for each engine             with GPUs of its own where rollout.placement is apart
+                 none where it is colocated             engine i shares tp bundles of training, from i*tp on
 no pool                                                 reward workers, wherever there is room
 """
 
@@ -33,20 +34,30 @@ class RoleRequest:
 
 
 def training_pool(config: Config) -> Pool:
-    """One bundle for each policy rank; the reference rank of the same number shares it."""
-    roles = 2 if config.uses_reference else 1
-    bundle = {"CPU": config.resources.cpus_per_worker * roles}
-    if config.uses_gpus:
-        bundle["GPU"] = 1.0
-    return Pool("training", (bundle,) * config.policy.ranks)
+    """One bundle for each policy rank; the reference rank of the same number, and colocated engines, share them."""
+    cpus, tensor_parallel = config.resources.cpus_per_worker, config.rollout.tensor_parallel
+    engines = config.rollout.replicas if config.rollout_placement == "colocated" else 0
+    bundles = []
+    for rank in range(config.policy.ranks):
+        holds_engine = rank % tensor_parallel == 0 and rank // tensor_parallel < engines
+        bundle = {"CPU": cpus * (1 + config.uses_reference + holds_engine)}
+        bundles.append(bundle | ({"GPU": 1.0} if config.uses_gpus else {}))
+    return Pool("training", tuple(bundles))
 
 
-def rollout_pool(config: Config) -> Pool:
-    """One bundle for each engine, with its GPUs where it does not share the policy's."""
+def rollout_pool(config: Config) -> Pool | None:
+    """One bundle for each engine; None where engines share the training pool's."""
+    if config.rollout_placement == "colocated":
+        return None
     bundle = {"CPU": config.resources.cpus_per_worker}
     if config.rollout_placement == "apart":
         bundle["GPU"] = float(config.rollout.tensor_parallel)
     return Pool("rollout", (bundle,) * config.rollout.replicas)
+
+
+def pools(config: Config) -> list[Pool]:
+    """Everything that is reserved."""
+    return [pool for pool in (training_pool(config), rollout_pool(config)) if pool is not None]
 
 
 def role_requests(config: Config) -> list[RoleRequest]:
@@ -57,6 +68,14 @@ def role_requests(config: Config) -> list[RoleRequest]:
     requests = [RoleRequest("policy", ranks, cpus, training_gpus, "training")]
     if config.uses_reference:
         requests.append(RoleRequest("reference", ranks, cpus, training_gpus, "training"))
-    requests.append(RoleRequest("rollout", config.rollout.replicas, cpus, engine_gpus, "rollout"))
+    engine_pool = "training" if config.rollout_placement == "colocated" else "rollout"
+    requests.append(RoleRequest("rollout", config.rollout.replicas, cpus, engine_gpus, engine_pool))
     requests.append(RoleRequest("reward", config.reward.workers, cpus, 0.0, ""))
     return requests
+
+
+def reserved(config: Config, resource: str) -> float:
+    """How much of a Ray resource ("CPU", "GPU") all pools and the actors outside them take."""
+    in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
+    outside = [request for request in role_requests(config) if not request.pool]
+    return in_pools + sum(r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside)

@@ -1,6 +1,6 @@
 """A user's reward function: found by name and checked against the data before anything starts.
 
-    "module:function" or "path/file.py:function" --load_function--> callable --requested_columns--> names it is given
+"module:function" or "path/file.py:function" --load_function--> callable --requested_columns--> names it is given
 """
 
 import importlib

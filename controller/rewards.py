@@ -1,6 +1,6 @@
 """RewardPool: reward actors that score finished samples while generation goes on.
 
-    block of finished samples --submit--> actor --collect--> {(uid, sample): Score}
+block of finished samples --submit--> actor --collect--> {(uid, sample): Score}
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Roles: every actor of a run, started together and ended together.
 
-    layout (pure) -> reserve pools -> engines | policy, reference | reward -> Roles -> one end for all
+layout (pure) -> reserve pools -> engines | policy, reference | reward -> Roles -> one end for all
 """
 
 from collections.abc import Callable, Iterator
@@ -13,14 +13,20 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from controller.config import Config
-from controller.layout import Pool, rollout_pool, training_pool
+from controller.layout import Pool, RoleRequest, pools, role_requests
 from controller.resources import reserve
 from controller.rewards import RewardPool
 from controller.rollouts import Rollouts
 from controller.worker_group import Share, WorkerGroup
+from workers.base import Worker
+from workers.config import RolloutConfig
+from workers.errors import ResourceError
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
 from workers.rollout.worker import RolloutWorker
+
+Requests = dict[str, RoleRequest]
+Bundles = dict[str, PlacementGroup]
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,13 @@ class Roles:
     reference: WorkerGroup | None
     rollouts: Rollouts
     rewards: RewardPool
+    device_to_device: bool = False
 
     def send_weights(self, version: int) -> None:
-        """The policy's weights to every engine, as version `version`, by way of the object store."""
+        """The policy's weights to every engine as version `version`: through the object store, or between GPUs."""
+        if self.device_to_device:
+            self.policy.send_weights(version)
+            return
         weights, _ = self.policy.export_weights()
         self.rollouts.update_weights(weights, version)
 
@@ -47,25 +57,28 @@ def start_roles(
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
     with ExitStack() as stack:
-        training = _reserve(stack, training_pool(config), config)
-        engines = _reserve(stack, rollout_pool(config), config)
-        # Engines take longest to start: they come up while the training roles load.
-        rollouts = Rollouts(_engine_actors(config, engines), config.rollout)
+        bundles = {pool.name: _reserve(stack, pool, config) for pool in pools(config)}
+        requests = {request.role: request for request in role_requests(config)}
+        colocated = config.rollout_placement == "colocated"
+        policy = _policy(stack, config, requests, bundles) if colocated else None
+        # Engines take longest to start: where they can, they come up while the training roles load.
+        devices = _shared_devices(policy.facts(), config.rollout) if policy else []
+        rollouts = Rollouts(_engine_actors(config, requests["rollout"], bundles, devices), config.rollout)
         stack.callback(rollouts.stop)
         started = rollouts.start()
+        cpus = requests["reward"].cpus
         rewards = RewardPool(
-            reward_function,
-            reward_columns,
-            config.model.path,
-            workers=config.reward.workers,
-            cpus=config.resources.cpus_per_worker,
+            reward_function, reward_columns, config.model.path, workers=config.reward.workers, cpus=cpus
         )
         stack.callback(rewards.stop)
-        policy = _policy(stack, config, training)
-        reference = _reference(stack, config, training) if config.uses_reference else None
+        policy = policy or _policy(stack, config, requests, bundles)
+        policy.build()
+        reference = _reference(stack, config, requests, bundles) if config.uses_reference else None
         rewards.wait_ready()
         started.result()
-        yield Roles(policy, reference, rollouts, rewards)
+        if config.uses_gpus:
+            policy.connect_engines(rollouts.actors, config.rollout_placement, config.rollout.tensor_parallel)
+        yield Roles(policy, reference, rollouts, rewards, device_to_device=config.uses_gpus)
 
 
 def _reserve(stack: ExitStack, pool: Pool, config: Config) -> PlacementGroup:
@@ -74,29 +87,58 @@ def _reserve(stack: ExitStack, pool: Pool, config: Config) -> PlacementGroup:
     return group
 
 
-def _engine_actors(config: Config, bundles: PlacementGroup) -> list[Any]:
+def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each colocated engine: the GPUs of the policy ranks whose bundles it shares.
+
+    ranks: `Worker.facts` of every policy rank. Raises ResourceError if an engine's ranks lie on several nodes.
+    """
+    devices = []
+    for replica in range(rollout.replicas):
+        shared = ranks[replica * rollout.tensor_parallel : (replica + 1) * rollout.tensor_parallel]
+        nodes = sorted({rank["node"] for rank in shared})
+        if len(nodes) > 1:
+            raise ResourceError(
+                f"rollout {replica} would share GPUs on {' and '.join(nodes)}, but an engine lives on one node; "
+                "choose rollout.tensor_parallel so that it divides the GPUs of a node, or rollout.placement=apart."
+            )
+        devices.append(",".join(rank["gpus"] for rank in shared))
+    return devices
+
+
+def _engine_actors(config: Config, request: RoleRequest, bundles: Bundles, devices: list[str]) -> list[Any]:
+    """`devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none."""
     actor_class = ray.remote(RolloutWorker)
-    gpus = config.rollout.tensor_parallel if config.rollout_placement == "apart" else 0
-    return [
-        actor_class.options(
-            name=f"rollout {index}",
-            num_cpus=config.resources.cpus_per_worker,
-            num_gpus=gpus,
-            max_concurrency=1000,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=index),
-        ).remote(
-            config.model,
-            config.rollout,
-            index=index,
-            placement=config.rollout_placement,
-            max_model_tokens=config.max_model_tokens,
-            seed=config.run.seed,
+    actors = []
+    for index in range(request.actors):
+        bundle = index * config.rollout.tensor_parallel if devices else index
+        # An actor without GPUs of its own would see none: Ray is told to leave the variable alone.
+        environment = {
+            "CUDA_VISIBLE_DEVICES": devices[index] if devices else "",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        }
+        options = {
+            "name": f"rollout {index}",
+            "num_cpus": request.cpus,
+            "num_gpus": request.gpus,
+            "max_concurrency": 1000,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                bundles[request.pool], placement_group_bundle_index=bundle
+            ),
+        } | ({"runtime_env": {"env_vars": environment}} if devices else {})
+        actors.append(
+            actor_class.options(**options).remote(
+                config.model,
+                config.rollout,
+                index=index,
+                placement=config.rollout_placement,
+                max_model_tokens=config.max_model_tokens,
+                seed=config.run.seed,
+            )
         )
-        for index in range(config.rollout.replicas)
-    ]
+    return actors
 
 
-def _policy(stack: ExitStack, config: Config, bundles: PlacementGroup) -> WorkerGroup:
+def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
     settings = config.policy
     arguments = {
         "model": config.model,
@@ -107,37 +149,38 @@ def _policy(stack: ExitStack, config: Config, bundles: PlacementGroup) -> Worker
         "optimizer": settings.optimizer,
         "total_steps": config.total_optimizer_steps,
     }
-    return _training_group(stack, config, "policy", PolicyWorker, bundles, arguments)
+    return _training_group(stack, config, requests["policy"], PolicyWorker, bundles, arguments)
 
 
-def _reference(stack: ExitStack, config: Config, bundles: PlacementGroup) -> WorkerGroup:
+def _reference(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
     arguments = {
         "model": config.reference_model,
         "temperature": config.rollout.sampling.temperature,
         "threads": config.policy.threads,
         "cpu_offload": config.reference.cpu_offload,
     }
-    return _training_group(stack, config, "reference", ReferenceWorker, bundles, arguments)
+    group = _training_group(stack, config, requests["reference"], ReferenceWorker, bundles, arguments)
+    group.build()
+    return group
 
 
 def _training_group(
     stack: ExitStack,
     config: Config,
-    role: str,
-    worker_class: type,
-    bundles: PlacementGroup,
+    request: RoleRequest,
+    worker_class: type[Worker],
+    bundles: Bundles,
     arguments: dict[str, Any],
 ) -> WorkerGroup:
-    gpus = (0.5 if config.uses_reference else 1.0) if config.uses_gpus else 0.0
+    """Start the actors and their process group; `build`, which loads the model, is left to the caller."""
     group = WorkerGroup(
-        role,
+        request.role,
         worker_class,
-        bundles,
-        Share(config.resources.cpus_per_worker, gpus),
-        dp=config.policy.ranks,
+        bundles[request.pool],
+        Share(request.cpus, request.gpus),
+        dp=request.actors,
         arguments=arguments,
         timeout_s=config.resources.start_timeout_s,
     )
     stack.callback(group.stop)
-    group.build()
     return group

@@ -72,6 +72,11 @@ class Rollouts:
         self._lost: dict[int, Exception] = {}
 
     @property
+    def actors(self) -> list[Any]:
+        """Handles of all engines' actors."""
+        return list(self._actors.values())
+
+    @property
     def living(self) -> list[int]:
         """Replicas that have not been lost."""
         return [replica for replica in self._actors if replica not in self._lost]

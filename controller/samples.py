@@ -1,6 +1,6 @@
 """Rollout: what came back from the engines, scored, as a RemoteBatch.
 
-    RolloutRound (light results, block references) + scores --assemble--> Rollout
+RolloutRound (light results, block references) + scores --assemble--> Rollout
 """
 
 from collections.abc import Mapping

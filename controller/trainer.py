@@ -1,7 +1,7 @@
 """The algorithm, one step after another:
 
     prompts -> rollout (vLLM, sample by sample; rewards alongside) -> keep groups with signal -> plan
-            -> old and reference log-probs -> advantages -> update, mini-batch by mini-batch -> weights to vLLM -> metrics
+            -> old, reference log-probs -> advantages -> update, mini-batch by mini-batch -> weights to vLLM -> metrics
 
 The driver works on lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`).
 """
@@ -115,10 +115,12 @@ class Trainer:
             drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self._rng(step))
             plan = self.plan(batch, drawn, self.config.policy.max_tokens)
         with watch.phase("log_probs"), self.console.phase("log-probs"):
+            self.roles.rollouts.sleep()
             batch, mismatch = self.with_log_probs(batch)
         with watch.phase("update"), self.console.phase("update"):
             updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss)
         with watch.phase("weights"), self.console.phase("weights"):
+            self.roles.rollouts.wake()
             self.send_weights()
         # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
         return prefixed("balance", plan.statistics()) | prefixed("policy", results(updated | mismatch))

@@ -1,8 +1,8 @@
 """WorkerGroup: the actors of one role, called as one.
 
-    group = WorkerGroup("policy", PolicyWorker, bundles, arguments)     named actors "policy dp=1"
-    group.log_probs(batch, plan)            blocks, returns the joined result
-    group.log_probs.remote(batch, plan)     returns a GroupFuture; .result() joins
+group = WorkerGroup("policy", PolicyWorker, bundles, arguments)     named actors "policy dp=1"
+group.log_probs(batch, plan)            blocks, returns the joined result
+group.log_probs.remote(batch, plan)     returns a GroupFuture; .result() joins
 """
 
 import inspect
@@ -39,7 +39,9 @@ class Share:
 class GroupFuture:
     """A call under way on every rank of a group."""
 
-    def __init__(self, label: str, names: Sequence[str], refs: Sequence[ray.ObjectRef], join: Callable[[], Any]) -> None:
+    def __init__(
+        self, label: str, names: Sequence[str], refs: Sequence[ray.ObjectRef], join: Callable[[], Any]
+    ) -> None:
         """`refs`: one light result of each rank, whose arrival or error stands for the whole call."""
         self._label, self._names, self._join = label, dict(zip(refs, names, strict=True)), join
 

@@ -1,6 +1,9 @@
 """PolicyWorker: trains under a plan and hands its weights to the engines."""
 
+from typing import Any
+
 import numpy as np
+import torch
 
 from balancing import RankPlan
 from workers.config import LossConfig
@@ -41,6 +44,32 @@ class PolicyWorker(ModelWorker):
         for _ in weights:  # each full tensor is a collective
             pass
         return None, {}
+
+    @dispatch(Split.ALL)
+    def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:
+        """Meet the engines for transfers between GPUs. Needs a GPU; not run on CPU.
+
+        engines: handles of all RolloutWorker actors, started. placement: `colocated` (ipc) or `apart` (nccl).
+        """
+        from workers.rollout.gpu_transfer import WeightSender
+
+        meeting = [self.address() if self.coordinates.index == 0 else ("", 0)]
+        torch.distributed.broadcast_object_list(meeting)
+        address, port = meeting[0]
+        self._sender = WeightSender(
+            placement,
+            engines,
+            self.engine.named_weights,
+            rank=self.coordinates.index,
+            tensor_parallel=tensor_parallel,
+            address=address,
+            port=port,
+        )
+
+    @dispatch(Split.ALL)
+    def send_weights(self, version: int) -> None:
+        """All weights to the connected engines as `version`. Needs a GPU; not run on CPU."""
+        self._sender.send(version)
 
     @dispatch(Split.ALL)
     def save_pretrained(self, path: str) -> None:

@@ -1,6 +1,6 @@
 """RewardWorker: decodes finished samples and scores them, beside generation.
 
-    block of tokens (object store) --decode--> response text --reward function--> Score
+block of tokens (object store) --decode--> response text --reward function--> Score
 """
 
 from collections.abc import Callable, Mapping, Sequence

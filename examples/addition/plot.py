@@ -1,6 +1,6 @@
 """Reward curves of runs as one picture.
 
-    python -m examples.addition.plot runs/addition runs/addition-2 --output docs/addition.png
+python -m examples.addition.plot runs/addition runs/addition-2 --output docs/addition.png
 """
 
 import argparse
@@ -28,7 +28,9 @@ def main() -> None:
     options = parser.parse_args()
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for number, run in enumerate(options.runs):
-        seed = next(line.split(":")[1].strip() for line in (run / "config.yaml").read_text().splitlines() if " seed:" in line)
+        seed = next(
+            line.split(":")[1].strip() for line in (run / "config.yaml").read_text().splitlines() if " seed:" in line
+        )
         colour = f"C{number}"
         axes.plot(*curve(run, "reward/exact_match"), color=colour, linewidth=1, alpha=0.6)
         axes.plot(*curve(run, "validation/exact_match"), "o--", color=colour, label=f"seed {seed}")

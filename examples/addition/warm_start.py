@@ -2,11 +2,11 @@
 
     random Qwen2 (3M) --supervised training on workings with 6 % wrong digits--> cache/model     kept for the next run
 
-Runs in one process on the same engine that RL uses. `python -m examples.addition.warm_start [--force]`.
+On the same engine that RL uses, without Ray: `torchrun --nproc-per-node 2 -m examples.addition.warm_start`.
 """
 
+import os
 import random
-import sys
 from pathlib import Path
 
 import torch
@@ -65,40 +65,55 @@ def batch(characters: PreTrainedTokenizerFast, rng: random.Random) -> Sequences:
     for _ in range(BATCH):
         a, b = data.problem(rng, held_out=False)
         prompt = characters.encode(f"{a}+{b}=")
-        response = characters.encode(data.corrupted(data.solution(a, b), CORRUPTION, rng)) + [characters.eos_token_id]
-        ids = torch.tensor(prompt + response)
+        response = characters.encode(data.corrupted(data.solution(a, b), CORRUPTION, rng))
+        ids = torch.tensor([*prompt, *response, characters.eos_token_id])
         rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(prompt)})
     return Sequences.from_list(rows)
 
 
 def train(folder: Path, seed: int) -> None:
-    """Supervised training of the model in `folder`, in place."""
+    """Supervised training of the model in `folder`, in place; every rank takes its share of each batch."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     characters = tokenizer()
-    optimizer = OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_steps=30, weight_decay=0.01)
+    optimizer = OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_steps=20, weight_decay=0.01)
     engine = Engine(ModelConfig(path=str(folder)), optimizer=optimizer, total_steps=STEPS, device="cpu")
+    share = (rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     rng = random.Random(seed)
-    for _ in track(range(STEPS), description="warm start"):
+    for step in track(range(STEPS), description="warm start", disable=rank != 0):
         sequences = batch(characters, rng)
-        denominators = Denominators(tokens=int(sequences.tokens["loss_mask"].sum()), sequences=BATCH)
-        engine.forward_backward(sequences, [(0, BATCH)], sft, denominators)
+        loss = engine.forward_backward(sequences, [share], sft, Denominators.of(sequences))["loss"].result() * ranks
         engine.optimizer_step()
-    engine.save_pretrained(str(folder))
+        if rank == 0 and (step + 1) % 50 == 0:
+            print(f"warm start: step {step + 1}/{STEPS}  loss {loss:.3f}", flush=True)
+    engine.save_pretrained(folder)
+
+
+def prepare(scratch: Path) -> None:
+    """The data, and a random model in `scratch`."""
+    CACHE.mkdir(exist_ok=True)
+    data.write(CACHE / "train.jsonl", 8192, seed=1, held_out=False)
+    data.write(CACHE / "validation.jsonl", 512, seed=2, held_out=True)
+    create_model(scratch, seed=0)
 
 
 def main() -> None:
     """Write the data and the model, unless they are there."""
-    model = CACHE / "model"
-    if (model / "config.json").exists() and "--force" not in sys.argv:
+    model, scratch = CACHE / "model", CACHE / "unfinished"
+    if (model / "config.json").exists():
         print(f"warm start: kept {model}")
         return
-    CACHE.mkdir(exist_ok=True)
-    data.write(CACHE / "train.jsonl", 8192, seed=1, held_out=False)
-    data.write(CACHE / "validation.jsonl", 512, seed=2, held_out=True)
-    scratch = CACHE / "unfinished"
-    create_model(scratch, seed=0)
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+    first = int(os.environ.get("RANK", "0")) == 0
+    if first:
+        prepare(scratch)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     train(scratch, seed=0)
-    scratch.rename(model)
-    print(f"warm start: {model}")
+    if first:
+        scratch.rename(model)
+        print(f"warm start: {model}")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

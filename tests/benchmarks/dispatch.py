@@ -61,9 +61,7 @@ def produce(lengths: np.ndarray) -> RemoteBatch:
 def dispatch_by_reference(batch: RemoteBatch, consumers: list) -> int:
     """Plan on the driver, send handles, let the workers fetch."""
     lengths = batch["length"]
-    plan = plan_batch(
-        lengths, ranks=WORKERS, mini_batches=[np.arange(len(lengths))], max_tokens=int(2 * lengths.max())
-    )
+    plan = plan_batch(lengths, ranks=WORKERS, mini_batches=[np.arange(len(lengths))], max_tokens=int(2 * lengths.max()))
     shares = [batch.select(plan.for_rank(rank).rows) for rank in range(WORKERS)]
     return sum(ray.get([c.by_reference.remote(ray.put(s)) for c, s in zip(consumers, shares, strict=True)]))
 
@@ -71,7 +69,8 @@ def dispatch_by_reference(batch: RemoteBatch, consumers: list) -> int:
 def dispatch_by_driver(batch: RemoteBatch, consumers: list, width: int) -> int:
     """Gather on the driver, pad to `width`, cut into equal parts, send: what single controllers commonly do."""
     padded = {
-        name: column.to_padded_tensor(0, (len(batch), width)) for name, column in batch.gather().batch.items()
+        name: column.to_padded_tensor(0, (len(batch), width))
+        for name, column in batch.gather().batch.items()
         if column.is_nested
     }
     shares = DataProto.from_dict(padded).chunk(WORKERS)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from controller.config import Config, load
 from controller.config_file import settings
 from controller.describe import describe, settings_page
-from controller.layout import role_requests, rollout_pool, training_pool
+from controller.layout import pools, reserved, role_requests
 from tests.controller.config_workspace import write_workspace
 
 
@@ -49,7 +49,7 @@ def test_the_dry_run_shows_the_reference_only_where_there_is_one(tmp_path: Path)
 def test_the_dry_run_counts_gpus_by_placement(tmp_path: Path) -> None:
     gpus = ("resources.device=cuda", "policy.ranks=4", "rollout.replicas=2", "rollout.tensor_parallel=2")
     shared = describe(with_overrides(tmp_path, *gpus))
-    assert "pool training: 4 x {CPU: 0.25, GPU: 1}" in shared
+    assert "pool training: 2 x {CPU: 0.5, GPU: 1} + 2 x {CPU: 0.25, GPU: 1}" in shared
     assert "reserved in all: 1.75 CPUs, 4 GPUs" in shared
     apart = describe(with_overrides(tmp_path, *gpus, "rollout.placement=apart"))
     assert "pool rollout: 2 x {CPU: 0.25, GPU: 2}" in apart
@@ -86,12 +86,14 @@ def test_actors_fit_exactly_into_what_is_reserved(
     config = Config()
     config.policy.ranks, config.rollout.replicas, config.reward.workers = ranks, replicas, rewards
     config.algorithm.loss.kl_coefficient, config.resources.device = kl, device
+    if device == "cuda":
+        config.rollout.replicas = min(replicas, ranks)  # colocated engines share the policy's GPUs
     requests = role_requests(config)
-    for pool in (training_pool(config), rollout_pool(config)):
+    for pool in pools(config):
         for resource, attribute in (("CPU", "cpus"), ("GPU", "gpus")):
             asked = sum(r.actors * getattr(r, attribute) for r in requests if r.pool == pool.name)
             assert asked == pytest.approx(sum(bundle.get(resource, 0.0) for bundle in pool.bundles))
-    assert sum(r.actors * r.cpus for r in requests) == pytest.approx(config.logical_cpus)
+    assert sum(r.actors * r.cpus for r in requests) == pytest.approx(reserved(config, "CPU"))
 
 
 @given(prompts=st.integers(1, 64), samples=st.integers(1, 16), mini_batches=st.integers(1, 64))

@@ -65,7 +65,9 @@ def batch_of(lengths: list[int]) -> RemoteBatch:
     """Rows of 0, 1, 2, ... in one block."""
     block = TokenBlock.from_rows([{"input_ids": np.full(n, i, np.int32)} for i, n in enumerate(lengths)])
     index = np.zeros(len(lengths), np.int32), np.arange(len(lengths), dtype=np.int32)
-    return RemoteBatch({"length": np.array(lengths)}, {"input_ids": TokenColumn("input_ids", (ray.put(block),), *index)})
+    return RemoteBatch(
+        {"length": np.array(lengths)}, {"input_ids": TokenColumn("input_ids", (ray.put(block),), *index)}
+    )
 
 
 def test_actors_have_readable_names(group: WorkerGroup) -> None:
@@ -112,10 +114,12 @@ def test_a_failing_rank_is_named_while_the_others_hang(ray_session) -> None:
     bundles = reserve(Pool("failing", ({"CPU": 0.5},) * 2), 30)
     group = WorkerGroup("failing", ArithmeticWorker, bundles, Share(0.5), dp=2, timeout_s=120)
     try:
-        with pytest.raises(WorkerError, match=r"(?s)^failing dp=1 failed in failing\.fail_on: RuntimeError.*in fail_on.*out of cheese"):
+        with pytest.raises(
+            WorkerError, match=r"(?s)^failing dp=1 failed in failing\.fail_on: RuntimeError.*in fail_on.*out of cheese"
+        ):
             group.fail_on(1)
         late: Callable = group.double.remote([1, 2]).result
-        with pytest.raises(WorkerError, match="failing.double did not finish within 0.5 s on failing dp=0"):
+        with pytest.raises(WorkerError, match=r"failing\.double did not finish within 0\.5 s on failing dp=0"):
             late(timeout_s=0.5)
     finally:
         group.stop()

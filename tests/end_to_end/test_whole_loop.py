@@ -50,8 +50,13 @@ def finished(ray_session, settings: list[str]) -> Run:
     function = load_function(config.reward.function)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = PromptDataset(records, tokenizer, prompt_key="prompt", max_prompt_tokens=26)
-    held_out = PromptDataset(read_records(config.data.validation, "prompt"), tokenizer, prompt_key="prompt",
-                             max_prompt_tokens=26, shuffle=False)
+    held_out = PromptDataset(
+        read_records(config.data.validation, "prompt"),
+        tokenizer,
+        prompt_key="prompt",
+        max_prompt_tokens=26,
+        shuffle=False,
+    )
     writer = RunWriter(config.run_folder, "", tensorboard=True)
     columns = requested_columns(function, records[0], "reward")
     with start_roles(config, function, columns) as roles:

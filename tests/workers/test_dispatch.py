@@ -84,5 +84,5 @@ def test_by_plan_without_a_plan_is_refused() -> None:
 def test_modes_that_cannot_be_joined_are_refused_where_they_are_declared() -> None:
     with pytest.raises(ValueError, match=r"Join\.TOKENS, and it alone"):
         dispatch(Split.PLAN, Join.TOKENS)
-    with pytest.raises(ValueError, match="needs Split.PLAN or Split.ALL"):
+    with pytest.raises(ValueError, match=r"needs Split\.PLAN or Split\.ALL"):
         dispatch(Split.EACH, Join.METRICS)

@@ -3,6 +3,8 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import ConfigError
 from workers.rollout.weight_transfer import BACKENDS
@@ -42,6 +44,8 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel)
     return {
         "OMP_NUM_THREADS": str(threads),
+        # Threads that spin at a barrier while another process has their partner's core make a step ten times longer.
+        "OMP_WAIT_POLICY": "passive",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, engines of one node would share their first core
         # Eager either way; without this vLLM compiles a helper at the first request, for ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
@@ -118,7 +122,7 @@ def sampling_parameters(sampling: SamplingConfig, seed: int) -> "SamplingParams"
     )
 
 
-def refusal(prompt_ids: Any, *, vocab_size: int, max_model_tokens: int) -> str:
+def refusal(prompt_ids: np.ndarray, *, vocab_size: int, max_model_tokens: int) -> str:
     """Why the engine cannot take this prompt, or "". Some of these would end the engine and all its requests."""
     if len(prompt_ids) == 0:
         return "the prompt is empty."

@@ -104,7 +104,7 @@ class WeightSender:
         self._client = EngineClient(engines, tensor_parallel)
         world_size = 1 + len(engines) * tensor_parallel
         self._trainer_side = WeightTransferTrainerFactory.trainer_init(
-            _init_info(placement, rank=rank, address=address, port=port, world_size=world_size),
+            trainer_init_info(placement, rank=rank, address=address, port=port, world_size=world_size),
             client=self._client,
             source=GatheredWeights(weights),
         )
@@ -119,7 +119,8 @@ class WeightSender:
         self._trainer_side.shutdown()
 
 
-def _init_info(placement: str, *, rank: int, address: str, port: int, world_size: int) -> TrainerInitInfo:
+def trainer_init_info(placement: str, *, rank: int, address: str, port: int, world_size: int) -> TrainerInitInfo:
+    """What vLLM's trainer side needs to know. Raises ConfigError for a placement without GPUs."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 

@@ -1,7 +1,5 @@
 """A real engine: what it returns, what it refuses, and what becomes of its weights."""
 
-import threading
-
 import numpy as np
 import psutil
 import pytest
@@ -11,7 +9,7 @@ from tests.workers.rollout import tiny
 from tests.workers.rollout.conftest import Engines, largest_difference, requests_for, rows_of, start_engines
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import RolloutError
-from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest
+from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest, SampleResult
 from workers.rollout.weight_transfer import pack_weights
 from workers.rollout.worker import RolloutWorker
 
@@ -123,15 +121,15 @@ def test_an_update_without_the_output_layer_leaves_all_old_weights(engines: Engi
 def test_requests_in_flight_outlive_an_update_and_carry_the_version_that_they_began_with(engines: Engines) -> None:
     before = engines.load(tiny.random_model(7))
     requests = requests_for(32, samples=4)
-    updated = threading.Event()
+    flushes: list[int] = []
 
-    def update_once(*_: object) -> None:
-        if not updated.is_set():
-            updated.set()
+    def update_after_the_first(results: list[SampleResult], _: object) -> None:
+        flushes.append(len(results))
+        if len(flushes) == 1:
             engines.load(tiny.random_model(8))
 
-    finished = engines.rollouts.generate(requests, sampling=LONG, on_results=update_once)
-    assert len(finished.results) == len(requests) and not finished.dropped
+    finished = engines.rollouts.generate(requests, LONG, on_results=update_after_the_first)
+    assert flushes[0] < sum(flushes) == len(requests)  # the others were in flight
     assert {result.weight_version for result in finished.results} == {before}
     afterwards = engines.sample(requests_for(4, samples=1))
     assert {result.weight_version for result in afterwards.results} == {engines.version}

@@ -1,0 +1,143 @@
+"""Our settings in vLLM's words."""
+
+import os
+
+import numpy as np
+import pytest
+import ray
+
+from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.errors import ConfigError
+from workers.rollout.engine import (
+    check_placement,
+    engine_arguments,
+    prepare_environment,
+    refusal,
+    sampling_parameters,
+)
+
+
+@pytest.mark.parametrize(
+    ("placement", "has_gpu", "fit"),
+    [
+        ("colocated", False, "ipc, which an engine on a CPU cannot receive; set rollout.placement to shared_memory"),
+        ("apart", False, "nccl, which an engine on a CPU"),
+        ("shared_memory", True, "on a GPU cannot receive; set rollout.placement to colocated or apart"),
+        ("nearby", True, "use one of shared_memory, colocated, apart"),
+    ],
+)
+def test_a_placement_that_cannot_move_weights_is_refused(placement: str, has_gpu: bool, fit: str) -> None:
+    with pytest.raises(ConfigError, match=fit):
+        check_placement(placement, has_gpu=has_gpu)
+
+
+@pytest.mark.parametrize(("placement", "has_gpu"), [("colocated", True), ("apart", True), ("shared_memory", False)])
+def test_a_placement_that_fits_the_device_passes(placement: str, has_gpu: bool) -> None:
+    check_placement(placement, has_gpu=has_gpu)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the process environment after the test."""
+    for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "before")
+
+
+def test_an_engine_on_cpu_gets_its_threads_and_shares_them_among_its_processes(environment: None) -> None:
+    prepare_environment(RolloutConfig(threads=3), "shared_memory")
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    cores = len(os.sched_getaffinity(0))
+    prepare_environment(RolloutConfig(tensor_parallel=2), "shared_memory")
+    assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+
+
+def test_an_engine_on_a_gpu_keeps_the_threads_of_its_process(environment: None) -> None:
+    prepare_environment(RolloutConfig(threads=3), "apart")
+    assert os.environ["OMP_NUM_THREADS"] == "before"
+
+
+@pytest.mark.parametrize(
+    ("placement", "dtype", "expected", "backend"),
+    [
+        ("shared_memory", "auto", "float32", "shared_memory"),
+        ("apart", "auto", "bfloat16", "nccl"),
+        ("colocated", "float32", "float32", "ipc"),
+    ],
+)
+def test_type_and_weight_transfer_follow_the_placement(placement: str, dtype: str, expected: str, backend: str) -> None:
+    model, config = ModelConfig(path="model", dtype=dtype), RolloutConfig(memory_fraction=0.3)
+    arguments = engine_arguments(model, config, placement=placement, max_model_tokens=99, seed=1)
+    assert (arguments.dtype, arguments.weight_transfer_config.backend) == (expected, backend)
+    assert arguments.enable_sleep_mode == (placement == "colocated")
+    assert arguments.enforce_eager == (placement == "shared_memory")
+    assert arguments.logprobs_mode == "processed_logprobs"
+    assert arguments.max_model_len == 99
+    if placement != "shared_memory":
+        assert arguments.gpu_memory_utilization == 0.3
+
+
+def test_sampling_settings_reach_vllm() -> None:
+    settings = SamplingConfig(temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=11)
+    parameters = sampling_parameters(settings, seed=2**63 - 1)
+    found = (parameters.temperature, parameters.top_p, parameters.top_k, parameters.max_tokens, parameters.seed)
+    assert found == (0.5, 0.9, 7, 11, 2**63 - 1)
+    assert parameters.logprobs == 0 and not parameters.detokenize
+
+
+def test_a_prompt_that_fits_is_not_refused() -> None:
+    assert refusal(np.array([0, 31], dtype=np.int32), vocab_size=32, max_model_tokens=3) == ""
+
+
+@ray.remote(num_cpus=0)
+class RecordingEngine:
+    """Stands for a replica on a GPU: keeps what the trainer's side tells it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def init_transfer(self, init_info: dict) -> None:
+        self.calls.append(("init_transfer", init_info["rank_offset"]))
+
+    def begin_update(self) -> None:
+        self.calls.append(("begin_update",))
+
+    def receive_update(self, update_info: dict) -> None:
+        self.calls.append(("receive_update", update_info["names"]))
+
+    def finish_update(self, version: int) -> None:
+        self.calls.append(("finish_update", version))
+
+    def heard(self) -> list[tuple]:
+        return self.calls
+
+
+def test_every_replica_joins_the_transfer_group_at_ranks_of_its_own(ray_session: None) -> None:
+    from workers.rollout.gpu_transfer import EngineClient
+
+    engines = [RecordingEngine.remote() for _ in range(3)]
+    client = EngineClient(engines, tensor_parallel=2)
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
+    client.version = 4
+    client.start_weight_update()
+    client.update_weights({"names": ["a"]})
+    client.finish_weight_update()
+    for replica, engine in enumerate(engines):
+        assert ray.get(engine.heard.remote()) == [
+            ("init_transfer", 1 + 2 * replica),  # rank 0 is the trainer's
+            ("begin_update",),
+            ("receive_update", ["a"]),
+            ("finish_update", 4),
+        ]
+        ray.kill(engine)
+
+
+@pytest.mark.parametrize(("placement", "backend"), [("colocated", "ipc"), ("apart", "nccl")])
+def test_the_trainers_side_of_a_placement_is_vllms_engine_of_that_name(placement: str, backend: str) -> None:
+    from workers.rollout.gpu_transfer import trainer_init_info
+
+    info = trainer_init_info(placement, rank=1, address="10.0.0.1", port=1234, world_size=5)
+    assert (info.backend, info.rank, info.packed) == (backend, 1, True)
+    with pytest.raises(ConfigError, match="shared_memory"):
+        trainer_init_info("shared_memory", rank=0, address="", port=0, world_size=2)

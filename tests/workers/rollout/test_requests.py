@@ -1,0 +1,27 @@
+"""Seeds: stable, spread, one for each sample of each step of each run."""
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.rollout.requests import sample_seed
+
+
+@given(st.integers(), st.integers(), st.text(), st.integers())
+def test_a_seed_fits_into_63_bits(run_seed: int, step: int, uid: str, sample: int) -> None:
+    assert 0 <= sample_seed(run_seed, step, uid, sample) < 2**63
+
+
+def test_another_process_draws_the_same_seed() -> None:
+    program = "from workers.rollout.requests import sample_seed; print(sample_seed(1, 2, 'p7', 3))"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(printed) == sample_seed(1, 2, "p7", 3)
+
+
+def test_run_step_prompt_and_sample_each_change_the_seed() -> None:
+    seeds = {
+        sample_seed(r, t, u, s) for r in (0, 1) for t in (0, 1, 10) for u in ("1", "11", "0/1") for s in (0, 1, 11)
+    }
+    assert len(seeds) == 2 * 3 * 3 * 3
