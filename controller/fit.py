@@ -115,9 +115,10 @@ def _ray_session(config: Config, console: "Console") -> Any:
     """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
     import ray
 
-    address = config.resources.ray_address or os.environ.get("RAY_ADDRESS") or None
+    # "local", because without an address Ray would join whatever cluster was last started on this machine.
+    address = config.resources.ray_address or os.environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {"namespace": f"ballast {config.run_folder.name}", "log_to_driver": False}
-    if address is None:
+    if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard}
     context = ray.init(address=address, logging_level="ERROR", **options)

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=4 * 2**30)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=4 * 2**30)
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(600), 0.9, options.sequences), 16, 4096).astype(np.int64)
     consumers = [Consumer.remote() for _ in range(WORKERS)]
