@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from controller.rollouts import RolloutRound
+from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.reward import Score
 
@@ -55,9 +56,15 @@ class Rollout:
 
 
 def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score]) -> Rollout:
-    """Join light results, block references and scores by (uid, sample)."""
+    """Join light results, block references and scores by (uid, sample).
+
+    Raises RolloutError, with the first reason, if every sample was dropped.
+    """
     kept = [(result, ref) for result, ref in zip(finished.results, finished.blocks, strict=True) if result.row >= 0]
     found = [result for result, _ in kept]
+    if not found:
+        reason = finished.dropped[0].error if finished.dropped else "none was requested"
+        raise RolloutError(f"no sample of this round was finished; the first was given up because {reason}")
     blocks = list(dict.fromkeys(ref for _, ref in kept))
     number = {ref: i for i, ref in enumerate(blocks)}
     block = np.array([number[ref] for _, ref in kept], dtype=np.int32)

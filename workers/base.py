@@ -14,12 +14,11 @@ class Worker:
     """Base of the actors of a `WorkerGroup`. The group calls `address` on rank zero, then `join_group` on all."""
 
     def __init__(self, role: str, coordinates: RankCoordinates, world_size: int, threads: int = 0) -> None:
-        """`threads`: CPU threads of this process, 0 leaves torch's choice."""
+        """`threads`: CPU threads of this process; 0 divides the node's cores by the ranks of the role."""
         self.role = role
         self.coordinates = coordinates
         self.world_size = world_size
-        if threads:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // world_size))
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def address(self) -> tuple[str, int]:

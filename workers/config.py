@@ -80,7 +80,7 @@ class PolicyConfig:
     max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 is no cap.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
-    threads: int = setting(0, "CPU threads of a rank; 0 shares the node's cores among its ranks.", minimum=0)
+    threads: int = setting(0, "CPU threads of a rank; 0 divides the node's cores by policy.ranks.", minimum=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

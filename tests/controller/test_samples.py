@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+
+from controller.rollouts import RolloutRound
+from controller.samples import assemble
+from workers.errors import RolloutError
+from workers.reward import Score
+from workers.rollout.requests import SampleResult
+
+
+def result(uid: str, sample: int, row: int, **facts: object) -> SampleResult:
+    defaults = {"prompt_tokens": 3, "response_tokens": 5, "finish_reason": "stop", "weight_version": 2}
+    return SampleResult(uid=uid, sample=sample, row=row, **(defaults | facts))
+
+
+@pytest.fixture
+def finished() -> RolloutRound:
+    """Three samples over two blocks, one more dropped; references stand as names, nothing is fetched."""
+    results = [result("a", 0, 1), result("a", 1, 0, finish_reason="length", response_tokens=9), result("b", 0, 0)]
+    dropped = [result("b", 1, -1, finish_reason="error", error="too long")]
+    return RolloutRound(results, ["x", "y", "x"], dropped, retried=2)
+
+
+SCORES = {
+    ("b", 0): Score(0.0, "no", {"exact": 0.0}),
+    ("a", 0): Score(1.0, "yes", {"exact": 1.0}),
+    ("a", 1): Score(0.5, "so so"),
+}
+
+
+def test_results_blocks_and_scores_are_joined_by_sample(finished: RolloutRound) -> None:
+    batch = assemble(finished, SCORES).batch
+    assert batch["uid"].tolist() == ["a", "a", "b"]
+    assert batch["reward"].tolist() == [1.0, 0.5, 0.0]
+    assert batch["length"].tolist() == [8, 12, 8]
+    assert batch["truncated"].tolist() == [False, True, False]
+    tokens = batch.tokens["input_ids"]
+    places = [(tokens.blocks[b], int(r)) for b, r in zip(tokens.block, tokens.row, strict=True)]
+    assert places == [("x", 1), ("y", 0), ("x", 0)]
+
+
+def test_what_was_dropped_and_retried_is_counted(finished: RolloutRound) -> None:
+    metrics = assemble(finished, SCORES).metrics()
+    assert metrics["rollout/samples"] == 3
+    assert metrics["rollout/samples_dropped"] == 1
+    assert metrics["rollout/samples_retried"] == 2
+    assert metrics["reward/mean"] == pytest.approx(0.5)
+    assert metrics["reward/exact"] == pytest.approx(0.5)  # over the samples that have it
+    assert metrics["rollout/response_tokens_max"] == 9
+    assert metrics["rollout/oldest_weight_version"] == np.min([2, 2, 2])
+
+
+def test_a_round_without_any_sample_is_an_error_with_its_reason(finished: RolloutRound) -> None:
+    with pytest.raises(RolloutError, match="no sample of this round was finished; .* because too long"):
+        assemble(RolloutRound([], [], finished.dropped, retried=0), {})
