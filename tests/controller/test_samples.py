@@ -51,5 +51,5 @@ def test_what_was_dropped_and_retried_is_counted(finished: RolloutRound) -> None
 
 
 def test_a_round_without_any_sample_is_an_error_with_its_reason(finished: RolloutRound) -> None:
-    with pytest.raises(RolloutError, match="no sample of this round was finished; .* because too long"):
+    with pytest.raises(RolloutError, match=r"no sample of this round was finished; .* because too long"):
         assemble(RolloutRound([], [], finished.dropped, retried=0), {})
