@@ -214,6 +214,11 @@ class Config:
         return read_model_files(self.model.path, "model.path").description
 
     @property
+    def device(self) -> str:
+        """Where models run: "cuda" or "cpu"."""
+        return "cuda" if self.uses_gpus else "cpu"
+
+    @property
     def uses_gpus(self) -> bool:
         """Whether models run on GPUs: resources.device, or what this machine has."""
         if self.resources.device == "auto":

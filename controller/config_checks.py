@@ -39,6 +39,21 @@ def check(config: Config) -> None:
 
 NO_EFFECT_WITHOUT = (
     (
+        "batch.mini_batches above 1 (the only update of a step starts where the samples came from: all ratios are 1)",
+        lambda c: c.batch.mini_batches > 1,
+        ("policy.forward_max_tokens", "algorithm.loss.clip_low", "algorithm.loss.clip_high"),
+    ),
+    (
+        "engines on CPUs",
+        lambda c: not c.uses_gpus,
+        ("rollout.cpu_kv_cache_gib", "rollout.threads"),
+    ),
+    (
+        "a local Ray",
+        lambda c: not c.resources.ray_address,
+        ("resources.dashboard",),
+    ),
+    (
         "algorithm.loss.kl_coefficient above 0",
         lambda c: c.uses_reference,
         ("reference.", "algorithm.loss.kl_estimator"),
@@ -53,7 +68,11 @@ NO_EFFECT_WITHOUT = (
         lambda c: bool(c.data.validation),
         ("validation.",),
     ),
-    ("GPUs", lambda c: c.uses_gpus, ("policy.cpu_offload", "reference.cpu_offload")),
+    (
+        "GPUs",
+        lambda c: c.uses_gpus,
+        ("policy.cpu_offload", "reference.cpu_offload", "rollout.memory_fraction", "rollout.enforce_eager"),
+    ),
 )
 """(what is needed, whether it is there, keys or sections that do nothing without it)"""
 
@@ -111,7 +130,7 @@ def _check_batch(config: Config) -> None:
 
 def _check_optimizer(config: Config) -> None:
     warmup, total = config.policy.optimizer.warmup_steps, config.total_optimizer_steps
-    if warmup > total:
+    if warmup > total or (warmup == total and config.policy.optimizer.schedule != "constant"):
         raise ConfigError(
             f"policy.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the run "
             "(policy.optimizer.total_steps, or run.steps * batch.mini_batches); lower it."

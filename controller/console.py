@@ -11,6 +11,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from controller.samples import Rollout
 
+SPREAD = ("reward/mean", "reward/std")
+
 
 class Console:
     """Prints to standard output; phases show as a spinner on a terminal and not at all elsewhere."""
@@ -33,9 +35,10 @@ class Console:
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         """The line of one step: its most telling numbers."""
+        parts_of_reward = [name for name in metrics if name.startswith("reward/") and name not in SPREAD]
         shown = (
             ("reward", "reward/mean", ".3f"),
-            ("exact", "reward/exact_match", ".3f"),
+            *((name.removeprefix("reward/"), name, ".3f") for name in parts_of_reward),
             ("response", "rollout/response_tokens_mean", ".1f"),
             ("loss", "policy/loss", "+.4f"),
             ("grad", "policy/grad_norm", ".2f"),
@@ -49,7 +52,7 @@ class Console:
 
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
         """The line of one validation."""
-        self.say(f"validation at step {step}  " + "  ".join(f"{k.split('/')[1]} {v:.3f}" for k, v in scores.items()))
+        self.say(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
     def completions(self, rollout: "Rollout", count: int) -> None:
         """A table of the first `count` samples: prompt group, response, reward."""

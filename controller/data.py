@@ -13,6 +13,8 @@ import numpy as np
 
 from workers.errors import DataError
 
+DATA_ORDER = 0  # sets this random stream apart from others of the same seed
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -26,14 +28,14 @@ class Prompt:
 def read_records(path: str, prompt_key: str) -> list[dict[str, Any]]:
     """The records of a JSONL file. Raises DataError naming the file and line of what is not a record with a prompt."""
     records = []
-    with Path(path).open(encoding="utf-8") as lines:
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number} is not JSON: {error.msg}.") from None
+            except ValueError as error:  # also of bytes that are not UTF-8
+                raise DataError(f"{path}:{number} is not JSON: {error}.") from None
             if not isinstance(record, dict) or prompt_key not in record:
                 raise DataError(f"{path}:{number} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
             records.append(record)
@@ -101,7 +103,7 @@ class PromptDataset:
         if not self._shuffle:
             return np.arange(len(self._rows))
         if epoch not in self._orders:
-            self._orders = {epoch: np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))}
+            self._orders = {epoch: np.random.default_rng((self._seed, DATA_ORDER, epoch)).permutation(len(self._rows))}
         return self._orders[epoch]
 
 

@@ -9,8 +9,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,47 +23,76 @@ from controller.data import PromptDataset, read_records
 from controller.describe import describe
 from controller.layout import reserved
 from controller.reward_function import load_function, requested_columns
-from workers.errors import BallastError, ConfigError, DataError
+from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from controller.console import Console
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a run needs beside its configuration, read and checked before anything starts."""
+
+    prompts: PromptDataset
+    validation: PromptDataset | None
+    reward_function: Callable[..., Any]
+    reward_columns: tuple[str, ...]
+    cost_model: CostModel
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    try:
-        request = parse_arguments(arguments)
-        config = load(request.config, request.overrides)
-        check(config)
-        if request.dry_run:
-            print(describe(config))
-            return 0
-        records = read_records(config.data.train, config.data.prompt_key)
-        function = load_function(config.reward.function)
-        columns = requested_columns(function, records[0], config.reward.function)
-        prompts, validation = _datasets(config, records)
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        run(config, prompts, validation, function, columns)
+        try:
+            request = parse_arguments(arguments)
+            config = load(request.config, request.overrides)
+            check(config)
+            if request.dry_run:
+                print(describe(config))
+                return 0
+            inputs = read_inputs(config)
+        except (ConfigError, DataError, UnsupportedModelError, BalancingError) as error:
+            return _fail(error, 2)
+        run(config, inputs)
     except (BallastError, BalancingError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _fail(error, 1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 1
     return 0
 
 
-def run(
-    config: Config,
-    prompts: PromptDataset,
-    validation: PromptDataset | None,
-    reward_function: Any,
-    reward_columns: tuple[str, ...],
-) -> None:
+def read_inputs(config: Config) -> Inputs:
+    """Data, reward function and cost model. Raises ConfigError or DataError for what cannot be used."""
+    data = config.data
+    records = read_records(data.train, data.prompt_key)
+    held_out = read_records(data.validation, data.prompt_key) if data.validation else []
+    function = load_function(config.reward.function)
+    columns = requested_columns(function, records[0], config.reward.function)
+    for path, rows in ((data.train, records), (data.validation, held_out)):
+        for number, row in enumerate(rows, start=1):
+            if missing := set(columns) - set(row):
+                raise DataError(
+                    f"{path}: record {number} lacks {sorted(missing)}, which {config.reward.function} takes."
+                )
+    cost_model = CostModel.from_model_config(config.model_description())
+
+    from workers.model.model import load_tokenizer
+
+    dataset = partial(
+        PromptDataset,
+        tokenizer=load_tokenizer(config.model.path),
+        prompt_key=data.prompt_key,
+        max_prompt_tokens=data.max_prompt_tokens,
+        over_long=data.over_long,
+    )
+    prompts = dataset(records, shuffle=data.shuffle, seed=config.run.seed, name=data.train)
+    validation = dataset(held_out, shuffle=False, name=data.validation) if held_out else None
+    return Inputs(prompts, validation, function, columns, cost_model)
+
+
+def run(config: Config, inputs: Inputs) -> None:
     """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
     from controller.console import Console
     from controller.metrics import RunWriter
@@ -70,58 +100,46 @@ def run(
     from controller.trainer import Trainer
 
     console = Console()
-    writer = RunWriter(config.run_folder, to_yaml(config), tensorboard=config.tracking.tensorboard)
-    for name, dataset in (("data.train", prompts), ("data.validation", validation)):
+    for name, dataset in (("data.train", inputs.prompts), ("data.validation", inputs.validation)):
         if dataset is not None and dataset.dropped:
             console.say(f"{name}: {dataset.dropped} prompts above data.max_prompt_tokens were dropped")
-    try:
-        with _ray_session(config, console), start_roles(config, reward_function, reward_columns) as roles:
-            trainer = Trainer(
-                config,
-                roles,
-                prompts,
-                validation,
-                cost_model=CostModel.from_model_config(config.model_description()),
-                writer=writer,
-                console=console,
-            )
-            writer.summary(trainer.fit().summary())
-            console.say(f"{config.run_folder}: model, metrics.jsonl, summary.json, tensorboard")
-    finally:
-        writer.close()
-
-
-def _datasets(config: Config, records: list[dict[str, Any]]) -> tuple[PromptDataset, PromptDataset | None]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
-    data = config.data
-    dataset = partial(
-        PromptDataset,
-        tokenizer=tokenizer,
-        prompt_key=data.prompt_key,
-        max_prompt_tokens=data.max_prompt_tokens,
-        over_long=data.over_long,
-    )
-    prompts = dataset(records, shuffle=data.shuffle, seed=config.run.seed, name="data.train")
-    if not data.validation:
-        return prompts, None
-    held_out = read_records(data.validation, data.prompt_key)
-    return prompts, dataset(held_out, shuffle=False, name="data.validation")
+    with (
+        _ray_session(config, console),
+        start_roles(config, inputs.reward_function, inputs.reward_columns, console) as roles,
+        RunWriter(config.run_folder, to_yaml(config), tensorboard=config.tracking.tensorboard) as writer,
+    ):
+        trainer = Trainer(
+            config,
+            roles,
+            inputs.prompts,
+            inputs.validation,
+            cost_model=inputs.cost_model,
+            writer=writer,
+            console=console,
+        )
+        writer.summary(trainer.fit().summary())
+    console.say(f"{config.run_folder}: model, metrics.jsonl, summary.json, tensorboard")
 
 
 @contextmanager
-def _ray_session(config: Config, console: "Console") -> Any:
+def _ray_session(config: Config, console: "Console") -> Iterator[None]:
     """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
     import ray
 
     # "local", because without an address Ray would join whatever cluster was last started on this machine.
     address = config.resources.ray_address or os.environ.get("RAY_ADDRESS") or "local"
-    options: dict[str, Any] = {"namespace": f"ballast {config.run_folder.name}", "log_to_driver": False}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard}
-    context = ray.init(address=address, logging_level="ERROR", **options)
+    console.say("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
+    try:
+        context = ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ResourceError(
+            f"Ray at {address} could not be reached: {error}; check resources.ray_address or RAY_ADDRESS, and that "
+            "both sides use the same token (RAY_AUTH_MODE)."
+        ) from error
     if context.dashboard_url:
         console.say(f"dashboard: http://{context.dashboard_url}")
     try:
@@ -129,6 +147,11 @@ def _ray_session(config: Config, console: "Console") -> Any:
     finally:
         with suppress(KeyboardInterrupt):
             ray.shutdown()
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
 
 
 def _interrupt(signum: int, frame: Any) -> None:

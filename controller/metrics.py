@@ -24,7 +24,7 @@ class RunWriter:
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one step (from 1; 0 is before training)."""
+        """Record the metrics of one step (from 1; 0 is the validation before training)."""
         self._lines.write(json.dumps({"step": step} | {k: finite(v) for k, v in metrics.items()}) + "\n")
         self._lines.flush()
         if self._tensorboard is not None:
@@ -35,7 +35,10 @@ class RunWriter:
         """Write summary.json."""
         (self.folder / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
 
-    def close(self) -> None:
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Flush and close what is open."""
         self._lines.close()
         if self._tensorboard is not None:

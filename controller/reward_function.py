@@ -38,7 +38,10 @@ def _load_file(path: Path) -> Any:
         raise ConfigError(f"reward.function: {path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"reward.function: {path} cannot be imported: {type(error).__name__}: {error}.") from error
     return module
 
 
@@ -47,8 +50,10 @@ def _load_module(name: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"reward.function: module {name!r} cannot be imported: {error}.") from None
+    except Exception as error:
+        raise ConfigError(
+            f"reward.function: module {name!r} cannot be imported: {type(error).__name__}: {error}."
+        ) from error
 
 
 def requested_columns(function: Callable[..., Any], record: Mapping[str, Any], name: str) -> tuple[str, ...]:

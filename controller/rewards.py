@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from controller.data import Prompt
-from workers.errors import WorkerError
+from workers.errors import ResourceError, WorkerError
 from workers.reward import RewardWorker, Score, ScoreRequest
 from workers.rollout.requests import SampleResult
 
@@ -37,9 +37,18 @@ class RewardPool:
         self._next = 0
         self._pending: list[tuple[list[SampleResult], ray.ObjectRef]] = []
 
-    def wait_ready(self) -> None:
-        """Return when every actor is built."""
-        ray.get([actor.ready.remote() for actor in self._actors])
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every actor is built. Raises ResourceError if they are not within `timeout_s` seconds."""
+        ready = [actor.ready.remote() for actor in self._actors]
+        try:
+            ray.get(ready, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise ResourceError(
+                f"{len(ready)} reward workers were not up within resources.start_timeout_s={timeout_s:g} s: the "
+                "cluster has no room for them, or they hang; lower reward.workers or resources.cpus_per_worker."
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"a reward worker could not start: {error}") from error
 
     def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
         """Score the samples of one block on the next actor; returns at once."""
@@ -74,4 +83,4 @@ class RewardPool:
             ray.kill(actor)
 
     def _arguments(self, prompt: Prompt) -> dict[str, Any]:
-        return {name: prompt.columns.get(name) for name in self._columns}
+        return {name: prompt.columns[name] for name in self._columns if name in prompt.columns}

@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from controller.config import Config
+from controller.console import Console
 from controller.layout import Pool, RoleRequest, pools, role_requests
 from controller.resources import reserve
 from controller.rewards import RewardPool
@@ -50,7 +51,7 @@ class Roles:
 
 @contextmanager
 def start_roles(
-    config: Config, reward_function: Callable[..., Any], reward_columns: tuple[str, ...]
+    config: Config, reward_function: Callable[..., Any], reward_columns: tuple[str, ...], console: Console
 ) -> Iterator[Roles]:
     """Start every role, yield them, end every actor and give every bundle back, whatever happens.
 
@@ -59,7 +60,8 @@ def start_roles(
     with ExitStack() as stack:
         bundles = {pool.name: _reserve(stack, pool, config) for pool in pools(config)}
         requests = {request.role: request for request in role_requests(config)}
-        colocated = config.rollout_placement == "colocated"
+        console.say("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
+        colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
         policy = _policy(stack, config, requests, bundles) if colocated else None
         # Engines take longest to start: where they can, they come up while the training roles load.
         devices = _shared_devices(policy.facts(), config.rollout) if policy else []
@@ -71,11 +73,17 @@ def start_roles(
             reward_function, reward_columns, config.model.path, workers=config.reward.workers, cpus=cpus
         )
         stack.callback(rewards.stop)
+        if colocated:
+            # An engine sizes its cache by the memory that is free: on a GPU it shares, it must be the first to look.
+            started.result(timeout_s)
+            rollouts.sleep()
         policy = policy or _policy(stack, config, requests, bundles)
-        policy.build()
+        parameters = policy.build.remote().result(timeout_s)[0]
+        console.say(f"policy: {parameters:,} parameters over {config.policy.ranks} ranks on {config.device}")
         reference = _reference(stack, config, requests, bundles) if config.uses_reference else None
-        rewards.wait_ready()
-        started.result()
+        rewards.wait_ready(timeout_s)
+        started.result(timeout_s)
+        rollouts.wake()
         if config.uses_gpus:
             policy.connect_engines(rollouts.actors, config.rollout_placement, config.rollout.tensor_parallel)
         yield Roles(policy, reference, rollouts, rewards, device_to_device=config.uses_gpus)
@@ -142,6 +150,7 @@ def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundl
     settings = config.policy
     arguments = {
         "model": config.model,
+        "device": config.device,
         "temperature": config.rollout.sampling.temperature,
         "threads": settings.threads,
         "cpu_offload": settings.cpu_offload,
@@ -155,12 +164,13 @@ def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundl
 def _reference(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
     arguments = {
         "model": config.reference_model,
+        "device": config.device,
         "temperature": config.rollout.sampling.temperature,
         "threads": config.policy.threads,
         "cpu_offload": config.reference.cpu_offload,
     }
     group = _training_group(stack, config, requests["reference"], ReferenceWorker, bundles, arguments)
-    group.build()
+    group.build.remote().result(config.resources.start_timeout_s)
     return group
 
 

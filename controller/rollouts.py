@@ -53,11 +53,11 @@ class Pending:
         self._refs = refs
         self._doing = doing
 
-    def result(self) -> None:
-        """Wait for all. Raises RolloutError naming the first replica that failed and its cause."""
+    def result(self, timeout_s: float | None = None) -> None:
+        """Wait for all. Raises RolloutError naming the first replica that failed, or was late, and the cause."""
         for replica, ref in self._refs.items():
             try:
-                ray.get(ref)
+                ray.get(ref, timeout=timeout_s)
             except RayError as error:
                 raise RolloutError(f"rollout replica {replica} failed while {self._doing}: {_cause(error)}") from error
 

@@ -27,6 +27,7 @@ from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleRequest, sample_seed
 
 MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
+MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
 VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
 
 
@@ -74,13 +75,16 @@ class Trainer:
         """Validate, train for `run.steps` steps, validate."""
         run, every = self.config.run, self.config.validation.every
         before = latest = self.validate(0)
+        self.writer.step(0, prefixed("validation", before))
         steps = []
         for step in range(1, run.steps + 1):
-            steps.append(self.step(step))
-            self.writer.step(step, steps[-1])
-            self.console.step(step, run.steps, steps[-1])
+            metrics = self.step(step)
+            self.console.step(step, run.steps, metrics)
             if step == run.steps or (every and step % every == 0):
                 latest = self.validate(step)
+                metrics |= prefixed("validation", latest)
+            self.writer.step(step, metrics)
+            steps.append(metrics)
             if run.save_every and step % run.save_every == 0:
                 self.save(f"model-{step}")
         self.save("model")
@@ -200,13 +204,12 @@ class Trainer:
         prompts = list(self.validation)[: settings.prompts or None]
         with self.console.phase("validation"):
             rollout = self.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
-        scores = {f"validation/{name}": value for name, value in rollout.scores().items()}
-        self.writer.step(step, scores)
+        scores = rollout.scores()
         self.console.validation(step, scores)
         return scores
 
     def _rng(self, step: int) -> np.random.Generator:
-        return np.random.default_rng((self.config.run.seed, step))
+        return np.random.default_rng((self.config.run.seed, MINI_BATCHES, step))
 
 
 def draw_mini_batches(sequences: int, mini_batches: int, rng: np.random.Generator) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -65,8 +65,8 @@ class GroupFuture:
             ray.get(ref)
         except RayTaskError as error:
             raise WorkerError(f"{self._names[ref]} failed in {self._label}: {error.cause!r}\n{error}") from error
-        except RayActorError as error:
-            raise WorkerError(f"{self._names[ref]} died in {self._label}: {error}") from error
+        except RayError as error:
+            raise WorkerError(f"{self._names[ref]} was lost in {self._label}: {error}") from error
 
 
 class GroupMethod:

@@ -8,18 +8,27 @@ from typing import Any
 import torch
 
 from workers.dispatch import RankCoordinates, Split, dispatch
+from workers.errors import ConfigError
+from workers.model.parallel import process_group_backend
 
 
 class Worker:
     """Base of the actors of a `WorkerGroup`. The group calls `address` on rank zero, then `join_group` on all."""
 
-    def __init__(self, role: str, coordinates: RankCoordinates, world_size: int, threads: int = 0) -> None:
-        """`threads`: CPU threads of this process; 0 divides the node's cores by the ranks of the role."""
+    def __init__(
+        self, role: str, coordinates: RankCoordinates, world_size: int, *, device: str = "cpu", threads: int = 0
+    ) -> None:
+        """`device`: "cpu" or "cuda". `threads`: CPU threads; 0 divides the node's cores by the ranks of the role.
+
+        Raises ConfigError for "cuda" where torch sees no GPU.
+        """
         self.role = role
         self.coordinates = coordinates
         self.world_size = world_size
         torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // world_size))
-        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"{role} was to run on a GPU and torch sees none on this node; check resources.device.")
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
     def address(self) -> tuple[str, int]:
         """This node's address as Ray knows it and a port that was free a moment ago."""
@@ -38,15 +47,17 @@ class Worker:
             WORLD_SIZE=str(self.world_size),
             LOCAL_RANK="0",  # Ray shows each actor only its own device
         )
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        backend = process_group_backend(self.device)
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
     @dispatch(Split.ALL)
     def facts(self) -> dict[str, Any]:
-        """Process id, node and visible accelerators: for the log, placement and tests."""
+        """Process id, node, visible GPUs and resident memory: for placement and tests."""
+        import ray
+
         return {
             "pid": os.getpid(),
-            "node": socket.gethostname(),
+            "node": ray.get_runtime_context().get_node_id(),
             "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             "resident_bytes": resident_bytes(),
         }

@@ -11,7 +11,7 @@ from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metric, Metrics, merge
 from workers.model.losses import Denominators, make_policy_loss
-from workers.reference import ModelWorker, sequences_from
+from workers.model_worker import ModelWorker, sequences_from
 from workers.rollout.weight_transfer import pack_weights
 
 
@@ -33,6 +33,7 @@ class PolicyWorker(ModelWorker):
             # A sum over ranks, but a mean over mini-batches.
             metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
             parts += [metrics, self.engine.optimizer_step()]
+        self.free_cached_memory()
         return merge(parts)
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
@@ -70,6 +71,7 @@ class PolicyWorker(ModelWorker):
     def send_weights(self, version: int) -> None:
         """All weights to the connected engines as `version`. Needs a GPU; not run on CPU."""
         self._sender.send(version)
+        self.free_cached_memory()
 
     @dispatch(Split.ALL)
     def save_pretrained(self, path: str) -> None:

@@ -34,7 +34,7 @@ def test_the_configuration_of_the_workspace_is_accepted(workspace: Path) -> None
     [
         ("model.dtype=bfloat16",),
         ("data.validation=''",),
-        ("policy.optimizer.schedule=cosine", "policy.optimizer.total_steps=10", "policy.optimizer.warmup_steps=10"),
+        ("policy.optimizer.schedule=cosine", "policy.optimizer.total_steps=10", "policy.optimizer.warmup_steps=9"),
         ("algorithm.loss.kl_coefficient=0.1", "reference.path=model", "reference.forward_max_tokens=96"),
         ("policy.max_tokens=96", "rollout.max_model_tokens=128"),
         ("batch.mini_batches=16",),

@@ -64,3 +64,9 @@ def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
 def test_what_is_no_reward_is_refused(value: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         as_score(value, "x")
+
+
+def test_a_module_that_fails_on_import_is_named_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import math\nmath.no_such_thing\n")
+    with pytest.raises(ConfigError, match=r"broken\.py cannot be imported: AttributeError"):
+        load_function(f"{tmp_path / 'broken.py'}:reward")

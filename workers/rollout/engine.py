@@ -45,7 +45,7 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         # Threads that spin at a barrier while another process has their partner's core make a step ten times longer.
-        "OMP_WAIT_POLICY": "passive",
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, engines of one node would share their first core
         # Eager either way; without this vLLM compiles a helper at the first request, for ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
@@ -75,6 +75,8 @@ def engine_arguments(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         weight_transfer_config=WeightTransferConfig(backend=BACKENDS[placement]),
+        # Left to itself vLLM would choose Ray here, and look for placement groups of its own.
+        distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **device,
     )
 
@@ -91,7 +93,6 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * GIB),
         "block_size": CPU_KV_BLOCK_TOKENS,
         "max_num_batched_tokens": CPU_PREFILL_TOKENS,
-        "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
     }
 
 

@@ -133,7 +133,9 @@ class RolloutWorker:
         try:
             (output,) = [o async for o in engine.generate(prompt, sampling_parameters(sampling, request.seed), name)]
         except EngineDeadError as error:
-            raise RolloutError(f"the engine of rollout replica {self.index} died; see its log above.") from error
+            raise RolloutError(
+                f"the engine of rollout replica {self.index} died; its log is in Ray's session folder, logs/worker-*."
+            ) from error
         except Exception as error:  # whatever else vLLM raises concerns this request alone
             return _failure(request, f"{type(error).__name__}: {error.__cause__ or error}")
         return _success(request, output)

@@ -1,0 +1,82 @@
+"""ModelWorker: a rank that holds a model and computes log-probs under a plan. What policy and reference share."""
+
+import numpy as np
+import torch
+
+from balancing import RankPlan
+from workers.base import Worker
+from workers.config import ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
+from workers.dispatch import Join, RankCoordinates, Split, dispatch
+from workers.errors import DataError
+from workers.metrics import Metrics
+from workers.model.engine import Engine
+from workers.model.packing import Sequences
+from workers.remote_batch import TokenBlock
+
+
+class ModelWorker(Worker):
+    """One rank of a role that holds a model. `build` comes after the process group, because it is collective."""
+
+    def __init__(
+        self,
+        role: str,
+        coordinates: RankCoordinates,
+        world_size: int,
+        *,
+        model: ModelConfig,
+        device: str,
+        temperature: float,
+        threads: int = 0,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool = True,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 0,
+    ) -> None:
+        """`temperature`: that of the sampler, so that log-probs are of the distribution that was sampled from."""
+        super().__init__(role, coordinates, world_size, device=device, threads=threads)
+        self._engine_arguments = {
+            "optimizer": optimizer,
+            "total_steps": total_steps,
+            "device": self.device,
+            "cpu_offload": cpu_offload,
+            "reshard_after_forward": reshard_after_forward,
+            "temperature": temperature,
+        }
+        self._model = model
+
+    @dispatch(Split.ALL)
+    def build(self) -> int:
+        """Load and shard the model; returns its number of parameters."""
+        self.engine = Engine(self._model, **self._engine_arguments)
+        return self.engine.num_parameters
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
+    def log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
+        """Forward-only pass: `log_probs` float32, 0 where `loss_mask` is False, ragged like `input_ids`."""
+        sequences = sequences_from(batch)
+        micro_batches = [bounds for mini_batch in plan.mini_batches for bounds in mini_batch.micro_batches]
+        log_probs, metrics = self.engine.log_probs(sequences, micro_batches)
+        offsets = np.concatenate([[0], np.cumsum(sequences.lengths.numpy())]).astype(np.int64)
+        self.free_cached_memory()
+        return TokenBlock(offsets, {"log_probs": log_probs.cpu().numpy()}), metrics
+
+    def free_cached_memory(self) -> None:
+        """Give what torch's allocator keeps back to the device, which other roles and a colocated engine share."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def sequences_from(batch: DataProto) -> Sequences:
+    """The ragged columns of a DataProto, concatenated, beside its per-sequence numbers.
+
+    Raises DataError if there is no `input_ids` column, which defines the ragged axis.
+    """
+    columns = dict(batch.batch.items()) if batch.batch is not None else {}
+    if "input_ids" not in columns:
+        raise DataError(f"a training batch needs a ragged column 'input_ids', it has {sorted(columns)}.")
+    lengths = columns["input_ids"].offsets().diff().cpu()
+    tokens = {name: column.values() for name, column in columns.items() if column.is_nested}
+    tokens["input_ids"] = tokens["input_ids"].to(torch.int64)
+    rows = {name: column for name, column in columns.items() if not column.is_nested}
+    return Sequences(lengths=lengths, tokens=tokens, columns=rows)
