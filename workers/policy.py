@@ -1,5 +1,6 @@
 """PolicyWorker: trains under a plan and hands its weights to the engines."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,16 @@ class PolicyWorker(ModelWorker):
         self._sender = WeightSender(
             placement,
             engines,
-            self.engine.named_weights,
+            self._engine_weights,
             rank=self.coordinates.index,
             tensor_parallel=tensor_parallel,
             address=address,
             port=port,
         )
+
+    def _engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the type that the engines compute in: half the bytes where ours are kept in float32."""
+        return ((name, weight.to(self.engine.dtype)) for name, weight in self.engine.named_weights())
 
     @dispatch(Split.ALL)
     def send_weights(self, version: int) -> None:

@@ -53,19 +53,26 @@ def test_ctrl_c_ends_the_run_and_leaves_no_process(settings: list[str], workspac
     command = [sys.executable, "-m", "controller.fit", *settings_file(workspace), *settings]
     command += ["run.name=interrupted", "run.steps=1000", "policy.ranks=1"]
     run = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     seen = []
     for line in run.stdout:
         seen.append(line)
         if line.startswith("step "):
             break
-    run.send_signal(signal.SIGINT)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 1, errors
     assert errors.rstrip().endswith("stopped"), errors
     assert re.match(r"step +1/1000  reward \d\.\d+", seen[-1])
     assert all_end(environment[MARK], 30) == []
+    assert not list(Path("/dev/shm").glob("ballast-weights-*"))
     lines = (workspace / "runs" / "interrupted" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] >= 1
 

@@ -71,6 +71,7 @@ class Engine:
         self.temperature = temperature
         self.reshard_after_forward = reshard_after_forward
         dtype = compute_dtype(model_config.dtype, self.device)
+        self.dtype = dtype
         self.attention_backend = choose_backend(model_config.attention, self.device, dtype)
         self.tokenizer = load_tokenizer(model_config.path)
         # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.

@@ -9,12 +9,14 @@
 vLLM's trainer-side engines carry the bytes and decide the order; they talk to our actors through `EngineClient`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
+from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
 from workers.errors import ConfigError
 from workers.rollout.weight_transfer import BACKENDS
@@ -103,11 +105,12 @@ class WeightSender:
         """
         self._client = EngineClient(engines, tensor_parallel)
         world_size = 1 + len(engines) * tensor_parallel
-        self._trainer_side = WeightTransferTrainerFactory.trainer_init(
-            trainer_init_info(placement, rank=rank, address=address, port=port, world_size=world_size),
-            client=self._client,
-            source=GatheredWeights(weights),
+        source = GatheredWeights(weights)
+        largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
+        info = trainer_init_info(
+            placement, rank=rank, address=address, port=port, world_size=world_size, largest_bytes=largest
         )
+        self._trainer_side = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
 
     def send(self, version: int) -> None:
         """Bring the weights to all engines as `version`; collective over the policy's ranks."""
@@ -119,13 +122,20 @@ class WeightSender:
         self._trainer_side.shutdown()
 
 
-def trainer_init_info(placement: str, *, rank: int, address: str, port: int, world_size: int) -> TrainerInitInfo:
-    """What vLLM's trainer side needs to know. Raises ConfigError for a placement without GPUs."""
+def trainer_init_info(
+    placement: str, *, rank: int, address: str, port: int, world_size: int, largest_bytes: int
+) -> TrainerInitInfo:
+    """What vLLM's trainer side needs to know. Raises ConfigError for a placement without GPUs.
+
+    `largest_bytes`: of the largest weight, which the transfer's buffer must hold whole.
+    """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     if placement == "colocated":
-        return IPCTrainerInitInfo(rank=rank, packed=True)  # unpacked would hold a second copy of the model at once
+        # Packed, because unpacked would hold a second copy of the model at once.
+        buffer = max(DEFAULT_PACKED_BUFFER_SIZE_BYTES, largest_bytes)
+        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer)
     if placement == "apart":
         return NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=rank)
     raise ConfigError(f"rollout.placement={placement} sends weights by {BACKENDS[placement]}, not between GPUs.")
