@@ -1,6 +1,6 @@
-"""Addition problems with written-out working.
+"""Addition problems with written-out working. All numbers are written ones first, in the order in which one adds.
 
-    58+67=   ->   875^562^#125        8 and 7: 5, carry; 5 and 6 and the carry: 2, carry; the sum is 125
+    58 + 67 = 125:   85+76=   ->   875^562^#521        8 and 7: 5, carry; 5 and 6 and the carry: 2, carry; 1
 
 A column is four characters: both digits, the digit of the sum, and `^` (carry) or `.` (none), from the ones upwards.
 Then `#` and the sum. With an end-of-sequence token, n digits take 5n + 2 or 5n + 3 tokens: 7 to 63 for 1 to 12 digits.
@@ -16,6 +16,16 @@ CHARACTERS = "0123456789+=^.#"
 HELD_OUT_SHARE = 8  # one problem in eight is never trained on
 
 
+def ones_first(number: int) -> str:
+    """The digits of `number`, ones first."""
+    return str(number)[::-1]
+
+
+def prompt(a: int, b: int) -> str:
+    """The problem as the policy reads it."""
+    return f"{ones_first(a)}+{ones_first(b)}="
+
+
 def working(a: int, b: int) -> str:
     """The columns of a + b, from the ones upwards, both written with as many digits as the longer one."""
     width = max(len(str(a)), len(str(b)))
@@ -28,7 +38,7 @@ def working(a: int, b: int) -> str:
 
 def solution(a: int, b: int) -> str:
     """The full response: working, `#`, sum."""
-    return f"{working(a, b)}#{a + b}"
+    return f"{working(a, b)}#{ones_first(a + b)}"
 
 
 def corrupted(text: str, share: float, rng: random.Random) -> str:
@@ -55,5 +65,5 @@ def write(path: Path, count: int, *, seed: int, held_out: bool) -> None:
     """`count` problems as JSONL records with `prompt` and `solution`."""
     rng = random.Random(seed)
     problems = (problem(rng, held_out=held_out) for _ in range(count))
-    records = ({"prompt": f"{a}+{b}=", "solution": solution(a, b)} for a, b in problems)
+    records = ({"prompt": prompt(a, b), "solution": solution(a, b)} for a, b in problems)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -64,7 +64,7 @@ def batch(characters: PreTrainedTokenizerFast, rng: random.Random) -> Sequences:
     rows = []
     for _ in range(BATCH):
         a, b = data.problem(rng, held_out=False)
-        prompt = characters.encode(f"{a}+{b}=")
+        prompt = characters.encode(data.prompt(a, b))
         response = characters.encode(data.corrupted(data.solution(a, b), CORRUPTION, rng))
         ids = torch.tensor([*prompt, *response, characters.eos_token_id])
         rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(prompt)})

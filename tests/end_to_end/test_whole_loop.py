@@ -9,13 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from balancing import CostModel
-from controller.config import Config, load
+from controller.config import Config, load, to_yaml
 from controller.config_checks import check
 from controller.console import Console
-from controller.data import PromptDataset, read_records
+from controller.fit import read_inputs
 from controller.metrics import RunWriter
-from controller.reward_function import load_function, requested_columns
 from controller.roles import start_roles
 from controller.samples import Rollout
 from controller.trainer import Outcome, Trainer
@@ -34,39 +32,56 @@ class Run:
         return self.config.run_folder
 
 
-@pytest.fixture(scope="module")
-def finished(ray_session, settings: list[str]) -> Run:
-    """A run of three steps, and one more round sampled with the weights that it ended with."""
-    overrides = [
-        *settings,
-        "run.name=loop",
-        "batch.mini_batches=2",
-        "algorithm.loss.kl_coefficient=0.1",
-        "policy.optimizer.learning_rate=1e-3",
-    ]
+def run_loop(overrides: list[str]) -> Run:
+    """A whole run in this process, and one more round sampled with the weights that it ended with."""
     config = load(None, overrides)
     check(config)
-    records = read_records(config.data.train, "prompt")
-    function = load_function(config.reward.function)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    prompts = PromptDataset(records, tokenizer, prompt_key="prompt", max_prompt_tokens=26)
-    held_out = PromptDataset(
-        read_records(config.data.validation, "prompt"),
-        tokenizer,
-        prompt_key="prompt",
-        max_prompt_tokens=26,
-        shuffle=False,
-    )
-    writer = RunWriter(config.run_folder, "", tensorboard=True)
-    columns = requested_columns(function, records[0], "reward")
-    with start_roles(config, function, columns, Console()) as roles, writer:
+    inputs = read_inputs(config)
+    console = Console()
+    with (
+        start_roles(config, inputs.reward_function, inputs.reward_columns, console) as roles,
+        RunWriter(config.run_folder, to_yaml(config)) as writer,
+    ):
         trainer = Trainer(
-            config, roles, prompts, held_out, cost_model=CostModel.tokens(), writer=writer, console=Console()
+            config,
+            roles,
+            inputs.prompts,
+            inputs.validation,
+            cost_model=inputs.cost_model,
+            writer=writer,
+            console=console,
         )
         outcome = trainer.fit()
         writer.summary(outcome.summary())
-        rollout = trainer.roll_out(prompts.batch(9, 6), 2, config.rollout.sampling, step=10)
+        rollout = trainer.roll_out(inputs.prompts.batch(9, 6), 2, config.rollout.sampling, step=10)
         return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
+
+
+@pytest.fixture(scope="module")
+def finished(ray_session, settings: list[str]) -> Run:
+    """Three steps with two mini-batches each and a KL to a reference."""
+    return run_loop(
+        [
+            *settings,
+            "run.name=loop",
+            "batch.mini_batches=2",
+            "algorithm.loss.kl_coefficient=0.1",
+            "policy.optimizer.learning_rate=1e-3",
+        ]
+    )
+
+
+def test_a_run_repeats_and_groups_without_signal_are_left_out(ray_session, settings: list[str]) -> None:
+    """Sampling, data order, mini-batches and rewards follow from the seed; losses agree up to rounding."""
+    overrides = [*settings, "run.steps=2", "policy.ranks=3", "algorithm.drop_groups_without_signal=true"]
+    overrides += ["rollout.samples_per_prompt=2", "policy.optimizer.learning_rate=1e-3"]
+    runs = [run_loop([*overrides, f"run.name=repeat-{number}"]).outcome.steps for number in (1, 2)]
+    for first, second in zip(*runs, strict=True):
+        for name in ("reward/mean", "rollout/response_tokens_mean", "rollout/samples_without_signal"):
+            assert first[name] == second[name]
+        assert first.get("policy/loss") == pytest.approx(second.get("policy/loss"), abs=1e-6)
+    assert sum(step["rollout/samples_without_signal"] for step in runs[0]) > 0
+    assert any("policy/loss" in step for step in runs[0])
 
 
 def test_every_step_is_recorded(finished: Run) -> None:

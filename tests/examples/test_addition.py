@@ -18,11 +18,11 @@ def test_the_working_of_every_column_is_right(a: int, b: int) -> None:
         assert (int(digit), mark) == (expected, "^" if carry else ".")
         total += expected * 10**place
     assert total + carry * 10 ** (len(working) // 4) == a + b
-    assert data.solution(a, b) == f"{working}#{a + b}"
+    assert data.solution(a, b) == f"{working}#{str(a + b)[::-1]}"
 
 
 def test_the_example_in_the_readme() -> None:
-    assert data.solution(58, 67) == "875^562^#125"
+    assert data.solution(58, 67) == "875^562^#521"
 
 
 def test_responses_spread_from_7_to_63_tokens() -> None:
@@ -55,7 +55,7 @@ def test_records_have_what_the_reward_asks_for(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("response", "expected"),
-    [("875^562^#125", 1.0), ("875^562^#124", 0.5), ("875^561^#", 0.5 * 7 / 8), ("", 0.0), ("#125", 1.0)],
+    [("875^562^#521", 1.0), ("875^562^#421", 0.5), ("875^561^#", 0.5 * 7 / 8), ("", 0.0), ("#521", 1.0)],
 )
 def test_reward_is_one_for_the_sum_and_half_the_share_of_working_otherwise(response: str, expected: float) -> None:
-    assert reward(response=response, solution="875^562^#125")["reward"] == pytest.approx(expected)
+    assert reward(response=response, solution="875^562^#521")["reward"] == pytest.approx(expected)
