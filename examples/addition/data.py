@@ -51,10 +51,13 @@ def number_of_digits(rng: random.Random) -> int:
     return min(MAX_DIGITS, 1 + int(rng.expovariate(1 / 3.5)))
 
 
-def problem(rng: random.Random, *, held_out: bool) -> tuple[int, int]:
-    """Two numbers of the same number of digits, from the held-out problems or from the others."""
+def problem(rng: random.Random, *, held_out: bool, any_length: float = 0.0) -> tuple[int, int]:
+    """Two numbers of the same number of digits, from the held-out problems or from the others.
+
+    any_length: share of problems whose number of digits is drawn evenly instead of long-tailed.
+    """
     while True:
-        digits = number_of_digits(rng)
+        digits = rng.randint(1, MAX_DIGITS) if rng.random() < any_length else number_of_digits(rng)
         low = 10 ** (digits - 1) if digits > 1 else 0
         a, b = (rng.randrange(low, 10**digits) for _ in range(2))
         if (crc32(f"{a}+{b}".encode()) % HELD_OUT_SHARE == 0) == held_out:

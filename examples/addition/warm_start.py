@@ -1,8 +1,9 @@
 """A small policy that knows how to add and errs often: the start of the quickstart.
 
-    random Qwen2 (3M) --supervised training on workings with 6 % wrong digits--> cache/model     kept for the next run
+    random Qwen2 (3M) --right workings--> knows how --workings with 6 % wrong digits--> errs often: cache/model
 
-On the same engine that RL uses, without Ray: `torchrun --nproc-per-node 2 -m examples.addition.warm_start`.
+Supervised, on the same engine that RL uses, without Ray, and kept for the next run:
+`torchrun --nproc-per-node 2 -m examples.addition.warm_start`.
 """
 
 import os
@@ -22,8 +23,10 @@ from workers.model.packing import Sequences
 
 CACHE = Path(__file__).parent / "cache"
 CORRUPTION = 0.06
-STEPS = 300
-BATCH = 96
+CLEAN_SHARE = 0.75  # of the steps, the first ones
+ANY_LENGTH = 0.2
+STEPS = 600
+BATCH = 32
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -59,13 +62,13 @@ def create_model(folder: Path, seed: int) -> None:
     characters.save_pretrained(folder)
 
 
-def batch(characters: PreTrainedTokenizerFast, rng: random.Random) -> Sequences:
-    """BATCH problems with corrupted workings; the loss is on the response."""
+def batch(characters: PreTrainedTokenizerFast, corruption: float, rng: random.Random) -> Sequences:
+    """BATCH problems with that share of wrong digits in their solutions; the loss is on the response."""
     rows = []
     for _ in range(BATCH):
-        a, b = data.problem(rng, held_out=False)
+        a, b = data.problem(rng, held_out=False, any_length=ANY_LENGTH)
         prompt = characters.encode(data.prompt(a, b))
-        response = characters.encode(data.corrupted(data.solution(a, b), CORRUPTION, rng))
+        response = characters.encode(data.corrupted(data.solution(a, b), corruption, rng))
         ids = torch.tensor([*prompt, *response, characters.eos_token_id])
         rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(prompt)})
     return Sequences.from_list(rows)
@@ -75,15 +78,15 @@ def train(folder: Path, seed: int) -> None:
     """Supervised training of the model in `folder`, in place; every rank takes its share of each batch."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     characters = tokenizer()
-    optimizer = OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_steps=20, weight_decay=0.01)
+    optimizer = OptimizerConfig(learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, weight_decay=0.01)
     engine = Engine(ModelConfig(path=str(folder)), optimizer=optimizer, total_steps=STEPS, device="cpu")
     share = (rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     rng = random.Random(seed)
     for step in track(range(STEPS), description="warm start", disable=rank != 0):
-        sequences = batch(characters, rng)
+        sequences = batch(characters, 0.0 if step < CLEAN_SHARE * STEPS else CORRUPTION, rng)
         loss = engine.forward_backward(sequences, [share], sft, Denominators.of(sequences))["loss"].result() * ranks
         engine.optimizer_step()
-        if rank == 0 and (step + 1) % 50 == 0:
+        if rank == 0 and (step + 1) % 100 == 0:
             print(f"warm start: step {step + 1}/{STEPS}  loss {loss:.3f}", flush=True)
     engine.save_pretrained(folder)
 

@@ -72,7 +72,6 @@ def test_ctrl_c_ends_the_run_and_leaves_no_process(settings: list[str], workspac
     assert errors.rstrip().endswith("stopped"), errors
     assert re.match(r"step +1/1000  reward \d\.\d+", seen[-1])
     assert all_end(environment[MARK], 30) == []
-    assert not list(Path("/dev/shm").glob("ballast-weights-*"))
     lines = (workspace / "runs" / "interrupted" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] >= 1
 

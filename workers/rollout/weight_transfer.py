@@ -1,7 +1,7 @@
 """New weights for the engines. On CPU they travel as one array of safetensors bytes, through shared memory:
 
     payload = pack_weights(policy.named_weights())        # policy rank 0; uint8 [bytes], a Ray object
-    with private_file(payload) as path:                   # every rollout actor; /dev/shm, mode 0600
+    with private_file(payload) as path:                   # every rollout actor; in memory, mode 0600
         await engine.pause_generation(mode="keep")        # requests in flight wait, their KV cache is dropped
         await engine.start_weight_update()
         await engine.update_weights({"path": path})       # every engine process maps the file and loads its share
@@ -14,7 +14,6 @@ vLLM until it is used, because every process of vLLM imports it as a plugin.
 
 import functools
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BACKENDS = {"shared_memory": "shared_memory", "colocated": "ipc", "apart": "nccl"}  # by rollout.placement
-SHARED_MEMORY = "/dev/shm"
 
 
 @functools.cache  # vLLM may load a plugin more than once in a process, and its factory refuses a name that it knows
@@ -62,14 +60,13 @@ def unpack_weights(payload: np.ndarray) -> "dict[str, Tensor]":
 
 @contextmanager
 def private_file(payload: np.ndarray) -> Iterator[str]:
-    """`payload` as a file in shared memory that only this user can read, gone when the block ends.
+    """`payload` as a file in memory that processes of this user can open by its path, gone when the block ends.
 
-    Raises OSError if /dev/shm has no room for it.
+    A file without a name, unlike one in /dev/shm: it goes with this process even if that is killed, and containers,
+    which often have 64 MiB of /dev/shm, do not limit it.
     """
-    descriptor, path = tempfile.mkstemp(prefix="ballast-weights-", suffix=".safetensors", dir=SHARED_MEMORY)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            payload.tofile(file)
-        yield path
-    finally:
-        os.unlink(path)
+    with os.fdopen(os.memfd_create("ballast-weights"), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        payload.tofile(file)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
