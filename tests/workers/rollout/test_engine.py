@@ -39,7 +39,7 @@ def test_a_placement_that_fits_the_device_passes(placement: str, has_gpu: bool) 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the process environment after the test."""
-    for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY"):
+    for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "before")
 
 
