@@ -140,6 +140,7 @@ def _ray_session(config: Config, console: "Console") -> Iterator[None]:
             f"Ray at {address} could not be reached: {error}; check resources.ray_address or RAY_ADDRESS, and that "
             "both sides use the same token (RAY_AUTH_MODE)."
         ) from error
+    signal.signal(signal.SIGTERM, _interrupt)  # ray.init puts a handler of its own in its place
     if context.dashboard_url:
         console.say(f"dashboard: http://{context.dashboard_url}")
     try:

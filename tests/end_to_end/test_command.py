@@ -48,10 +48,13 @@ def all_end(mark: str, seconds: float) -> list[str]:
     return names
 
 
-def test_ctrl_c_ends_the_run_and_leaves_no_process(settings: list[str], workspace: Path) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_stopped_run_says_so_and_leaves_no_process(
+    stop: signal.Signals, settings: list[str], workspace: Path
+) -> None:
     environment = marked_environment()
     command = [sys.executable, "-m", "controller.fit", *settings_file(workspace), *settings]
-    command += ["run.name=interrupted", "run.steps=1000", "policy.ranks=1"]
+    command += [f"run.name=interrupted-{stop.name}", "run.steps=1000", "policy.ranks=1"]
     run = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -66,13 +69,16 @@ def test_ctrl_c_ends_the_run_and_leaves_no_process(settings: list[str], workspac
         seen.append(line)
         if line.startswith("step "):
             break
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    if stop is signal.SIGINT:
+        os.killpg(run.pid, stop)  # as a terminal does: to the whole foreground group
+    else:
+        run.send_signal(stop)
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 1, errors
-    assert errors.rstrip().endswith("stopped"), errors
+    assert "stopped" in errors.splitlines(), errors
     assert re.match(r"step +1/1000  reward \d\.\d+", seen[-1])
     assert all_end(environment[MARK], 30) == []
-    lines = (workspace / "runs" / "interrupted" / "metrics.jsonl").read_text().splitlines()
+    lines = (workspace / "runs" / f"interrupted-{stop.name}" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] >= 1
 
 

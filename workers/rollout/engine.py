@@ -44,9 +44,8 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel)
     return {
         "OMP_NUM_THREADS": str(threads),
-        # Threads wait for one another between kernels. To spin for long makes a step ten times longer where another
-        # process has the partner's core; not to spin at all makes it an eighth longer where none has.
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),
+        # Threads that spin at a barrier while another process has their partner's core make a step ten times longer.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, engines of one node would share their first core
         # Eager either way; without this vLLM compiles a helper at the first request, for ten seconds.
         "TORCHDYNAMO_DISABLE": "1",

@@ -39,7 +39,7 @@ def test_a_placement_that_fits_the_device_passes(placement: str, has_gpu: bool) 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the process environment after the test."""
-    for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE", "GOMP_SPINCOUNT"):
+    for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "before")
 
 
@@ -137,7 +137,7 @@ def test_every_replica_joins_the_transfer_group_at_ranks_of_its_own(ray_session:
 def test_the_trainers_side_of_a_placement_is_vllms_engine_of_that_name(placement: str, backend: str) -> None:
     from workers.rollout.gpu_transfer import trainer_init_info
 
-    info = trainer_init_info(placement, rank=1, address="10.0.0.1", port=1234, world_size=5)
+    info = trainer_init_info(placement, rank=1, address="10.0.0.1", port=1, world_size=5, largest_bytes=2**31)
     assert (info.backend, info.rank, info.packed) == (backend, 1, True)
     with pytest.raises(ConfigError, match="shared_memory"):
-        trainer_init_info("shared_memory", rank=0, address="", port=0, world_size=2)
+        trainer_init_info("shared_memory", rank=0, address="", port=0, world_size=2, largest_bytes=1)
