@@ -134,8 +134,13 @@ def test_a_run_without_name_takes_that_of_its_file(tmp_path: Path, file: str, na
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text("")
-    assert load(path, NEEDED).run.name == name
-    assert load(path, [*NEEDED, "run.name=mine"]).run.name == "mine"
+    given = [*NEEDED, f"run.dir={tmp_path / 'runs'}"]
+    assert load(path, given).run.name == name
+    assert load(path, [*given, "run.name=mine"]).run.name == "mine"
+    (tmp_path / "runs" / name).mkdir(parents=True)
+    assert load(path, given).run.name == f"{name}-2"
+    (tmp_path / "runs" / f"{name}-2").mkdir()
+    assert load(path, given).run.name == f"{name}-3"
 
 
 def test_validation_samples_as_long_as_training_does_unless_told(tmp_path: Path) -> None:

@@ -101,11 +101,21 @@ def cluster() -> Iterator[dict[str, str]]:
     all_end(environment[MARK], 0)
 
 
+def run_when_ready(submit: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Submit a job, again for a minute while the head has come up but not yet its job agent."""
+    deadline = time.monotonic() + 60
+    while True:
+        job = subprocess.run(submit, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        if "No available agent to submit job" not in job.stderr or time.monotonic() > deadline:
+            return job
+        time.sleep(2)
+
+
 def test_the_same_command_runs_as_a_ray_job(cluster: dict[str, str], settings: list[str], workspace: Path) -> None:
     fit = ["python", "-m", "controller.fit", *settings_file(workspace), *settings]
     fit += ["run.name=job", "run.steps=1", "policy.ranks=1"]
     submit = ["ray", "job", "submit", "--address=http://127.0.0.1:28265", "--working-dir", ".", "--", *fit]
-    job = subprocess.run(submit, cwd=ROOT, env=cluster, capture_output=True, text=True, timeout=300)
+    job = run_when_ready(submit, cluster)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "step 1/1" in job.stdout
     assert json.loads((workspace / "runs" / "job" / "summary.json").read_text())["steps"] == 1
