@@ -34,8 +34,8 @@ from workers.config import (
 class RunConfig:
     name: str = setting(
         "",
-        "Name of the run: its folder below run.dir. Empty takes the name of the configuration file, "
-        "or of its folder if that is config.yaml.",
+        "Name of the run: its folder below run.dir. Empty takes the name of the configuration file, or of its folder "
+        "if that is config.yaml, and the next free number where runs of that name are there.",
     )
     dir: str = setting("runs", "Folder of all runs.")
     steps: int = setting(100, "Steps: rounds of generation and training.", minimum=1)

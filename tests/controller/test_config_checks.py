@@ -230,3 +230,10 @@ def test_auto_device_is_the_cpu_where_gpus_are_hidden(workspace: Path, monkeypat
     config = load("config.yaml", ["resources.device=auto"])
     assert not config.uses_gpus
     assert config.rollout_placement == "shared_memory"
+
+
+def test_a_run_that_is_there_is_not_written_over(workspace: Path) -> None:
+    config = load("config.yaml")
+    config.run_folder.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds a run already; choose another name or remove it"):
+        check(config)
