@@ -10,6 +10,7 @@ from workers.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 SETTINGS = list(settings(Config()))
+ROOT = Path(__file__).parents[2]
 NEEDED = ("model.path=m", "data.train=t.jsonl", "reward.function=r.py:f")
 
 
@@ -160,3 +161,11 @@ def test_nothing_in_a_configuration_is_executed(tmp_path: Path) -> None:
 
 def test_value_of_follows_a_full_key() -> None:
     assert value_of(Config(), "policy.optimizer.beta1") == 0.9
+
+
+SHIPPED = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").glob("*/config.yaml")])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_configuration_that_ships_fits_the_schema(path: Path) -> None:
+    assert load(path).reward.function
