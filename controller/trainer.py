@@ -79,11 +79,12 @@ class Trainer:
         steps = []
         for step in range(1, run.steps + 1):
             metrics = self.step(step)
-            self.console.step(step, run.steps, metrics)
             if step == run.steps or (every and step % every == 0):
                 latest = self.validate(step)
                 metrics |= prefixed("validation", latest)
+            # Recorded before it is shown: what was seen on the terminal is in the file.
             self.writer.step(step, metrics)
+            self.console.step(step, run.steps, metrics)
             steps.append(metrics)
             if run.save_every and step % run.save_every == 0:
                 self.save(f"model-{step}")

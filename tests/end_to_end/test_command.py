@@ -93,7 +93,9 @@ def settings_file(workspace: Path) -> list[str]:
 def cluster() -> Iterator[dict[str, str]]:
     """A Ray begun with `ray start --head`, with token authentication as it is by default; yields its environment."""
     environment = marked_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+    # All unlike the defaults, which the session's own Ray may hold; without its agent's port no job would start.
     ports = ["--port=26379", "--dashboard-port=28265", "--ray-client-server-port=20001"]
+    ports.append("--dashboard-agent-listen-port=25365")
     start = ["ray", "start", "--head", "--num-cpus=4", "--disable-usage-stats", *ports]
     subprocess.run(start, env=environment, check=True, capture_output=True, cwd=ROOT)
     yield environment
