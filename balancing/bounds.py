@@ -1,10 +1,12 @@
-"""How few micro-batches can do: bounds from below, and an exact search for small batches."""
+"""How few micro-batches, and how little time, can do: bounds from below."""
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-EXACT_SEARCH_NODES = 20_000
-"""Placements that the exact search tries before it gives up."""
+MOST_TOGETHER = 4
+"""Long sequences in one micro-batch up to which the bound on time counts them."""
 
 
 def fewest_bins(sizes: NDArray[np.int64], capacity: int, max_items: int) -> int:
@@ -34,42 +36,97 @@ def _martello_toth(sizes: NDArray[np.int64], capacity: int) -> int:
     return int((len(sizes) - half + overflow).max())
 
 
-def pack_exactly(sizes: NDArray[np.int64], bins: int, capacity: int, max_items: int) -> list[list[int]] | None:
-    """Depth-first search for a packing into `bins`; None if there is none, or none was found within the node budget.
+@dataclass(frozen=True)
+class StepTimeBound:
+    """No plan takes less `time`. long_steps: how many micro-steps long sequences hold up to reach it, 0 for none."""
 
-    Largest first; bins with equal room and count are tried once; a branch ends when the waste exceeds the spare room.
+    time: float
+    long_steps: int
+
+
+def step_time_bound(
+    sizes: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    *,
+    ranks: int,
+    steps: int,
+    max_tokens: int,
+    max_sequences: int,
+) -> StepTimeBound:
+    """A lower bound on a mini-batch's time: the sum over its synchronous micro-steps of the heaviest micro-batch.
+
+    sizes: int64 [n], tokens, each in 1..max_tokens. weights: float64 [n], workload. steps: micro-steps of the plan.
+    The time is in the unit of the weights. For j = 0..steps it is at least
+
+        v_1 + ... + v_j + (W - K_j) / ranks
+
+    W: all workload, so j = 0 is workload / ranks. v_i: what the i-th longest micro-step lasts at least, because of
+    long sequences (`_forced_levels`). K_j: the most workload that j * ranks micro-batches hold (`_most_workload`).
+    What the j longest micro-steps cannot do, the others do, at best evenly.
+    Caps are those of the packed layout; the padded one is no faster.
     """
-    order = np.argsort(-sizes, kind="stable").tolist()
-    items = [int(sizes[index]) for index in order]
-    remaining = [sum(items[depth:]) for depth in range(len(items) + 1)]
-    room, counts = [capacity] * bins, [0] * bins
-    groups: list[list[int]] = [[] for _ in range(bins)]
-    nodes = EXACT_SEARCH_NODES
+    forced = _forced_levels(sizes, weights, ranks, steps, max_tokens, max_sequences)
+    micro_batches = np.arange(len(forced) + 1) * ranks
+    left = np.maximum(weights.sum() - _most_workload(sizes, weights, micro_batches, max_tokens), 0.0)
+    times = np.concatenate([[0.0], np.cumsum(forced)]) + left / ranks
+    long_steps = int(np.argmax(times))
+    return StepTimeBound(float(times[long_steps]), long_steps)
 
-    def place(depth: int) -> bool:
-        nonlocal nodes
-        if depth == len(items):
-            return True
-        size = items[depth]
-        if sum(free for free, count in zip(room, counts, strict=True) if count < max_items) < remaining[depth]:
-            return False
-        tried: set[tuple[int, int]] = set()
-        for position in sorted(range(bins), key=lambda b: room[b]):
-            state = (room[position], counts[position])
-            if room[position] < size or counts[position] == max_items or state in tried:
-                continue
-            tried.add(state)
-            nodes -= 1
-            if nodes < 0:
-                return False
-            room[position] -= size
-            counts[position] += 1
-            groups[position].append(order[depth])
-            if place(depth + 1):
-                return True
-            room[position] += size
-            counts[position] -= 1
-            groups[position].pop()
-        return False
 
-    return groups if place(0) else None
+def _forced_levels(
+    sizes: NDArray[np.int64],
+    weights: NDArray[np.float64],
+    ranks: int,
+    steps: int,
+    max_tokens: int,
+    max_sequences: int,
+) -> NDArray[np.float64]:
+    """v_1 >= v_2 >= ..., at most `steps`: what the i-th longest micro-step lasts at least.
+
+    Of the h heaviest sequences at most m fit in a micro-batch, m = max_tokens // the smallest of them. Where no more
+    than x of all B = ranks * steps micro-batches hold over k of them, h <= k * (B - x) + m * x; so x is at least
+    (h - k * B) / (m - k), and that many micro-batches lie in x / ranks micro-steps or more. Each holds k + 1 of the h
+    heaviest, at the least the k + 1 lightest of these. k = 0: one long sequence holds a step up.
+    """
+    order = np.argsort(-weights, kind="stable")
+    together = np.minimum(max_tokens // np.minimum.accumulate(sizes[order]), max_sequences)
+    before = np.concatenate([[0.0], np.cumsum(weights[order])])
+    heaviest = np.arange(1, len(order) + 1)
+    levels = np.zeros(steps)
+    for over in range(MOST_TOGETHER):
+        crowded = -(-(heaviest - over * ranks * steps) // np.maximum(together - over, 1))
+        steps_of_them = np.maximum.accumulate(-(-crowded // ranks))
+        forced = np.arange(1, min(steps, int(steps_of_them[-1])) + 1)
+        first = np.maximum(np.searchsorted(steps_of_them, forced), over)
+        levels[: len(forced)] = np.maximum(levels[: len(forced)], before[first + 1] - before[first - over])
+    return levels[levels > 0]
+
+
+def _most_workload(
+    sizes: NDArray[np.int64], weights: NDArray[np.float64], micro_batches: NDArray[np.int64], max_tokens: int
+) -> NDArray[np.float64]:
+    """The most workload in so many micro-batches, the last sequence cut (Dantzig 1957: the densest first).
+
+    Of sequences above half the cap each micro-batch holds at most one. Where longer sequences are denser, as with costs
+    that grow faster than lengths, it is best to take as many of these as that, the longest, and to fill up with others.
+    """
+    order = np.lexsort((-sizes, -weights / sizes))
+    tokens, workload = sizes[order], weights[order]
+    capacity = micro_batches.astype(np.float64) * max_tokens
+    if (np.diff(tokens) > 0).any():
+        return _cut_off(tokens, workload, capacity)
+    large = int(np.searchsorted(-tokens, -(max_tokens // 2)))  # those before it are above half
+    taken = np.minimum(micro_batches, large)
+    of_large = np.concatenate([[0.0], np.cumsum(workload[:large])])[taken]
+    room = capacity - np.concatenate([[0], np.cumsum(tokens[:large])])[taken]
+    filled: NDArray[np.float64] = of_large + _cut_off(tokens[large:], workload[large:], room)
+    return filled
+
+
+def _cut_off(
+    tokens: NDArray[np.int64], workload: NDArray[np.float64], capacity: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """What fits into each `capacity` in this order, the last sequence cut."""
+    used, done = np.concatenate([[0], np.cumsum(tokens)]), np.concatenate([[0.0], np.cumsum(workload)])
+    filled: NDArray[np.float64] = np.interp(capacity, used, done)
+    return filled

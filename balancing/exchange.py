@@ -1,9 +1,11 @@
-"""Evening out groups by moving a sequence, or exchanging two, under caps.
+"""Evening out groups by moving a sequence, or exchanging one or two for one or two, under caps.
 
     heaviest group --- a ---> lighter group        the pair's difference `gap` shrinks the most when
                    <-- b ---                       weight(a) - weight(b) is nearest to gap / 2
 
-Every exchange lowers the heavier of two groups and never raises a group above it, so the search ends.
+a and b are bundles of up to two members. Bundles are sorted by weight, so that the best of all exchanges between two
+groups is found by walking the two lists once. Every exchange lowers the heavier of two groups and never raises a
+group above it, so the search ends.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Groups = list[list[int]]
+from balancing.compiled import compiled
+from balancing.threaded import Floats, Integers, Threaded, members_of, next_lightest, rethread, thread
+
+Bundles = tuple[Floats, Floats, Integers, Integers]
+"""Weights (descending), tokens, first and second member (-1 for none) of each bundle."""
 
 TOLERANCE = 1e-5
 """Groups within this of the mean, relatively, are even."""
@@ -19,6 +25,16 @@ PARTNERS = 12
 """Lightest groups that a heavy one tries before it is left as it is; where only the heaviest counts, it tries all."""
 FAILURES = 64
 """Heavy groups in a row that no exchange lowers before the search ends: what is left is lumpy by nature."""
+PAIRED = 40
+"""Members of a group, evenly spaced by weight, that bundles of two are made of."""
+REACH = 32
+"""Bundles on either side of the best one that are looked at where caps forbid the best."""
+EFFORT = 10_000_000
+"""Groups and bundles looked at before the search ends, some 50 ms of compiled code."""
+EFFORT_EACH = 200
+"""What is looked at besides for each sequence."""
+SORTING = 8
+"""What making and sorting a bundle of two costs, in bundles looked at."""
 
 
 @dataclass(frozen=True)
@@ -30,87 +46,197 @@ class Limits:
     equal_size: bool = False
 
 
-def even_out(
-    groups: Groups,
-    weights: NDArray[np.float64],
-    sizes: NDArray[np.int64],
+def even_out_arrays(
+    group_of: Integers,
+    count: int,
+    weights: Floats,
+    sizes: Integers,
     limits: Limits,
     *,
     only_heaviest: bool = False,
-) -> Groups:
+    target: float = 0.0,
+    effort: int = EFFORT,
+) -> Integers:
     """Lower the heaviest groups by exchanges until they are even or no exchange helps.
 
-    groups: index lists that keep `limits`. weights: float64 [n], what is evened. sizes: int64 [n], tokens.
+    group_of: int64 [n], the group of each sequence, 0..count; the groups keep `limits`. weights: float64 [n], what is
+    evened. sizes: int64 [n], tokens, of which a group's sum is capped (the packed layout's rule).
     only_heaviest: stop once the heaviest group cannot be lowered; otherwise go on with the next heaviest.
-    Returns new groups, in the same order; they keep `limits`, and none that held an index is empty.
+    target: a load at which a group is light enough, where the caller knows a bound above the mean.
+    effort: groups and bundles looked at before the search ends, and `EFFORT_EACH` more for each sequence.
+    Returns a new int64 [n]; groups keep `limits`, and none that held a sequence is empty.
     """
-    search = _Search(groups, weights, sizes, limits)
-    open_groups = np.ones(len(groups), bool)
-    level = search.loads.mean() * (1 + TOLERANCE)
-    if only_heaviest:
-        level = max(level, max((weights[group].max() for group in groups if group), default=0.0))
+    order = np.argsort(-weights, kind="stable")
+    descending = weights[order]
+    level = max(float(weights.sum()) / count * (1 + TOLERANCE), target)
+    if only_heaviest and len(weights):
+        level = max(level, float(descending[0]))
+    evened = exchange_until_even(
+        descending,
+        sizes[order].astype(np.float64),
+        group_of[order],
+        count,
+        float(limits.max_tokens),
+        float(limits.max_sequences),
+        limits.equal_size,
+        only_heaviest,
+        level,
+        effort + EFFORT_EACH * len(weights),
+    )
+    result = np.empty_like(evened)
+    result[order] = evened
+    return result
+
+
+@compiled
+def exchange_until_even(
+    weights: Floats,
+    sizes: Floats,
+    group_of: Integers,
+    count: int,
+    max_tokens: float,
+    max_sequences: float,
+    equal_size: bool,
+    only_heaviest: bool,
+    level: float,
+    effort: int,
+) -> Integers:
+    """The search of `even_out_arrays`, over sequences in descending order of weight; groups up to `level` are left."""
+    groups = thread(weights, sizes, group_of, count)
+    is_open = groups.counts > 1  # alone: whatever it is exchanged with, the pair's maximum stays
+    partners = count if only_heaviest else PARTNERS
     failures = 0
-    for _ in range(20 * len(groups) + 200):
-        heavy = int(np.argmax(np.where(open_groups, search.loads, -np.inf)))
-        if search.loads[heavy] <= level or not open_groups.any():
+    for _ in range(20 * count + 200):
+        heavy = _heaviest(groups.loads, is_open, only_heaviest)
+        if heavy < 0 or groups.loads[heavy] <= level or effort < 0 or failures == FAILURES:
             break
-        if len(search.groups[heavy]) < 2:  # alone: whatever it is exchanged with, the pair's maximum stays
-            open_groups[heavy] = False
-        elif search.relieve(heavy, len(groups) if only_heaviest else PARTNERS):
-            failures = 0
-        else:
-            open_groups[heavy] = False
+        light, spent, given, returned = _best_exchange(groups, heavy, partners, max_tokens, max_sequences, equal_size)
+        effort -= spent
+        if light < 0:
+            is_open[heavy] = False
             failures += 1
-        if failures == FAILURES or (only_heaviest and not open_groups[heavy]):
-            break
-    return search.groups
+            continue
+        failures = 0
+        for sequence in given:
+            if sequence >= 0:
+                groups.group_of[sequence] = light
+        for sequence in returned:
+            if sequence >= 0:
+                groups.group_of[sequence] = heavy
+        rethread(groups, heavy, light)
+    return groups.group_of
 
 
-class _Search:
-    """The groups, their loads (weight) and tokens, kept up to date exchange by exchange."""
+@compiled
+def _heaviest(loads: Floats, is_open: NDArray[np.bool_], only_heaviest: bool) -> int:
+    """The heaviest open group; -1 where there is none, or where it must be the heaviest of all and is not open."""
+    heaviest = -1
+    for group in range(len(loads)):
+        if (is_open[group] or only_heaviest) and (heaviest < 0 or loads[group] > loads[heaviest]):
+            heaviest = group
+    return heaviest if heaviest >= 0 and is_open[heaviest] else -1
 
-    def __init__(self, groups: Groups, weights: NDArray[np.float64], sizes: NDArray[np.int64], limits: Limits) -> None:
-        self.groups = [list(group) for group in groups]
-        self._weights, self._sizes, self._limits = weights, sizes, limits
-        self.loads = np.array([weights[group].sum() for group in self.groups], np.float64)
-        self._tokens = np.array([sizes[group].sum() for group in self.groups], np.int64)
 
-    def relieve(self, heavy: int, partners: int) -> bool:
-        """Make the best exchange of `heavy` with the first of the lightest `partners` that allows one."""
-        count = min(partners, len(self.groups))
-        lightest = np.argpartition(self.loads, count - 1)[:count]
-        for light in lightest[np.argsort(self.loads[lightest], kind="stable")]:
-            found = self._best_exchange(heavy, int(light))
-            if found is not None:
-                self._exchange(heavy, int(light), *found)
-                return True
+@compiled
+def _best_exchange(
+    groups: Threaded, heavy: int, partners: int, max_tokens: float, max_sequences: float, equal_size: bool
+) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """The best exchange of `heavy` with the first of the lightest `partners` that allows one, singles before pairs.
+
+    Returns the partner (-1 where there is none), the bundles looked at, what is given and what is returned.
+    """
+    spent = 0
+    loads, tokens, counts = groups.loads, groups.tokens, groups.counts
+    for largest in range(1, 3):
+        give = _bundles(groups, heavy, largest)
+        light, ascending = -1, counts[:0]
+        for position in range(min(partners, len(loads))):
+            if position == PARTNERS:  # sorting pays now; mostly one of the first few will do
+                ascending = np.argsort(loads, kind="mergesort")
+            if position < PARTNERS:
+                light = next_lightest(loads, light)
+                spent += len(loads)
+            else:
+                light = ascending[position]
+            gap = loads[heavy] - loads[light]
+            if gap <= loads[heavy] * 1e-9:
+                break
+            take = _bundles(groups, light, largest)
+            spent += len(take[1][0]) + SORTING * len(take[2][0])
+            nearest, best_given, best_returned = gap / 2 * (1 - 1e-9), (-1, -1), (-1, -1)
+            for given in range(1, largest + 1):
+                for returned in range(largest + 1):
+                    if max(given, returned) < largest or not _counts_allow(
+                        counts[heavy], counts[light], given - returned, max_sequences, equal_size
+                    ):
+                        continue
+                    a, b = give[given], take[returned]
+                    spent += len(a[0]) + len(b[0])
+                    nearest, i, j = _nearest(
+                        a, b, gap / 2, nearest, max_tokens - tokens[heavy], max_tokens - tokens[light]
+                    )
+                    if i >= 0:
+                        best_given, best_returned = (a[2][i], a[3][i]), (b[2][j], b[3][j])
+            if best_given[0] >= 0:
+                return light, spent, best_given, best_returned
+    return -1, spent, (-1, -1), (-1, -1)
+
+
+@compiled
+def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equal_size: bool) -> bool:
+    """Whether groups of these counts may have `moved` sequences go from heavy to light."""
+    if heavy - moved < 1 or (light > 0 and light + moved < 1) or max(heavy - moved, light + moved) > max_sequences:
         return False
+    return moved == 0 or not equal_size or moved == heavy - light
 
-    def _best_exchange(self, heavy: int, light: int) -> tuple[int, int] | None:
-        """Positions in the two groups; the second is -1 for a move. None where nothing helps."""
-        gap = self.loads[heavy] - self.loads[light]
-        if gap <= self.loads[heavy] * 1e-9:
-            return None
-        give, take = self.groups[heavy], self.groups[light]
-        # The last column stands for nothing given back: a move.
-        distance = np.abs(np.subtract.outer(self._weights[give], np.append(self._weights[take], 0.0)) - gap / 2)
-        growth = np.subtract.outer(self._sizes[give], np.append(self._sizes[take], 0))
-        distance[growth > self._limits.max_tokens - self._tokens[light]] = np.inf
-        distance[-growth > self._limits.max_tokens - self._tokens[heavy]] = np.inf
-        if len(take) + 1 > self._limits.max_sequences or (self._limits.equal_size and len(give) <= len(take)):
-            distance[:, -1] = np.inf
-        best = int(np.argmin(distance))
-        if not distance.flat[best] < gap / 2 * (1 - 1e-9):
-            return None
-        row, column = divmod(best, len(take) + 1)
-        return row, column if column < len(take) else -1
 
-    def _exchange(self, heavy: int, light: int, given: int, taken: int) -> None:
-        give, take = self.groups[heavy], self.groups[light]
-        moved = give.pop(given)
-        if taken >= 0:
-            give.append(take.pop(taken))
-        take.append(moved)
-        for group in (heavy, light):
-            self.loads[group] = self._weights[self.groups[group]].sum()
-            self._tokens[group] = self._sizes[self.groups[group]].sum()
+@compiled
+def _nearest(
+    give: Bundles, take: Bundles, half_gap: float, best: float, room_heavy: float, room_light: float
+) -> tuple[float, int, int]:
+    """The pair of bundles whose difference in weight is nearest to `half_gap`, if nearer than `best`, under the caps.
+
+    room_heavy, room_light: tokens that either group may still take. Returns the distance and the positions, or -1.
+    """
+    best_i, best_j, start = -1, -1, 0
+    for i in range(len(give[0])):
+        wanted = give[0][i] - half_gap
+        while start < len(take[0]) and take[0][start] > wanted:
+            start += 1
+        for step in (1, -1):
+            j = start if step == 1 else start - 1
+            for _ in range(REACH):
+                if j < 0 or j >= len(take[0]) or abs(take[0][j] - wanted) >= best:
+                    break
+                growth = give[1][i] - take[1][j]
+                if growth <= room_light and -growth <= room_heavy:
+                    best, best_i, best_j = abs(take[0][j] - wanted), i, j
+                    break
+                j += step
+    return best, best_i, best_j
+
+
+@compiled
+def _bundles(groups: Threaded, group: int, largest: int) -> tuple[Bundles, Bundles, Bundles]:
+    """Bundles of none, one and two members; none of two where `largest` is 1."""
+    members = members_of(groups, group)
+    nothing = (np.zeros(1), np.zeros(1), np.full(1, -1), np.full(1, -1))
+    singles = (groups.weights[members], groups.sizes[members], members, np.full(len(members), -1))
+    return nothing, singles, _pairs(groups, members) if largest == 2 else nothing
+
+
+@compiled
+def _pairs(groups: Threaded, members: Integers) -> Bundles:
+    """A bundle for every two of at most PAIRED members."""
+    chosen = members[:: max(1, -(-len(members) // PAIRED))].copy()
+    count = len(chosen) * (len(chosen) - 1) // 2
+    one, other = np.empty(count, np.int64), np.empty(count, np.int64)
+    position = 0
+    for i in range(len(chosen)):
+        for j in range(i):
+            one[position], other[position] = chosen[j], chosen[i]
+            position += 1
+    weights = groups.weights[one] + groups.weights[other]
+    order = np.argsort(-weights, kind="mergesort")
+    one, other = one[order], other[order]
+    return weights[order], groups.sizes[one] + groups.sizes[other], one, other

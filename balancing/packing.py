@@ -8,7 +8,6 @@ The packed layout takes the sum of aligned lengths, the padded layout rows times
 """
 
 import heapq
-from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,10 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.alignment import round_up
-from balancing.bounds import fewest_bins, pack_exactly
+from balancing.bounds import fewest_bins
 from balancing.errors import CountError
-from balancing.exchange import Groups, Limits, even_out
-from balancing.padded import equal_counts, pack_padded, split_most_tokens, take_in_order
+from balancing.exchange import Limits, even_out_arrays
+from balancing.filling import best_fit, fill_exactly, fill_lightest
+from balancing.grouping import Floats, Grouping, Integers
+from balancing.padded import Runs, equal_counts, pack_padded, split_most_tokens, take_in_order
 from balancing.validation import check_fits, one_of, positive_integer, sequence_lengths, weight_array
 
 Layout = Literal["packed", "padded"]
@@ -27,8 +28,8 @@ PackAlgorithm = Literal["load_balance", "none"]
 
 EXACT_LIMIT = 64
 """Batches of at most this many sequences are searched exactly where heuristics miss the lower bound."""
-COUNTS_TRIED = 8
-"""Counts from the lower bound upwards that are tried before the best-fit packing is taken."""
+EFFORT = 1_000_000
+"""Groups and bundles that one search for exchanges looks at, some 5 ms of compiled code."""
 
 
 def pack(
@@ -65,13 +66,13 @@ def pack(
     count = CountRule(positive_integer(min_count, "min_count"), positive_integer(multiple_of, "multiple_of"))
     weights = None if workloads is None else weight_array(workloads, "workloads", len(tokens))
     if algorithm == "none":
-        groups = pack_in_order(sizes, caps, count)
-    else:
-        # Planned in an order of their own, sequences are grouped alike however they are given.
-        order = np.lexsort((-sizes, -(sizes if weights is None else weights)))
-        sorted_groups = pack_evenly(sizes[order], None if weights is None else weights[order], caps, count)
-        groups = heaviest_first([order[group].tolist() for group in sorted_groups], sizes, weights)
-    return [np.asarray(group, np.int64) for group in groups]
+        return [np.arange(start, stop) for start, stop in pack_in_order(sizes, caps, count)]
+    # Planned in an order of their own, sequences are grouped alike however they are given.
+    loads = sizes.astype(np.float64) if weights is None else weights
+    order = np.lexsort((-sizes, -loads))
+    grouping = pack_evenly(sizes[order], None if weights is None else weights[order], caps, count)
+    grouping = heaviest_first(grouping, sizes[order], loads[order], order)
+    return [np.sort(order[group]) for group in grouping.members()]
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class CountRule:
         return count
 
 
-def pack_in_order(sizes: NDArray[np.int64], caps: Caps, count: CountRule) -> Groups:
+def pack_in_order(sizes: Integers, caps: Caps, count: CountRule) -> Runs:
     """Runs of the given order, as few as the caps allow.
 
     They hold equal counts of sequences where that keeps the caps; otherwise each is filled until the next sequence
@@ -113,112 +114,150 @@ def pack_in_order(sizes: NDArray[np.int64], caps: Caps, count: CountRule) -> Gro
     runs = equal_counts(len(sizes), bins)
     if not all(keeps_caps(sizes[start:stop], caps) for start, stop in runs):
         runs = split_most_tokens(filled, sizes, bins, padded=caps.padded)
-    return [list(range(start, stop)) for start, stop in runs]
+    return runs
 
 
-def keeps_caps(sizes: NDArray[np.int64], caps: Caps) -> bool:
+def keeps_caps(sizes: Integers, caps: Caps) -> bool:
     """Whether sequences of these sizes (at least one) may share a micro-batch."""
     tokens = len(sizes) * sizes.max() if caps.padded else sizes.sum()
     return bool(tokens <= caps.max_tokens and len(sizes) <= caps.max_sequences)
 
 
-def pack_evenly(sizes: NDArray[np.int64], weights: NDArray[np.float64] | None, caps: Caps, count: CountRule) -> Groups:
+def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: CountRule) -> Grouping:
     """The fewest micro-batches, evened by weight (tokens if None); no order of groups is promised."""
     if caps.padded:
         return pack_padded(sizes, weights, caps.max_tokens, caps.max_sequences, count.at_least)
     loads = sizes.astype(np.float64) if weights is None else weights
     lowest = count.at_least(fewest_micro_batches(sizes, caps), len(sizes))
-    groups = _pack_into(sizes, loads, caps, lowest)
-    if groups is None:
-        groups = _fewest(sizes, loads, caps, count, lowest)
-    return even_out(groups, loads, sizes, Limits(caps.max_tokens, caps.max_sequences))
+    grouping = pack_into(sizes, loads, caps, lowest)
+    return grouping if grouping is not None else _fewest_by_bisection(sizes, loads, caps, count, lowest)
 
 
-def fewest_micro_batches(sizes: NDArray[np.int64], caps: Caps) -> int:
+def _fewest_by_bisection(sizes: Integers, loads: Floats, caps: Caps, count: CountRule, too_few: int) -> Grouping:
+    """Between a count that no way to fill succeeded with and that of best-fit-decreasing, which is enough."""
+    enough = count.at_least(fewest_by_best_fit(sizes, caps), len(sizes))
+    found = None
+    while enough - too_few > count.multiple_of:
+        middle = count.at_least((too_few + enough) // 2, len(sizes))
+        middle = middle if middle < enough else enough - count.multiple_of
+        grouping = pack_into(sizes, loads, caps, middle)
+        if grouping is None:
+            too_few = middle
+        else:
+            enough, found = middle, grouping
+    return found if found is not None else _pack_for_sure(sizes, loads, caps, enough)
+
+
+def fewest_micro_batches(sizes: Integers, caps: Caps) -> int:
     """A lower bound on micro-batches of any plan for `sizes`; in the padded layout it is reached."""
     if caps.padded:
         return len(take_in_order(np.sort(sizes)[::-1], caps.max_tokens, caps.max_sequences, padded=True))
     return fewest_bins(sizes, caps.max_tokens, caps.max_sequences)
 
 
-def fill_evenly(sizes: NDArray[np.int64], weights: NDArray[np.float64], caps: Caps, bins: int) -> Groups | None:
-    """Heaviest first, each into the lightest bin that has room (longest-first under caps); None if one finds no room.
+def fewest_by_best_fit(sizes: Integers, caps: Caps) -> int:
+    """How many micro-batches best-fit-decreasing needs: with so many, packing succeeds."""
+    return _best_fit_decreasing(sizes, caps).count
 
-    Gives `bins` groups; some are empty only where there are fewer sequences than bins.
+
+def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
+    """`count` micro-batches of the packed layout, none empty, evened by load; None where no way to fill them succeeds.
+
+    The ways, from the one that leaves loads most even to the one that is most patient: by load, by tokens, best-fit,
+    tokens evened without a cap until they happen to keep it, and for few sequences an exhaustive search.
     """
-    groups: Groups = [[] for _ in range(bins)]
-    room = [caps.max_tokens] * bins
-    heap = [(0.0, 0, position) for position in range(bins)]
-    smallest = int(sizes.min(initial=caps.max_tokens))
-    for index in np.lexsort((-sizes, -weights)).tolist():
-        size, passed = int(sizes[index]), []
-        while heap and room[heap[0][2]] < size:
-            passed.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        load, members, position = heapq.heappop(heap)
-        groups[position].append(index)
-        room[position] -= size
-        if members + 1 < caps.max_sequences and room[position] >= smallest:
-            heapq.heappush(heap, (load + float(weights[index]), members + 1, position))
-        for bin_without_room in passed:
-            heapq.heappush(heap, bin_without_room)
-    return groups
+    for fill in (_by_load, _by_tokens, _by_exchanges, _by_best_fit, _by_search):
+        grouping = fill(sizes, loads, caps, count)
+        if grouping is not None:
+            return evened(grouping, loads, sizes, caps)
+    return None
 
 
-def heaviest_first(groups: Groups, sizes: NDArray[np.int64], weights: NDArray[np.float64] | None) -> Groups:
-    """Groups by descending weight, ties by the sum of squared sizes, then by first index; indices ascending in each."""
-    loads = sizes.astype(np.float64) if weights is None else weights
-    squares = np.square(sizes.astype(np.float64))
-    ordered = [sorted(group) for group in groups]
-    return sorted(
-        ordered, key=lambda group: (-loads[group].sum(), -squares[group].sum(), group[0] if group else len(sizes))
+def _pack_for_sure(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping:
+    """`pack_into` for a count that best-fit-decreasing reaches."""
+    grouping = pack_into(sizes, loads, caps, count)
+    if grouping is None:
+        raise RuntimeError(f"best-fit-decreasing found no place in {count} micro-batches; this is a defect of packing")
+    return grouping
+
+
+def evened(grouping: Grouping, loads: Floats, sizes: Integers, caps: Caps, *, only_heaviest: bool = False) -> Grouping:
+    """Exchanges under the caps of the packed layout; see `exchange.even_out_arrays`."""
+    limits = Limits(caps.max_tokens, caps.max_sequences)
+    group_of = even_out_arrays(
+        grouping.group_of, grouping.count, loads, sizes, limits, only_heaviest=only_heaviest, effort=EFFORT
     )
+    return Grouping(group_of, grouping.count)
 
 
-def best_fit_decreasing(sizes: NDArray[np.int64], caps: Caps) -> Groups:
-    """Largest first, each into the fullest bin that has room; at most about 11/9 of the fewest bins."""
-    groups: Groups = []
-    open_bins: list[tuple[int, int]] = []  # (room, bin), ascending
-    for index in np.argsort(-sizes, kind="stable").tolist():
-        size = int(sizes[index])
-        found = bisect_left(open_bins, (size, -1))
-        room, position = open_bins.pop(found) if found < len(open_bins) else (caps.max_tokens, len(groups))
-        if position == len(groups):
-            groups.append([])
-        groups[position].append(index)
-        if len(groups[position]) < caps.max_sequences:
-            insort(open_bins, (room - size, position))
-    return groups
+def heaviest_first(grouping: Grouping, sizes: Integers, weights: Floats, indices: Integers) -> Grouping:
+    """Numbered by descending weight, ties by the sum of squared sizes, then by the first of `indices` (int64 [n])."""
+    first = np.full(grouping.count, np.iinfo(np.int64).max)
+    np.minimum.at(first, grouping.group_of, indices)
+    squares = np.square(sizes.astype(np.float64))
+    order = np.lexsort((first, -grouping.sums(squares), -grouping.sums(weights)))
+    return grouping.renumbered(np.argsort(order), grouping.count)
 
 
-def _pack_into(sizes: NDArray[np.int64], loads: NDArray[np.float64], caps: Caps, bins: int) -> Groups | None:
-    """`bins` groups, none empty, evened by load if possible, else by tokens; None where neither finds room."""
-    groups = fill_evenly(sizes, loads, caps, bins)
-    return groups if groups is not None else fill_evenly(sizes, sizes.astype(np.float64), caps, bins)
+def _by_load(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
+    order = np.lexsort((-sizes, -loads))
+    return _complete(fill_lightest(order, sizes, loads, count, caps.max_tokens, caps.max_sequences), count)
 
 
-def _fewest(sizes: NDArray[np.int64], loads: NDArray[np.float64], caps: Caps, count: CountRule, lowest: int) -> Groups:
-    """From the lowest count upwards the first that works; at the latest that of best-fit-decreasing."""
-    tight = best_fit_decreasing(sizes, caps)
-    for bins in list(range(lowest, len(tight), count.multiple_of))[:COUNTS_TRIED]:
-        groups = _pack_into(sizes, loads, caps, bins) if bins > lowest else None
-        if groups is None and len(sizes) <= EXACT_LIMIT:
-            groups = pack_exactly(sizes, bins, caps.max_tokens, caps.max_sequences)
-        if groups is not None:
-            return spread([group for group in groups if group], sizes, bins)
-    highest = count.at_least(len(tight), len(sizes))
-    groups = _pack_into(sizes, loads, caps, highest)
-    return groups if groups is not None else spread(tight, sizes, highest)
+def _by_tokens(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
+    return _by_load(sizes, sizes.astype(np.float64), caps, count)
 
 
-def spread(groups: Groups, sizes: NDArray[np.int64], count: int) -> Groups:
+def _by_best_fit(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
+    tight = _best_fit_decreasing(sizes, caps)
+    return spread(tight.members(), sizes, count) if tight.count <= count else None
+
+
+def _by_exchanges(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
+    """What the cap forbids on the way may keep it at the end: thirds of the cap, three to a micro-batch."""
+    tokens, limits = sizes.astype(np.float64), Limits(max_sequences=caps.max_sequences)
+    start = _by_load(sizes, tokens, Caps(int(sizes.sum()), caps.max_sequences), count)
+    if start is None:
+        return None
+    group_of = even_out_arrays(
+        start.group_of,
+        count,
+        tokens,
+        sizes,
+        limits,
+        only_heaviest=True,
+        target=float(caps.max_tokens),
+        effort=EFFORT,
+    )
+    grouping = Grouping(group_of, count)
+    return grouping if grouping.sums(sizes).max() <= caps.max_tokens else None
+
+
+def _by_search(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
+    if len(sizes) > EXACT_LIMIT:
+        return None
+    order = np.argsort(-sizes, kind="stable")
+    found = _complete(fill_exactly(order, sizes, count, caps.max_tokens, caps.max_sequences), count)
+    return None if found is None else spread([group for group in found.members() if len(group)], sizes, count)
+
+
+def _best_fit_decreasing(sizes: Integers, caps: Caps) -> Grouping:
+    order = np.argsort(-sizes, kind="stable")
+    group_of = best_fit(order, sizes, caps.max_tokens, caps.max_sequences)
+    return Grouping(group_of, int(group_of.max()) + 1)
+
+
+def _complete(group_of: Integers, count: int) -> Grouping | None:
+    return None if (group_of < 0).any() else Grouping(group_of, count)
+
+
+def spread(groups: list[Integers], sizes: Integers, count: int) -> Grouping:
     """Halve the groups with most tokens until there are `count`; there must be as many indices."""
     heap = [(-(int(sizes[group].sum()) if len(group) > 1 else 0), number, group) for number, group in enumerate(groups)]
     heapq.heapify(heap)
     while len(heap) < count:
         _, number, group = heapq.heappop(heap)
-        descending = sorted(group, key=lambda index: (-int(sizes[index]), index))
+        descending = group[np.lexsort((group, -sizes[group]))]
         for new_number, half in ((number, descending[::2]), (len(heap) + 1, descending[1::2])):
             heapq.heappush(heap, (-(int(sizes[half].sum()) if len(half) > 1 else 0), new_number, half))
-    return [group for _, _, group in sorted(heap, key=lambda entry: entry[1])]
+    return Grouping.of([group for _, _, group in sorted(heap, key=lambda entry: entry[1])], len(sizes))

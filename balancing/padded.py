@@ -5,15 +5,18 @@
 The published dynamic batching for models without variable-length attention; `deal_padded` is it whole.
 """
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from balancing.alignment import round_up
+from balancing.compiled import compiled
 from balancing.errors import CountError
+from balancing.grouping import Floats, Grouping, Integers
 from balancing.validation import check_fits, positive_integer, sequence_lengths
 
 Runs = list[tuple[int, int]]
@@ -30,9 +33,9 @@ class PaddedDeal:
     tokens: cells computed over all ranks. given_tokens: cells if every row had the width of the longest.
     """
 
-    ranks: tuple[NDArray[np.int64], ...]
+    ranks: tuple[Integers, ...]
     slices: tuple[tuple[int, int], ...]
-    padded_lengths: NDArray[np.int64]
+    padded_lengths: Integers
     tokens: int
     given_tokens: int
 
@@ -80,29 +83,39 @@ def deal_padded(
 
 
 def take_in_order(
-    sizes: NDArray[np.int64],
+    sizes: Integers,
     max_tokens: int,
     max_sequences: int,
     *,
     padded: bool,
-    weights: NDArray[np.float64] | None = None,
+    weights: Floats | None = None,
     max_weight: float = np.inf,
 ) -> Runs:
     """Cut positions 0..n into the longest runs that keep the caps, from the front: the fewest for this order.
 
-    sizes: int64 [n], each at most `max_tokens`. A run takes their sum, or with `padded` rows times the largest.
+    sizes: int64 [n], n >= 1, each at most `max_tokens`. A run takes their sum, or with `padded` rows times the largest.
     weights: float64 [n]; where given, a run of several also keeps their sum at most `max_weight`.
     """
-    runs, start, total, widest, load = [], 0, 0, 0, 0.0
-    loads = np.zeros(len(sizes)).tolist() if weights is None else weights.tolist()
-    for position, (size, weight) in enumerate(zip(sizes.tolist(), loads, strict=True)):
-        rows = position - start + 1
+    loads = np.zeros(len(sizes)) if weights is None else weights
+    starts = run_starts(sizes, loads, max_tokens, max_sequences, padded, max_weight).tolist()
+    return list(pairwise([*starts, len(sizes)]))
+
+
+@compiled
+def run_starts(
+    sizes: Integers, loads: Floats, max_tokens: int, max_sequences: int, padded: bool, max_load: float
+) -> Integers:
+    """Where the runs of `take_in_order` start, int64, the first at 0."""
+    starts = np.zeros(len(sizes), np.int64)
+    count, total, widest, load = 1, 0, 0, 0.0
+    for position in range(len(sizes)):
+        size, rows = sizes[position], position - starts[count - 1] + 1
         tokens = rows * max(widest, size) if padded else total + size
-        if tokens > max_tokens or rows > max_sequences or (rows > 1 and load + weight > max_weight):
-            runs.append((start, position))
-            start, total, widest, load = position, 0, 0, 0.0
-        total, widest, load = total + size, max(widest, size), load + weight
-    return [*runs, (start, len(sizes))]
+        if tokens > max_tokens or rows > max_sequences or (rows > 1 and load + loads[position] > max_load):
+            starts[count] = position
+            count, total, widest, load = count + 1, 0, 0, 0.0
+        total, widest, load = total + size, max(widest, size), load + loads[position]
+    return starts[:count]
 
 
 def equal_counts(positions: int, count: int) -> Runs:
@@ -112,29 +125,31 @@ def equal_counts(positions: int, count: int) -> Runs:
     return list(pairwise(bounds))
 
 
-def split_most_tokens(runs: Runs, sizes: NDArray[np.int64], count: int, *, padded: bool) -> Runs:
+def split_most_tokens(runs: Runs, sizes: Integers, count: int, *, padded: bool) -> Runs:
     """Halve the runs with most tokens until there are `count`; there must be as many positions."""
-    runs = list(runs)
 
-    def tokens(run: tuple[int, int]) -> int:
-        inside = sizes[run[0] : run[1]]
-        return 0 if len(inside) < 2 else int(len(inside) * inside.max() if padded else inside.sum())
+    def entry(start: int, stop: int) -> tuple[int, int, int]:
+        inside = sizes[start:stop]
+        tokens = 0 if len(inside) < 2 else int(len(inside) * inside.max() if padded else inside.sum())
+        return -tokens, start, stop
 
-    while len(runs) < count:
-        position = max(range(len(runs)), key=lambda i: tokens(runs[i]))
-        start, stop = runs[position]
+    heap = [entry(start, stop) for start, stop in runs]
+    heapq.heapify(heap)
+    while len(heap) < count:
+        _, start, stop = heap[0]
         middle = (start + stop) // 2
-        runs[position : position + 1] = [(start, middle), (middle, stop)]
-    return runs
+        heapq.heapreplace(heap, entry(start, middle))
+        heapq.heappush(heap, entry(middle, stop))
+    return sorted((start, stop) for _, start, stop in heap)
 
 
 def pack_padded(
-    sizes: NDArray[np.int64],
-    weights: NDArray[np.float64] | None,
+    sizes: Integers,
+    weights: Floats | None,
     max_tokens: int,
     max_sequences: int,
     allowed_count: Callable[[int, int], int],
-) -> list[list[int]]:
+) -> Grouping:
     """Fewest micro-batches of `rows * longest <= max_tokens`, then the lowest heaviest one that this count allows.
 
     Taking the longest that are left, as many as fit, is optimal for the count: whatever shares a micro-batch with
@@ -151,10 +166,10 @@ def pack_padded(
     else:
         runs = _lowest_weight_limit(descending, weights[order], max_tokens, max_sequences, count)
     runs = split_most_tokens(runs, descending, count, padded=True)
-    return [sorted(order[start:stop].tolist()) for start, stop in runs]
+    return Grouping.of([order[start:stop] for start, stop in runs], len(sizes))
 
 
-def _lowest_token_limit(descending: NDArray[np.int64], max_tokens: int, max_sequences: int, count: int) -> Runs:
+def _lowest_token_limit(descending: Integers, max_tokens: int, max_sequences: int, count: int) -> Runs:
     """The runs at the lowest cap that still gives at most `count` of them, found by bisection."""
     low, high = int(descending[0]), max_tokens
     while low < high:
@@ -167,7 +182,7 @@ def _lowest_token_limit(descending: NDArray[np.int64], max_tokens: int, max_sequ
 
 
 def _lowest_weight_limit(
-    descending: NDArray[np.int64], weights: NDArray[np.float64], max_tokens: int, max_sequences: int, count: int
+    descending: Integers, weights: Floats, max_tokens: int, max_sequences: int, count: int
 ) -> Runs:
     """The same for the heaviest run's weight, to about 1e-6 of the total."""
 

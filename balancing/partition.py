@@ -1,28 +1,36 @@
 """k-way number partitioning: n weights into k sets whose sums are as equal as can be.
 
-    partition --+-- karmarkar_karp   largest differencing over k-tuples        free or equal counts
-                +-- longest_first    heaviest first into the lightest set      free or equal counts
-                +-- sort_and_deal    sorted, dealt like cards                  equal counts
-                +-- refined          the two above, then exchanges             free or equal counts
+    weights, descending --+-- karmarkar_karp   largest differencing over k-tuples    free or equal counts
+                          +-- longest_first    heaviest first, to the lightest set   free or equal counts
+                          +-- sort_and_deal    dealt like cards                      equal counts
+                          +-- refined          the first two, then exchanges, then   free or equal counts
+                                               pairs of small sets split anew
 
 Equal counts differ by at most one when k does not divide n. All are deterministic.
 """
 
 import heapq
-from bisect import insort
 from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from balancing.compiled import compiled
+from balancing.crowding import crowded_bound, lower_bound
+from balancing.differencing import largest_differencing
 from balancing.errors import CountError, WeightError
-from balancing.exchange import TOLERANCE, Groups, Limits, even_out
+from balancing.exchange import TOLERANCE, Limits, even_out_arrays
+from balancing.resplitting import resplit_until_even
+from balancing.threaded import Floats, Integers
 from balancing.validation import one_of, positive_integer, weight_array
 
+EFFORT_EACH = 5_000
+"""Exchanges that `refined` looks at for each weight before it ends a search; see `even_out_arrays`."""
+MOST_EFFORT = 50_000_000
+"""The most that it looks at, some 0.2 s of compiled code."""
+
 Algorithm = Literal["refined", "karmarkar_karp", "longest_first", "sort_and_deal"]
-_Set = tuple[float, int, list[int]]
-"""(minus the sum, an index unique to the set, members): ascending order is heaviest first, ties by index."""
 
 
 def partition(
@@ -47,108 +55,113 @@ def partition(
         raise WeightError("weights is empty; pass at least one weight")
     if sets > checked.size and not allow_empty:
         raise CountError(f"k={sets} is more than the {checked.size} weights; lower k or set allow_empty=True")
-    order = np.argsort(-checked, kind="stable")  # then ties apart, sets do not depend on the order that is given
-    groups = _ALGORITHMS[algorithm](checked[order], sets, equal_size)
-    return [np.sort(order[group]) for group in groups]
+    order = _heaviest_first(checked)  # then ties apart, sets do not depend on the order that is given
+    set_of = np.empty(checked.size, np.int64)
+    set_of[order] = _ALGORITHMS[algorithm](checked[order], sets, equal_size)
+    return indices_by_set(set_of, sets)
 
 
-def karmarkar_karp(weights: NDArray[np.float64], k: int, equal_size: bool = False) -> Groups:
-    """The largest differencing method (Karmarkar and Karp 1982) for k sets.
+def indices_by_set(set_of: Integers, k: int) -> list[NDArray[np.int64]]:
+    """The indices of each set, ascending. set_of: int64 [n], the set of each index, 0..k."""
+    narrow = set_of.astype(np.int16) if k < 2**15 else set_of  # NumPy sorts 16 bits in linear time
+    order = np.argsort(narrow, kind="stable")
+    ends = np.cumsum(np.bincount(set_of, minlength=k)).tolist()
+    return [order[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
 
-    Partial solutions are k-tuples of sets. The two with the largest difference between their heaviest and lightest
-    set are joined, heaviest with lightest, until one is left. With `equal_size` the first solutions are runs of k
-    weights in sorted order (Michiels et al. 2003), which keeps counts equal; the last run may be short.
-    Empty sets of a tuple are not stored: joining a single weight is then a binary insertion, and the whole is
-    O(n log n) where copying and sorting k sets at every join would be O(n k log k).
+
+def _heaviest_first(weights: Floats) -> Integers:
+    """Indices in descending order of weight, ties in given order; NumPy sorts 16 bits in linear time."""
+    if weights.max() < 2**16 and (weights == np.floor(weights)).all():
+        return np.argsort((2**16 - 1 - weights).astype(np.uint16), kind="stable")
+    return np.argsort(-weights, kind="stable")
+
+
+def karmarkar_karp(weights: Floats, k: int, equal_size: bool = False) -> Integers:
+    """The largest differencing method (Karmarkar and Karp 1982; Michiels et al. 2003 for equal counts).
+
+    weights: float64 [n], descending. Returns the set of each, 0..k; int64 [n].
     """
-    solutions = _runs_of_k(weights, k) if equal_size else [[(-float(w), i, [i])] for i, w in enumerate(weights)]
-    heap = [(_minus_difference(sets, k), number, sets) for number, sets in enumerate(solutions)]
-    heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = _join_solutions(first, second, k)
-        heapq.heappush(heap, (_minus_difference(joined, k), number, joined))
-        number += 1
-    groups = [members for _, _, members in heap[0][2]]
-    return groups + [[] for _ in range(k - len(groups))]
+    count = len(weights)
+    if k == 1 or count == 1:
+        return np.zeros(count, np.int64)
+    padded = np.concatenate([weights, np.zeros(-count % k)]) if equal_size else weights
+    return largest_differencing(padded, k, equal_size)[:count]
 
 
-def longest_first(weights: NDArray[np.float64], k: int, equal_size: bool = False) -> Groups:
-    """Heaviest first, each into the lightest set that may still grow (Graham 1969)."""
-    groups: Groups = [[] for _ in range(k)]
-    smallest, larger_sets = divmod(len(weights), k)
+@compiled
+def longest_first(weights: Floats, k: int, equal_size: bool = False) -> Integers:
+    """Heaviest first, each into the lightest set that may still grow (Graham 1969); as `karmarkar_karp`."""
+    set_of = np.empty(len(weights), np.int64)
+    smallest, larger_sets = len(weights) // k, len(weights) % k
     heap = [(0.0, 0, position) for position in range(k)]
-    for index in np.argsort(-weights, kind="stable").tolist():
-        load, size, position = heapq.heappop(heap)
-        while equal_size and size == smallest and larger_sets == 0:
-            load, size, position = heapq.heappop(heap)
+    for index in range(len(weights)):
+        load, size, position = heap[0]
+        while equal_size and (size > smallest or (size == smallest and larger_sets == 0)):
+            heapq.heappop(heap)
+            load, size, position = heap[0]
         if size == smallest:
             larger_sets -= 1
-        groups[position].append(index)
-        if not equal_size or size < smallest:
-            heapq.heappush(heap, (load + float(weights[index]), size + 1, position))
-    return groups
+        set_of[index] = position
+        heapq.heapreplace(heap, (load + weights[index], size + 1, position))
+    return set_of
 
 
-def sort_and_deal(weights: NDArray[np.float64], k: int, equal_size: bool = True) -> Groups:
-    """Ascending, ties in given order, dealt with stride k; members stay in that order. Counts are always equal."""
+def sort_and_deal(weights: NDArray[np.float64], k: int) -> list[list[int]]:
+    """Ascending, ties in given order, dealt with stride k; members stay in that order. Counts are always equal.
+
+    weights: float64 [n], in any order.
+    """
     order = np.argsort(weights, kind="stable")
     return [order[position::k].tolist() for position in range(k)]
 
 
-def refined(weights: NDArray[np.float64], k: int, equal_size: bool = False) -> Groups:
-    """Exchanges until within 1e-5 of the lower bound max(mean, heaviest) or none helps.
+def refined(weights: Floats, k: int, equal_size: bool = False) -> Integers:
+    """Exchanges until within 1e-5 of the lower bound or none helps; as `karmarkar_karp`.
 
     Starts from Karmarkar-Karp; where that does not reach the bound, also from longest-first, and the better is kept.
+    Where sets are small, pairs of them are then split anew in the best of all ways.
     """
-    limits, no_size = Limits(equal_size=equal_size), np.zeros(len(weights), np.int64)
-    bound = max(float(weights.sum()) / k, float(weights.max())) * (1 + TOLERANCE)
-    best: Groups = []
-    lowest = np.inf
-    for start in (karmarkar_karp, longest_first):
-        groups = even_out(start(weights, k, equal_size), weights, no_size, limits, only_heaviest=True)
-        heaviest = max(float(weights[group].sum()) for group in groups)
-        if heaviest < lowest:
-            best, lowest = groups, heaviest
-        if lowest <= bound:
-            break
-    return best
+    start = karmarkar_karp(weights, k, equal_size)
+    if k >= len(weights) or _heaviest(weights, start) <= lower_bound(weights, k) * (1 + TOLERANCE):
+        return start
+    level = crowded_bound(weights, k, equal_size) * (1 + TOLERANCE)
+    best, lowest = start, np.inf
+    for set_of in sorted((start, longest_first(weights, k, equal_size)), key=lambda sets: _heaviest(weights, sets)):
+        evened = _exchanged(weights, set_of, k, equal_size, level)
+        if _heaviest(weights, evened) < lowest:
+            best, lowest = evened, _heaviest(weights, evened)
+        if lowest <= level:
+            return best
+    return resplit_until_even(weights, best, k, equal_size, level)
 
 
-def _runs_of_k(weights: NDArray[np.float64], k: int) -> list[list[_Set]]:
-    order = np.argsort(-weights, kind="stable").tolist()
-    runs = [[(-float(weights[i]), i, [i]) for i in order[start : start + k]] for start in range(0, len(order), k)]
-    runs[-1] += [(0.0, len(order) + missing, []) for missing in range(k - len(runs[-1]))]
-    return runs
+def _exchanged(weights: Floats, set_of: Integers, k: int, equal_size: bool, level: float) -> Integers:
+    return even_out_arrays(
+        set_of,
+        k,
+        weights,
+        np.zeros(len(weights), np.int64),
+        Limits(equal_size=equal_size),
+        only_heaviest=True,
+        target=level,
+        effort=min(MOST_EFFORT, EFFORT_EACH * len(weights)),
+    )
 
 
-def _minus_difference(sets: list[_Set], k: int) -> float:
-    lightest = sets[-1][0] if len(sets) == k else 0.0
-    return sets[0][0] - lightest
+def _heaviest(weights: Floats, set_of: Integers) -> float:
+    return float(np.bincount(set_of, weights=weights).max())
 
 
-def _join_sets(first: _Set, second: _Set) -> _Set:
-    large, small = (first, second) if len(first[2]) >= len(second[2]) else (second, first)
-    large[2].extend(small[2])
-    return (first[0] + second[0], min(first[1], second[1]), large[2])
+def _dealt(weights: Floats, k: int, equal_size: bool) -> Integers:
+    """`sort_and_deal` as the set of each weight."""
+    set_of = np.empty(len(weights), np.int64)
+    set_of[np.argsort(weights, kind="stable")] = np.arange(len(weights)) % k
+    return set_of
 
 
-def _join_solutions(first: list[_Set], second: list[_Set], k: int) -> list[_Set]:
-    """Heaviest of one with lightest of the other; sets that meet an empty one stay as they are."""
-    many, few = (first, second) if len(first) >= len(second) else (second, first)
-    if len(few) == 1:
-        single = _join_sets(many.pop(), few[0]) if len(many) == k else few[0]
-        insort(many, single)
-        return many
-    alone = many[: k - len(few)] + few[: k - len(many)]
-    pairs = zip(many[k - len(few) :], reversed(few), strict=False)  # what is left of `few` is in `alone`
-    return sorted(alone + [_join_sets(heavy, light) for heavy, light in pairs])
-
-
-_ALGORITHMS: dict[str, Callable[[NDArray[np.float64], int, bool], Groups]] = {
+_ALGORITHMS: dict[str, Callable[[Floats, int, bool], Integers]] = {
     "refined": refined,
     "karmarkar_karp": karmarkar_karp,
     "longest_first": longest_first,
-    "sort_and_deal": sort_and_deal,
+    "sort_and_deal": _dealt,
 }

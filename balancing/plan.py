@@ -10,26 +10,31 @@ Invariants:
   every micro-batch keeps the cap on tokens and the cap on sequences;
   within a mini-batch every rank has the same number of micro-batches: at least `min_count`, a multiple of
   `multiple_of`, and no micro-step is empty on all ranks;
-  which mini-batch a sequence belongs to is the caller's decision and never changes;
+  which mini-batch a sequence belongs to is the caller's decision and never changes, unless `redeal_groups` is given;
   the normalisers of a mini-batch are global numbers that do not depend on how it is cut.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.alignment import round_up
-from balancing.errors import LengthError, MiniBatchError, OptionError
+from balancing.dealing import Order, Request, Schedule
+from balancing.errors import OptionError
+from balancing.grouping import Grouping
 from balancing.packing import Caps, CountRule, Layout
-from balancing.schedule import Order, Request, Steps, schedule_evenly, schedule_in_order
+from balancing.published import PUBLISHED, schedule_rank_locally
+from balancing.redeal import redealt
+from balancing.schedule import schedule_evenly, schedule_in_order
 from balancing.statistics import plan_statistics
-from balancing.validation import check_fits, one_of, positive_integer, sequence_lengths, whole_numbers
+from balancing.validation import check_fits, loss_token_counts, membership, one_of, positive_integer, sequence_lengths
 from balancing.workload import CostModel
 
-PlanAlgorithm = Literal["load_balance", "none"]
+PlanAlgorithm = Literal["load_balance", "none", "verl", "roll", "mindspeed_rl"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +48,40 @@ class MicroStep:
 class MiniBatch:
     """One optimiser step.
 
+    rows: int64 [sequences], in order of micro-step, then rank, ascending in each micro-batch.
+    bounds: int64 [steps * ranks + 1]; micro-batch `step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
     tokens, loss_tokens, sequences: over all ranks, what losses divide by whatever the plan.
     """
 
-    micro_steps: tuple[MicroStep, ...]
+    rows: NDArray[np.int64] = field(repr=False)
+    bounds: NDArray[np.int64] = field(repr=False)
+    steps: int
     tokens: int
     loss_tokens: int
     sequences: int
+
+    @property
+    def micro_steps(self) -> tuple[MicroStep, ...]:
+        """In order of execution. Views of `rows`, made at every access: a plan is sent as two arrays, not thousands."""
+        parts = [self.rows[start:stop] for start, stop in pairwise(self.bounds.tolist())]
+        ranks = len(parts) // self.steps
+        return tuple(MicroStep(tuple(parts[first : first + ranks])) for first in range(0, len(parts), ranks))
+
+    def sums(self, values: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64 [steps, ranks]: `values`, one for each sequence of the global batch, summed over each micro-batch."""
+        return self._micro_batches().sums(values[self.rows]).reshape(self.steps, -1)
+
+    def predicted_times(self, workloads: NDArray[np.float64], layout: Layout) -> NDArray[np.float64]:
+        """float64 [steps, ranks], the time of each micro-batch; a padded row takes as long as the longest beside it."""
+        micro_batches, times = self._micro_batches(), workloads[self.rows]
+        return micro_batches.sums(micro_batches.heaviest(times) if layout == "padded" else times).reshape(
+            self.steps, -1
+        )
+
+    def _micro_batches(self) -> Grouping:
+        """The micro-batch of each entry of `rows`."""
+        numbers = np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
+        return Grouping(numbers, len(self.bounds) - 1)
 
 
 @dataclass(frozen=True)
@@ -76,21 +108,74 @@ class RankPlan:
     mini_batches: tuple[RankMiniBatch, ...]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `plan_batch` that say how to plan, as they were given: what `explain` plans again with."""
+
+    ranks: int
+    max_tokens: int
+    max_sequences: int | None
+    min_count: int
+    multiple_of: int
+    cost_model: CostModel
+    algorithm: PlanAlgorithm
+    order: Order
+    allow_empty: bool
+    layout: Layout
+    length_multiple: int
+
+    def __post_init__(self) -> None:
+        """Counts become plain ints; raises OptionError naming the first argument that is none of its values."""
+        for name in ("ranks", "max_tokens", "max_sequences", "min_count", "multiple_of", "length_multiple"):
+            value = getattr(self, name)
+            if value is not None or name != "max_sequences":
+                object.__setattr__(self, name, positive_integer(value, name))
+        one_of(self.layout, "layout", ("packed", "padded"))
+        one_of(self.algorithm, "algorithm", ("load_balance", "none", *PUBLISHED))
+        one_of(self.order, "order", ("descending", "small_ends"))
+
+    def request(self, sequences: int) -> Request:
+        """What a schedule must keep, in a global batch of so many sequences."""
+        return Request(
+            ranks=self.ranks,
+            caps=Caps(self.max_tokens, self.max_sequences or sequences, self.layout == "padded"),
+            count=CountRule(self.min_count, self.multiple_of),
+            allow_empty=self.allow_empty,
+            order=self.order,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Made by `plan_batch`.
 
-    lengths: int64 [n]. workloads: float64 [n], in the cost model's unit. ranks: data-parallel ranks.
-    max_tokens, layout, length_multiple: how tokens count against the cap.
+    lengths: int64 [n]. workloads: float64 [n], in the cost model's unit. settings: how it was planned.
     """
 
     mini_batches: tuple[MiniBatch, ...]
-    ranks: int
-    max_tokens: int
-    layout: Layout
-    length_multiple: int
     lengths: NDArray[np.int64] = field(repr=False)
     workloads: NDArray[np.float64] = field(repr=False)
+    settings: Settings = field(repr=False)
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.settings.ranks
+
+    @property
+    def max_tokens(self) -> int:
+        """Cap of a micro-batch, in tokens."""
+        return self.settings.max_tokens
+
+    @property
+    def layout(self) -> Layout:
+        """`packed` or `padded`: how tokens count against the cap."""
+        return self.settings.layout
+
+    @property
+    def length_multiple(self) -> int:
+        """What lengths are rounded up to before they count against the cap."""
+        return self.settings.length_multiple
 
     def for_rank(self, rank: int) -> RankPlan:
         """The rows and cuts of one rank; OptionError if there is no such rank."""
@@ -99,16 +184,30 @@ class Plan:
         rows, parts, position = [], [], 0
         for mini_batch in self.mini_batches:
             cuts = []
-            for step in mini_batch.micro_steps:
-                rows.append(step.ranks[rank])
-                cuts.append((position, position + len(rows[-1])))
-                position = cuts[-1][1]
+            starts, stops = mini_batch.bounds[rank : -1 : self.ranks], mini_batch.bounds[rank + 1 :: self.ranks]
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+                rows.append(mini_batch.rows[start:stop])
+                cuts.append((position, position + stop - start))
+                position += stop - start
             parts.append(RankMiniBatch(tuple(cuts), mini_batch.tokens, mini_batch.loss_tokens, mini_batch.sequences))
         return RankPlan(rank, np.concatenate(rows), tuple(parts))
+
+    def predicted_times(self) -> list[NDArray[np.float64]]:
+        """float64 [steps] for each mini-batch: how long each micro-step lasts, as its slowest rank.
+
+        In the unit of `settings.cost_model`: seconds where it was fitted to measurements, else FLOPs or tokens.
+        """
+        return [part.predicted_times(self.workloads, self.layout).max(axis=1) for part in self.mini_batches]
 
     def statistics(self) -> dict[str, float]:
         """What the plan bought, by name; see `balancing.statistics.plan_statistics`."""
         return plan_statistics(self)
+
+    def explain(self) -> str:
+        """Why the plan takes the time it takes, and what would shorten it; see `balancing.explain`."""
+        from balancing.explain import explain  # which plans again
+
+        return explain(self)
 
 
 def plan_batch(
@@ -127,106 +226,66 @@ def plan_batch(
     allow_empty: bool = True,
     layout: Layout = "packed",
     length_multiple: int = 1,
+    redeal_groups: ArrayLike | None = None,
 ) -> Plan:
     """Plan all mini-batches, micro-steps and ranks of a global batch.
 
     lengths: n whole numbers >= 1, real tokens of each sequence.
     ranks: data-parallel ranks; n need not divide by it.
     mini_batches: index arrays that together hold every index once; None is one mini-batch of all.
-    max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`).
-    loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, tokens that the loss counts; None takes lengths.
-    max_sequences: cap on sequences of a micro-batch. min_count: least number of micro-batches of a rank in each
-    mini-batch. multiple_of: what that number must divide by.
-    cost_model: what is evened; None evens tokens.
-    algorithm: `load_balance`, or `none`: given order, an equal count of sequences for each rank, cut at the caps.
+    max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`); twice the longest
+    sequence is a good one. loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, tokens that the loss counts;
+    None takes lengths. max_sequences: cap on sequences of a micro-batch. min_count: least number of micro-batches of a
+    rank in each mini-batch. multiple_of: what that number must divide by. cost_model: what is evened, None for tokens.
+    algorithm: `load_balance`; `none`: given order, an equal count of sequences for each rank, cut at the caps; or
+    rank by rank as another system does, `verl`, `roll`, `mindspeed_rl` (published.py), with the caps kept.
     order: micro-steps of `load_balance` by descending workload, or with small ones at both ends (pipelines).
     allow_empty: a rank may have an empty micro-batch where sequences are fewer than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
+    redeal_groups: n whole numbers >= 0, the group of each sequence. CHANGES WHICH SEQUENCES SHARE AN OPTIMISER STEP:
+    whole groups move between mini-batches until these weigh the same (redeal.py); None leaves mini-batches as given.
     Raises LengthError, OptionError, MiniBatchError for bad values; OverCapError for a sequence above the cap;
-    CountError where the counts cannot be kept.
+    CountError where the counts cannot be kept, or groups cannot be re-dealt.
     """
+    settings = Settings(
+        ranks, max_tokens, max_sequences, min_count, multiple_of, cost_model or CostModel.tokens(), algorithm, order,
+        allow_empty, layout, length_multiple,
+    )  # fmt: skip
     tokens = sequence_lengths(lengths)
-    one_of(layout, "layout", ("packed", "padded"))
-    one_of(algorithm, "algorithm", ("load_balance", "none"))
-    one_of(order, "order", ("descending", "small_ends"))
-    sizes = round_up(tokens, positive_integer(length_multiple, "length_multiple"))
-    cap = positive_integer(max_tokens, "max_tokens")
-    check_fits(tokens, sizes, cap)
-    in_loss = _loss_tokens(loss_tokens, tokens)
-    members = _membership(mini_batches, len(tokens))
-    workloads = (cost_model or CostModel.tokens()).workload(tokens)
-    sequences = len(tokens) if max_sequences is None else positive_integer(max_sequences, "max_sequences")
-    request = Request(
-        ranks=positive_integer(ranks, "ranks"),
-        caps=Caps(cap, sequences, layout == "padded"),
-        count=CountRule(positive_integer(min_count, "min_count"), positive_integer(multiple_of, "multiple_of")),
-        allow_empty=allow_empty,
-        order=order,
-    )
-    planned = []
-    for rows in members:
-        steps, ordered = _schedule(rows, sizes, workloads, request, algorithm)
-        planned.append(_mini_batch(steps, ordered, tokens, in_loss))
-    return Plan(tuple(planned), request.ranks, cap, layout, int(length_multiple), tokens, workloads)
-
-
-def _schedule(
-    rows: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    workloads: NDArray[np.float64],
-    request: Request,
-    algorithm: PlanAlgorithm,
-) -> tuple[Steps, NDArray[np.int64]]:
-    """The micro-steps of one mini-batch, and the rows that their numbers stand for."""
-    if algorithm == "none":
-        return schedule_in_order(sizes[rows], request), rows
-    ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the same plan in whatever order given
-    return schedule_evenly(sizes[ordered], workloads[ordered], request), ordered
+    sizes = round_up(tokens, settings.length_multiple)
+    check_fits(tokens, sizes, settings.max_tokens)
+    in_loss = loss_token_counts(loss_tokens, tokens)
+    members = membership(mini_batches, len(tokens))
+    workloads = settings.cost_model.workload(tokens)
+    if redeal_groups is not None:
+        members = redealt(members, redeal_groups, workloads)
+    planned = [_mini_batch(rows, sizes, workloads, settings, tokens, in_loss) for rows in members]
+    return Plan(tuple(planned), tokens, workloads, settings)
 
 
 def _mini_batch(
-    steps: Steps, rows: NDArray[np.int64], tokens: NDArray[np.int64], in_loss: NDArray[np.int64]
+    rows: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    workloads: NDArray[np.float64],
+    settings: Settings,
+    tokens: NDArray[np.int64],
+    in_loss: NDArray[np.int64],
 ) -> MiniBatch:
-    micro_steps = tuple(
-        MicroStep(tuple(np.sort(rows[np.asarray(group, np.int64)]) for group in step)) for step in steps
-    )
-    return MiniBatch(micro_steps, int(tokens[rows].sum()), int(in_loss[rows].sum()), len(rows))
+    schedule, ordered = _schedule(rows, sizes, workloads, settings)
+    micro_batch = schedule.grouping.group_of
+    bounds = np.concatenate([[0], np.cumsum(schedule.grouping.sizes())])
+    in_order = ordered[np.lexsort((ordered, micro_batch))]
+    return MiniBatch(in_order, bounds, schedule.steps, int(tokens[rows].sum()), int(in_loss[rows].sum()), len(rows))
 
 
-def _loss_tokens(loss_tokens: ArrayLike | None, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    if loss_tokens is None:
-        return tokens
-    checked = whole_numbers(loss_tokens, "loss_tokens", minimum=0)
-    if len(checked) != len(tokens):
-        raise LengthError(f"loss_tokens holds {len(checked)} values for {len(tokens)} lengths; pass one for each")
-    above = checked > tokens
-    if above.any():
-        index = int(np.argmax(above))
-        raise LengthError(
-            f"loss_tokens[{index}] is {checked[index]}, above lengths[{index}]={tokens[index]}; "
-            "loss_tokens counts the tokens of a sequence that the loss sees"
-        )
-    return checked
-
-
-def _membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[NDArray[np.int64]]:
-    """The caller's mini-batches as int64 arrays; MiniBatchError unless each index 0..count is in exactly one."""
-    if mini_batches is None:
-        return [np.arange(count)]
-    members = [
-        whole_numbers(rows, f"mini_batches[{number}]", minimum=0, error=MiniBatchError)
-        for number, rows in enumerate(mini_batches)
-    ]
-    seen = np.zeros(count, np.int64)
-    for number, rows in enumerate(members):
-        if len(rows) == 0:
-            raise MiniBatchError(f"mini_batches[{number}] is empty; leave it out")
-        if rows.max() >= count:
-            raise MiniBatchError(f"mini_batches[{number}] holds index {rows.max()}, but there are {count} lengths")
-        np.add.at(seen, rows, 1)
-    if (seen != 1).any():
-        index = int(np.argmax(seen != 1))
-        raise MiniBatchError(
-            f"index {index} is {seen[index]} times in mini_batches; every index of lengths must be in exactly one"
-        )
-    return members
+def _schedule(
+    rows: NDArray[np.int64], sizes: NDArray[np.int64], workloads: NDArray[np.float64], settings: Settings
+) -> tuple[Schedule, NDArray[np.int64]]:
+    """The schedule of one mini-batch, and the rows that its numbers stand for."""
+    request = settings.request(len(sizes))
+    if settings.algorithm == "none":
+        return schedule_in_order(sizes[rows], request), rows
+    if settings.algorithm != "load_balance":
+        return schedule_rank_locally(settings.algorithm, sizes[rows], workloads[rows], request), rows
+    ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the same plan in whatever order given
+    return schedule_evenly(sizes[ordered], workloads[ordered], request), ordered

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from balancing.errors import BalancingError, LengthError, OptionError, OverCapError, WeightError
+from balancing.errors import BalancingError, LengthError, MiniBatchError, OptionError, OverCapError, WeightError
 
 
 def positive_integer(value: Any, name: str) -> int:
@@ -73,6 +73,46 @@ def check_fits(lengths: NDArray[np.int64], aligned: NDArray[np.int64], max_token
         f"lengths[{index}] is {lengths[index]} tokens{grown}, above max_tokens={max_tokens}; "
         f"raise max_tokens to at least {aligned.max()} or shorten the sequence"
     )
+
+
+def loss_token_counts(loss_tokens: ArrayLike | None, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [n], `lengths` for None; LengthError unless there is one for each length, none above it."""
+    if loss_tokens is None:
+        return lengths
+    checked = whole_numbers(loss_tokens, "loss_tokens", minimum=0)
+    if len(checked) != len(lengths):
+        raise LengthError(f"loss_tokens holds {len(checked)} values for {len(lengths)} lengths; pass one for each")
+    above = checked > lengths
+    if above.any():
+        index = int(np.argmax(above))
+        raise LengthError(
+            f"loss_tokens[{index}] is {checked[index]}, above lengths[{index}]={lengths[index]}; "
+            "loss_tokens counts the tokens of a sequence that the loss sees"
+        )
+    return checked
+
+
+def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[NDArray[np.int64]]:
+    """The caller's mini-batches as int64 arrays; MiniBatchError unless each index 0..count is in exactly one."""
+    if mini_batches is None:
+        return [np.arange(count)]
+    members = [
+        whole_numbers(rows, f"mini_batches[{number}]", minimum=0, error=MiniBatchError)
+        for number, rows in enumerate(mini_batches)
+    ]
+    seen = np.zeros(count, np.int64)
+    for number, rows in enumerate(members):
+        if len(rows) == 0:
+            raise MiniBatchError(f"mini_batches[{number}] is empty; leave it out")
+        if rows.max() >= count:
+            raise MiniBatchError(f"mini_batches[{number}] holds index {rows.max()}, but there are {count} lengths")
+        seen += np.bincount(rows, minlength=count)
+    if (seen != 1).any():
+        index = int(np.argmax(seen != 1))
+        raise MiniBatchError(
+            f"index {index} is {seen[index]} times in mini_batches; every index of lengths must be in exactly one"
+        )
+    return members
 
 
 def _one_dimensional(values: ArrayLike, name: str, error: type[BalancingError]) -> NDArray[Any]:

@@ -86,7 +86,7 @@ def requests(draw, max_size=40):
     return lengths, draw(st.integers(longest, 4 * longest)), options
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     requests(),
     st.integers(1, 6),
@@ -139,9 +139,28 @@ def test_v6_the_count_is_the_smallest_that_fits(request_):
         assert fewest_bins(sizes, cap, options["max_sequences"] or 99) <= fewest
 
 
-def test_v6_exact_search_finds_what_best_fit_misses():
-    # Best-fit-decreasing needs four bins of 10; {5,3,2} {5,3,2} {4,4,2} are three.
-    assert len(pack([5, 5, 4, 4, 3, 3, 2, 2, 2], 10)) == 3
+@settings(max_examples=50, deadline=None)
+@given(st.permutations(range(30)), st.sampled_from(["packed", "padded"]))
+def test_the_order_of_lengths_changes_nothing_but_indices(order, layout):
+    lengths = np.arange(20, 50)
+    shuffled = lengths[np.array(order)]
+    grouped = [[sorted(own[group].tolist()) for group in pack(own, 120, layout=layout)] for own in (lengths, shuffled)]
+    assert grouped[0] == grouped[1]
+
+
+def test_v6_full_micro_batches_are_found_and_even():
+    # 99.9 % full: neither longest-first nor best-fit-decreasing alone gives even loads in the fewest micro-batches.
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(600), 1, 4096), 16, 8192).astype(int)
+    workloads = lengths * (7e4 + lengths.astype(float))
+    groups = pack(lengths, 16384, workloads=workloads)
+    loads = np.array([workloads[group].sum() for group in groups])
+    assert len(groups) == fewest_bins(lengths, 16384, 4096)
+    assert loads.max() / loads.mean() <= 1.04
+
+
+def test_v6_exact_search_finds_what_heuristics_miss():
+    # Neither longest-first nor best-fit-decreasing nor exchanges find {9,2,2} {8,5} {7,3,3}.
+    assert len(pack([9, 8, 7, 5, 3, 3, 2, 2], 13)) == 3
 
 
 def test_workload_is_even_on_a_long_tailed_batch():

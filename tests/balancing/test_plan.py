@@ -43,7 +43,7 @@ def batches(draw):
         "max_sequences": draw(st.none() | st.integers(1, 6)),
         "min_count": draw(st.integers(1, 3)),
         "multiple_of": draw(st.integers(1, 3)),
-        "algorithm": draw(st.sampled_from(["load_balance", "load_balance", "none"])),
+        "algorithm": draw(st.sampled_from(["load_balance"] * 4 + ["none", "verl", "roll", "mindspeed_rl"])),
         "order": draw(st.sampled_from(["descending", "small_ends"])),
         "layout": draw(st.sampled_from(["packed", "packed", "padded"])),
         "length_multiple": multiple,
@@ -120,6 +120,43 @@ def test_p1_normalisers_do_not_depend_on_the_plan():
             assert [m.sequences for m in plan.for_rank(rank).mini_batches] == [len(m) for m in mini_batches]
 
 
+def test_p12_p13_d6_training_and_forward_only_passes_have_settings_of_their_own():
+    lengths = lognormal(128)
+    training = plan_batch(lengths, ranks=2, max_tokens=8192, min_count=12)
+    forward_only = plan_batch(lengths, ranks=2, max_tokens=32768, min_count=2)
+    for plan, least in ((training, 12), (forward_only, 2)):
+        (mini_batch,) = plan.mini_batches
+        assert mini_batch.sums(lengths).max() <= plan.max_tokens
+        assert mini_batch.steps >= least
+        assert (mini_batch.tokens, mini_batch.sequences) == (lengths.sum(), 128)
+    assert forward_only.mini_batches[0].steps < training.mini_batches[0].steps
+
+
+def test_p9_the_micro_batches_of_each_rank_weigh_the_same():
+    plan = plan_batch(lognormal(512), ranks=4, max_tokens=16384, cost_model=SEVEN_BILLION)
+    loads = plan.mini_batches[0].sums(plan.workloads)
+    assert loads.shape[0] > 2
+    assert (loads.max(axis=0) / loads.mean(axis=0)).max() < 1.02
+
+
+def test_m7_a_cap_of_twice_the_longest_leaves_no_rank_waiting():
+    lengths = lognormal(1024)
+    plan = plan_batch(lengths, ranks=8, max_tokens=2 * lengths.max(), cost_model=SEVEN_BILLION)
+    assert plan.statistics()["imbalance/micro_steps"] < 1e-3
+
+
+def test_v6_the_number_of_micro_steps_is_the_least_that_fits():
+    # 16 of 3 at cap 9: three to a micro-batch, six micro-batches, two ranks, three steps.
+    plan = plan_batch([3] * 16, ranks=2, max_tokens=9)
+    assert plan.mini_batches[0].steps == 3
+
+
+def test_thirds_of_the_cap_go_together_three_by_three():
+    lengths = np.random.default_rng(0).integers(297, 304, 96)
+    plan = plan_batch(lengths, ranks=4, max_tokens=906)
+    assert plan.mini_batches[0].steps == 8
+
+
 def test_fewer_sequences_than_ranks_are_solved_with_empty_micro_batches():
     plan = plan_batch([5, 9], ranks=4, mini_batches=[[0, 1]], max_tokens=10)
     (step,) = plan.mini_batches[0].micro_steps
@@ -184,6 +221,23 @@ def test_the_order_of_a_mini_batch_changes_nothing(order):
     assert as_lists(plan_batch(mini_batches=[order], **arguments)) == as_lists(plan_batch(**arguments))
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.permutations(range(60)),
+    st.sampled_from(["packed", "padded"]),
+    st.sampled_from(["load_balance", "verl", "roll", "mindspeed_rl"]),
+)
+def test_the_order_of_lengths_changes_nothing_but_indices(order, layout, algorithm):
+    lengths = np.unique(lognormal(90))[:60]
+    arguments = {"ranks": 3, "max_tokens": 9000, "cost_model": QUADRATIC, "layout": layout, "algorithm": algorithm}
+
+    def computed(own):
+        (mini_batch,) = plan_batch(own, **arguments).mini_batches
+        return [[sorted(own[rows].tolist()) for rows in step.ranks] for step in mini_batch.micro_steps]
+
+    assert computed(lengths) == computed(lengths[np.array(order)])
+
+
 def test_p8_giants_run_together_and_do_not_hold_up_the_rest():
     # Four giants on four ranks: one step for them; dealt apart they would make every step as long as a giant.
     lengths = [8000] * 4 + [500] * 48
@@ -192,6 +246,30 @@ def test_p8_giants_run_together_and_do_not_hold_up_the_rest():
     giants = [sum(int((rows < 4).sum()) for rows in step.ranks) for step in steps]
     assert sorted(giants) == [0] * (len(giants) - 1) + [4]
     assert plan.statistics()["imbalance/micro_steps"] < 1e-3
+
+
+def test_long_sequences_share_micro_batches_rather_than_hold_every_step_up():
+    # Twelve of half the cap on four ranks: six pairs would leave ranks waiting in two steps; one step of four pairs
+    # and one of four with company leave none.
+    lengths = [1000] * 12 + [10] * 400
+    plan = plan_batch(lengths, ranks=4, max_tokens=2000, cost_model=CostModel(0.0, 1.0))
+    loads = plan.mini_batches[0].sums(plan.workloads)
+    assert loads.max(axis=1).sum() / loads.mean(axis=1).sum() < 1.01
+
+
+def test_predicted_times_are_those_of_the_slowest_rank():
+    plan = plan_batch([4, 4, 3, 1], ranks=2, max_tokens=4, cost_model=CostModel(1.0, 1.0))
+    assert [times.tolist() for times in plan.predicted_times()] == [[20.0, 12.0]]
+
+
+def test_predicted_times_of_padded_rows_are_those_of_the_longest():
+    plan = plan_batch([4, 1, 1, 1], ranks=1, max_tokens=16, layout="padded")
+    assert [times.tolist() for times in plan.predicted_times()] == [[16.0]]
+
+
+def test_a_plan_explains_itself():
+    plan = plan_batch([8192, *[100] * 30], ranks=4, max_tokens=16384, cost_model=QUADRATIC)
+    assert "8,192" in plan.explain()
 
 
 def test_v3_statistics_of_a_small_batch_counted_by_hand():
@@ -208,6 +286,16 @@ def test_v3_statistics_of_a_small_batch_counted_by_hand():
     assert statistics["idle_share_before"] == pytest.approx(1 - 12 / 20)
     assert statistics["cap_fill"] == pytest.approx(12 / 20)
     assert (statistics["micro_batches"], statistics["padding_share"]) == (1, 0)
+
+
+def test_a_plan_is_small_to_send():
+    lengths = lognormal(2048)
+    plan = plan_batch(lengths, ranks=8, mini_batches=shuffled_mini_batches(2048, 4), max_tokens=16384)
+    sent = pickle.dumps(plan, protocol=5)
+    assert len(sent) < 24 * len(lengths) + 4000  # indices, lengths, workloads
+    received = pickle.loads(sent)
+    assert as_lists(received) == as_lists(plan)
+    assert received.settings == plan.settings
 
 
 def test_a_ranks_plan_is_small_to_send():
@@ -228,6 +316,17 @@ def test_a_ranks_plan_is_small_to_send():
         ({"lengths": [3, 3, 11]}, OverCapError, r"lengths\[2\] is 11 tokens, above max_tokens=10"),
         ({"ranks": 0}, OptionError, "ranks=0"),
         ({"max_tokens": 9.5}, OptionError, "max_tokens=9.5"),
+        ({"max_tokens": True}, OptionError, "max_tokens=True"),
+        ({"lengths": [3, float("nan"), 3]}, LengthError, r"lengths\[1\] is nan"),
+        ({"lengths": [[3, 3], [3, 3]]}, LengthError, "lengths has 2 dimensions"),
+        ({"max_sequences": 0}, OptionError, "max_sequences=0"),
+        ({"min_count": 0}, OptionError, "min_count=0"),
+        ({"min_count": 4}, CountError, "3 sequences cannot fill 4 micro-batches .*min_count=4"),
+        ({"multiple_of": 0}, OptionError, "multiple_of=0"),
+        ({"multiple_of": 4}, CountError, "3 sequences cannot fill 4 micro-batches .*multiple_of=4"),
+        ({"length_multiple": -1}, OptionError, "length_multiple=-1"),
+        ({"length_multiple": 11}, OverCapError, r"3 tokens \(11 after alignment\), above max_tokens=10"),
+        ({"layout": "ragged"}, OptionError, "layout='ragged'"),
         ({"algorithm": "magic"}, OptionError, "algorithm='magic'"),
         ({"order": "up"}, OptionError, "order='up'"),
         ({"mini_batches": [[0, 1]]}, MiniBatchError, "index 2 is 0 times"),
@@ -244,6 +343,12 @@ def test_bad_input_is_named(change, error, words):
     with pytest.raises(error, match=words) as caught:
         plan_batch(**arguments)
     assert isinstance(caught.value, BalancingError)
+
+
+def test_numpy_integers_are_counts_too():
+    plan = plan_batch([3, 3], ranks=np.int32(2), max_tokens=np.int16(10), max_sequences=np.uint8(1))
+    assert plan.mini_batches[0].steps == 1
+    assert {type(value) for value in (plan.ranks, plan.max_tokens, plan.settings.max_sequences)} == {int}
 
 
 def test_a_rank_outside_the_plan_is_refused():

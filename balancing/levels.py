@@ -1,0 +1,140 @@
+"""Levels: micro-steps filled one after another, each up to a level of its own, before the rest is dealt.
+
+    longest left --> level of the next step --> longest first into the lightest rank that stays within it --> next step
+                                                                          what is left of all is dealt (dealing.py)
+
+Where long sequences outweigh a fair share, the steps that hold them last longer than the others whatever is done.
+Micro-batches of equal weight would then leave the other ranks of these steps waiting; filled up, they do not.
+"""
+
+from itertools import product
+
+import numpy as np
+
+from balancing.bounds import StepTimeBound, step_time_bound
+from balancing.dealing import Request, Schedule, dealt_into, evened_steps
+from balancing.exchange import TOLERANCE
+from balancing.filling import fill_to_level
+from balancing.grouping import Floats, Grouping, Integers
+
+GOOD_ENOUGH = 1e-3
+"""A schedule within this of the lower bound, relatively, is not improved any more."""
+LEAST_GAIN = 1e-4
+"""Another schedule is worked out only where it may be shorter by this, relatively."""
+MOST_LONG_TOGETHER = 4
+"""Long sequences in one micro-batch up to which a micro-step is filled with as many of them as fit."""
+
+
+def filled_first(sizes: Integers, weights: Floats, request: Request, dealt: Schedule) -> Schedule:
+    """The best of `dealt` and schedules whose first steps are filled to a level of their own before the rest is dealt.
+
+    Filled are, first with one long sequence in a micro-batch, then with as many as fit: the steps that long sequences
+    hold up by the bound; or every step but the last.
+    """
+    best, lowest = dealt, dealt.time(weights)
+    enough = _bound(sizes, weights, request, dealt.steps).time * (1 + GOOD_ENOUGH)
+    for several, every_step in product((False, True), (False, True)):
+        if lowest <= enough:
+            break
+        filling = _Filling(sizes, weights, request, dealt.steps)
+        if several and not filling.several_long_together():
+            break
+        filling.longest_with_others(filling.steps_left - 1 if every_step else filling.bound_of_rest().long_steps)
+        promising = filling.steps_left < dealt.steps and filling.least_time() < lowest * (1 - LEAST_GAIN)
+        other = filling.rest_dealt() if promising else None
+        if other is not None and other.time(weights) < lowest:
+            best, lowest = other, other.time(weights)
+    return best
+
+
+def _bound(sizes: Integers, weights: Floats, request: Request, steps: int) -> StepTimeBound:
+    return step_time_bound(
+        sizes,
+        weights,
+        ranks=request.ranks,
+        steps=steps,
+        max_tokens=request.caps.max_tokens,
+        max_sequences=request.caps.max_sequences,
+    )
+
+
+class _Filling:
+    """Step after step, longest sequences first."""
+
+    def __init__(self, sizes: Integers, weights: Floats, request: Request, steps: int) -> None:
+        self.left, self.steps_left = np.arange(len(sizes)), steps
+        self._sizes, self._weights, self._request, self._steps = sizes, weights, request, steps
+        self._group_of, self._time = np.full(len(sizes), -1, np.int64), 0.0
+
+    def longest_with_others(self, steps: int) -> None:
+        """Fill steps up to the level that the longest sequence left, or a fair share, sets."""
+        for _ in range(min(steps, self.steps_left - 1)):
+            if len(self.left):
+                self._take(self._row(max(float(self._weights[self.left[0]]), self._fair_share())))
+
+    def several_long_together(self) -> bool:
+        """Fill steps to the level of two or more of the longest in one micro-batch, while almost no rank waits."""
+        while self.steps_left > 1 and len(self.left):
+            row = next((row for row in map(self._row, self._levels_of_several()) if self._waits_little(row)), None)
+            if row is None:
+                break
+            self._take(row)
+        return self.steps_left < self._steps
+
+    def bound_of_rest(self) -> StepTimeBound:
+        """The least time for what is left in the steps that are left."""
+        if len(self.left) == 0:
+            return StepTimeBound(0.0, 0)
+        return _bound(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
+
+    def least_time(self) -> float:
+        """The least time of the whole, with what is filled so far."""
+        return self._time + self.bound_of_rest().time
+
+    def rest_dealt(self) -> Schedule | None:
+        """What is left, dealt into the steps that are left; None where it does not fit, or leaves a rank empty."""
+        if len(self.left) < self.steps_left * self._request.ranks:
+            return None
+        sizes, weights = self._sizes[self.left], self._weights[self.left]
+        dealt = dealt_into(sizes, weights, self._request, self.steps_left)
+        if dealt is None:
+            return None
+        filled = (self._steps - self.steps_left) * self._request.ranks
+        group_of = self._group_of.copy()
+        group_of[self.left] = dealt.grouping.group_of + filled
+        whole = Schedule(Grouping(group_of, self._steps * self._request.ranks), self._steps)
+        if (whole.grouping.sizes() == 0).any():
+            return None
+        return evened_steps(whole, self._sizes, self._weights, self._request)
+
+    def _fair_share(self) -> float:
+        return float(self._weights[self.left].sum()) / (self._request.ranks * self.steps_left)
+
+    def _levels_of_several(self) -> list[float]:
+        """Of as many of the longest as fit together, then of one less, down to two; only above a fair share."""
+        longest = self.left[0]
+        together = min(self._request.caps.max_tokens // int(self._sizes[longest]), MOST_LONG_TOGETHER)
+        levels = [float(self._weights[longest]) * count for count in range(together, 1, -1)]
+        return [level for level in levels if level > self._fair_share()]
+
+    def _row(self, level: float) -> Integers:
+        caps = self._request.caps
+        limit = level * (1 + TOLERANCE)
+        return fill_to_level(
+            self.left, self._sizes, self._weights, self._request.ranks, limit, caps.max_tokens, caps.max_sequences
+        )
+
+    def _loads(self, row: Integers) -> Floats:
+        taken = row >= 0
+        return Grouping(row[taken], self._request.ranks).sums(self._weights[taken])
+
+    def _waits_little(self, row: Integers) -> bool:
+        loads = self._loads(row)
+        return bool(loads.max() <= loads.mean() * (1 + GOOD_ENOUGH))
+
+    def _take(self, row: Integers) -> None:
+        taken = row >= 0
+        self._group_of[taken] = row[taken] + (self._steps - self.steps_left) * self._request.ranks
+        self._time += float(self._loads(row).max())
+        self.left = self.left[~taken[self.left]]
+        self.steps_left -= 1

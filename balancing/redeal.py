@@ -1,0 +1,73 @@
+"""Re-dealing: whole groups move between mini-batches until these weigh the same. Opt-in.
+
+    mini-batches of the caller -> groups: workload, sequences -> groups dealt anew, evenly -> new mini-batches
+
+This changes which sequences share an optimiser step, so that a step's gradient is no longer that of a random draw.
+All mini-batches together stay the same batch, and the sequences of a group stay together.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from balancing.errors import CountError, LengthError
+from balancing.exchange import Limits, even_out_arrays
+from balancing.filling import fill_lightest
+from balancing.grouping import Floats, Grouping, Integers
+from balancing.partition import partition
+from balancing.validation import whole_numbers
+
+
+def redealt(members: list[Integers], redeal_groups: ArrayLike, workloads: Floats) -> list[Integers]:
+    """As many mini-batches of whole groups, of workloads as equal as can be.
+
+    members: the mini-batches that are given, int64 indices of the n sequences. redeal_groups: n whole numbers >= 0, the
+    group of each. workloads: float64 [n]. A group that is spread over several mini-batches is brought together.
+    Numbers of sequences differ by no more than in `members`, or than the largest group has.
+    Returns int64 arrays, indices ascending in each.
+    Raises LengthError unless there is one valid group for each sequence; CountError if groups are fewer than
+    mini-batches.
+    """
+    groups = _group_numbers(redeal_groups, workloads)
+    if groups.count < len(members):
+        raise CountError(
+            f"redeal_groups names {groups.count} groups for {len(members)} mini_batches; "
+            "pass fewer mini_batches, or leave redeal_groups out"
+        )
+    loads, counts = groups.sums(workloads), groups.sizes()
+    if (counts == counts[0]).all():
+        dealt = Grouping.of(partition(loads, len(members), equal_size=True), groups.count)
+    else:
+        given = [len(rows) for rows in members]
+        dealt = _deal_unequal(loads, counts, len(members), max(max(given) - min(given), int(counts.max())))
+    return Grouping(dealt.group_of[groups.group_of], len(members)).members()
+
+
+def _group_numbers(redeal_groups: ArrayLike, workloads: Floats) -> Grouping:
+    """Groups numbered 0..count, whatever their names."""
+    names = whole_numbers(redeal_groups, "redeal_groups", minimum=0, error=LengthError)
+    if len(names) != len(workloads):
+        raise LengthError(f"redeal_groups holds {len(names)} values for {len(workloads)} lengths; pass one for each")
+    _, group_of = np.unique(names, return_inverse=True)
+    count = int(group_of.max()) + 1
+    return Grouping(group_of.astype(np.int64), count)
+
+
+def _deal_unequal(loads: Floats, counts: Integers, mini_batches: int, spread: int) -> Grouping:
+    """Groups of different sizes: by workload if that keeps counts within `spread` of one another, else by count."""
+    sequences = int(counts.sum())
+    fair = -(-sequences // mini_batches)
+    by_count = _longest_first(counts.astype(np.float64), counts, mini_batches, sequences)
+    for start in (_longest_first(loads, counts, mini_batches, fair), by_count):
+        if (start < 0).any():
+            continue
+        most = max(fair, int(np.bincount(start, counts, mini_batches).max()))
+        evened = even_out_arrays(start, mini_batches, loads, counts, Limits(max_tokens=most))
+        in_each = np.bincount(evened, counts, mini_batches)
+        if in_each.max() - in_each.min() <= spread:
+            return Grouping(evened, mini_batches)
+    return Grouping(by_count, mini_batches)
+
+
+def _longest_first(weights: Floats, counts: Integers, mini_batches: int, most: int) -> Integers:
+    order = np.lexsort((-counts, -weights))
+    return fill_lightest(order, counts, weights, mini_batches, most, len(counts))

@@ -1,0 +1,130 @@
+"""Small groups, two at a time, split anew in the best of all ways.
+
+    heaviest + lighter group -> their members, halved: L, R -> all subsets of L, of R, by count and sorted
+                             -> the subset of both whose weight is nearest to half of all (Horowitz and Sahni 1974)
+
+Exchanges of one or two end where a group has few members: eight and eight have 849 exchanges of up to two, but 12,870
+splits. Where no split lowers the heaviest group, some members change places at random (always the same for the same
+groups), the search goes on from there, and the better of the two outcomes is kept: iterated local search.
+"""
+
+import numpy as np
+
+from balancing.compiled import compiled
+from balancing.threaded import Floats, Integers, Threaded, members_of, next_lightest, rethread, thread
+
+MEMBERS = 20
+"""Most members of two groups together that all splits are looked at; 2^10 subsets of either half."""
+EFFORT = 5_000_000
+"""Groups and subsets looked at before the search ends, about 50 ms of compiled code."""
+PATIENCE = 60
+"""Disturbances in a row that bring nothing before the search ends."""
+
+
+@compiled
+def resplit_until_even(weights: Floats, group_of: Integers, count: int, equal_size: bool, level: float) -> Integers:
+    """Lower the heaviest of `count` groups to `level`, or as far as splits of two groups and disturbances do.
+
+    weights: float64 [n], descending. group_of: int64 [n]. equal_size: a group keeps its count or has its partner's.
+    Returns a new int64 [n].
+    """
+    groups = thread(weights, weights, group_of, count)
+    effort = _descend(groups, equal_size, level, EFFORT)
+    best, lowest = groups.group_of.copy(), groups.loads.max()
+    random, failures = 1, 0
+    while lowest > level and effort > 0 and failures < PATIENCE:
+        random = _disturb(groups, random)
+        effort = _descend(groups, equal_size, level, effort - len(weights))
+        heaviest = groups.loads.max()
+        failures = 0 if heaviest < lowest else failures + 1
+        if heaviest > lowest:
+            groups = thread(weights, weights, best, count)
+        else:
+            best, lowest = groups.group_of.copy(), heaviest
+    return best
+
+
+@compiled
+def _descend(groups: Threaded, equal_size: bool, level: float, effort: int) -> int:
+    """Split the heaviest group anew with the lightest that lowers it, over and over; what is left of `effort`."""
+    loads, counts = groups.loads, groups.counts
+    heavy, light = int(np.argmax(loads)), -1
+    while loads[heavy] > level and effort > 0:
+        light = next_lightest(loads, light)
+        effort -= len(loads)
+        if light < 0 or loads[light] >= loads[heavy]:
+            break
+        if counts[heavy] + counts[light] > MEMBERS or counts[heavy] < 2:
+            continue
+        effort -= 2 << ((counts[heavy] + counts[light] + 1) // 2)
+        if _split(groups, heavy, light, equal_size):
+            rethread(groups, heavy, light)
+            heavy, light = int(np.argmax(loads)), -1
+    return effort
+
+
+@compiled
+def _disturb(groups: Threaded, random: int) -> int:
+    """Two random members of the heaviest group change places with any two sequences; returns the random number.
+
+    The numbers are those of Park and Miller (1988), which fit into 64 bits.
+    """
+    for _ in range(2):
+        heavy = int(np.argmax(groups.loads))
+        members = members_of(groups, heavy)
+        random = random * 16_807 % 2_147_483_647
+        one = members[random % len(members)]
+        random = random * 16_807 % 2_147_483_647
+        other = random % len(groups.weights)
+        light = int(groups.group_of[other])
+        if light != heavy:
+            groups.group_of[one], groups.group_of[other] = light, heavy
+            rethread(groups, heavy, light)
+    return random
+
+
+@compiled
+def _split(groups: Threaded, heavy: int, light: int, equal_size: bool) -> bool:
+    """Give two groups the split of their members that is nearest to even; whether that lowers the heavier."""
+    members = np.concatenate((members_of(groups, heavy), members_of(groups, light)))
+    left, right = members[::2].copy(), members[1::2].copy()
+    half = (groups.loads[heavy] + groups.loads[light]) / 2
+    left_sums, left_subsets, left_starts = _subsets(groups.weights[left], equal_size)
+    right_sums, right_subsets, right_starts = _subsets(groups.weights[right], equal_size)
+    nearest, best_left, best_right = (groups.loads[heavy] - half) * (1 - 1e-9), -1, -1
+    wanted = groups.counts[heavy] if equal_size else 0
+    for count in range(max(0, wanted - len(right_starts) + 2), min(wanted + 2, len(left_starts)) - 1):
+        i, j = left_starts[count], right_starts[wanted - count + 1] - 1
+        while i < left_starts[count + 1] and j >= right_starts[wanted - count]:
+            above = left_sums[i] + right_sums[j] - half
+            if abs(above) < nearest:
+                nearest, best_left, best_right = abs(above), left_subsets[i], right_subsets[j]
+            if above < 0:
+                i += 1
+            else:
+                j -= 1
+    if best_left < 0:
+        return False
+    for position in range(len(left)):
+        groups.group_of[left[position]] = heavy if best_left >> position & 1 else light
+    for position in range(len(right)):
+        groups.group_of[right[position]] = heavy if best_right >> position & 1 else light
+    return True
+
+
+@compiled
+def _subsets(weights: Floats, by_count: bool) -> tuple[Floats, Integers, Integers]:
+    """All subsets of a few weights: their sums, ascending within each count, and the subsets as bits.
+
+    Counts start at `starts[count]`; unless `by_count`, all are together as count 0.
+    """
+    sums, counts = np.zeros(1), np.zeros(1, np.int64)
+    for weight in weights:
+        sums, counts = np.concatenate((sums, sums + weight)), np.concatenate((counts, counts + 1))
+    if not by_count:
+        counts[:] = 0
+    starts = np.zeros(len(weights) + 2 if by_count else 2, np.int64)
+    for count in counts:
+        starts[count + 1] += 1
+    order = np.argsort(counts * (2 * weights.sum() + 1) + sums, kind="mergesort")
+    return sums[order], order, np.cumsum(starts)

@@ -1,0 +1,120 @@
+"""The compiled loops do what they say, and the same without a compiler."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balancing.compiled import COMPILED
+from balancing.filling import best_fit, fill_exactly, fill_lightest, fill_to_level
+from balancing.padded import run_starts
+
+
+def interpreted(kernel):
+    return kernel.py_func if COMPILED else kernel
+
+
+def order_of(weights):
+    return np.argsort(-weights, kind="stable")
+
+
+def placed(kernel, *arguments):
+    """The result, after a check that the interpreter gives the same."""
+    result = kernel(*arguments)
+    assert result.tolist() == interpreted(kernel)(*arguments).tolist()
+    return result
+
+
+lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40).map(np.array)
+caps = st.integers(50, 120)
+bins = st.integers(1, 8)
+sequences = st.integers(1, 6)
+
+
+def check_caps(assignment, sizes, cap, most):
+    inside = assignment >= 0
+    assert np.bincount(assignment[inside], sizes[inside], 1).max() <= cap
+    assert np.bincount(assignment[inside], minlength=1).max() <= most
+
+
+@settings(deadline=None)
+@given(lengths, bins, caps, sequences)
+def test_lightest_keeps_caps_and_is_the_same_interpreted(sizes, count, cap, most):
+    weights = np.square(sizes.astype(float))
+    assignment = placed(fill_lightest, order_of(weights), sizes, weights, count, cap, most)
+    check_caps(assignment, sizes, cap, most)
+    if (assignment >= 0).all() and count <= len(sizes):
+        assert len(np.unique(assignment)) == count
+
+
+def test_lightest_takes_the_lightest_with_room():
+    sizes = np.array([6, 5, 4, 4])
+    assert fill_lightest(np.arange(4), sizes, sizes.astype(float), 2, 10, 9).tolist() == [0, 1, 1, 0]
+    # The last goes to the heavier bin, the only one with room.
+    weights = np.array([6.0, 5.0, 9.0, 4.0])
+    assert fill_lightest(np.arange(4), np.array([6, 5, 5, 4]), weights, 2, 10, 9).tolist() == [0, 1, 1, 0]
+
+
+def test_lightest_stops_where_there_is_no_room():
+    sizes = np.array([6, 6, 6])
+    assert fill_lightest(np.arange(3), sizes, sizes.astype(float), 2, 10, 9).tolist() == [0, 1, -1]
+
+
+def test_lightest_leaves_no_bin_empty_where_sequences_weigh_nothing():
+    assert fill_lightest(np.arange(4), np.array([1] * 4), np.zeros(4), 4, 10, 9).tolist() == [0, 1, 2, 3]
+
+
+@settings(deadline=None)
+@given(lengths, caps, sequences)
+def test_best_fit_keeps_caps_and_is_the_same_interpreted(sizes, cap, most):
+    assignment = placed(best_fit, order_of(sizes), sizes, cap, most)
+    assert assignment.min() >= 0
+    assert sorted(np.unique(assignment)) == list(range(assignment.max() + 1))
+    check_caps(assignment, sizes, cap, most)
+
+
+def test_best_fit_takes_the_fullest_with_room():
+    assert best_fit(np.arange(4), np.array([6, 7, 3, 4]), 10, 9).tolist() == [0, 1, 1, 0]
+
+
+@settings(deadline=None)
+@given(lengths, bins, caps, sequences, st.floats(1, 2000))
+def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level):
+    weights = np.square(sizes.astype(float))
+    assignment = placed(fill_to_level, order_of(weights), sizes, weights, count, level, cap, most)
+    inside = assignment >= 0
+    check_caps(assignment, sizes, cap, most)
+    assert np.bincount(assignment[inside], weights[inside], 1).max() <= level * (1 + 1e-12)
+
+
+def test_level_leaves_out_what_is_above_it():
+    weights = np.array([9.0, 5.0, 4.0, 3.0, 2.0])
+    assert fill_to_level(np.arange(5), np.array([1] * 5), weights, 2, 7.0, 10, 9).tolist() == [-1, 0, 1, 1, 0]
+    assert fill_to_level(np.arange(5), np.array([1] * 5), weights, 2, 6.0, 10, 9).tolist() == [-1, 0, 1, -1, 1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9).map(np.array), bins, caps, sequences)
+def test_search_keeps_caps_and_is_the_same_interpreted(sizes, count, cap, most):
+    assignment = placed(fill_exactly, order_of(sizes), sizes, count, cap, most)
+    if assignment.min() >= 0:
+        check_caps(assignment, sizes, cap, most)
+        assert assignment.max() < count
+    else:
+        assert (assignment == -1).all()
+
+
+def test_search_finds_what_the_fullest_bin_first_misses():
+    # 9 and 3 look better than 9 and twice 2, but then 7 and 5 cannot be completed.
+    sizes = np.array([9, 8, 7, 5, 3, 3, 2, 2])
+    assert best_fit(np.arange(8), sizes, 13, 9).max() == 3
+    assignment = fill_exactly(np.arange(8), sizes, 3, 13, 9)
+    assert np.bincount(assignment, sizes).tolist() == [13, 13, 13]
+    assert fill_exactly(np.arange(3), np.array([6, 6, 6]), 2, 10, 9).tolist() == [-1, -1, -1]
+
+
+@settings(deadline=None)
+@given(lengths, caps, sequences, st.booleans(), st.floats(1, 2000))
+def test_runs_are_the_same_interpreted(sizes, cap, most, padded, level):
+    starts = placed(run_starts, sizes, np.square(sizes.astype(float)), cap, most, padded, level)
+    assert starts[0] == 0
+    assert (np.diff(starts) > 0).all()
