@@ -31,3 +31,7 @@ class MiniBatchError(BalancingError):
 
 class CostModelError(BalancingError):
     """A cost model cannot be made from what was given."""
+
+
+class LengthFileError(BalancingError):
+    """A file of lengths, or a model config, is missing or not of the form that its name promises."""

@@ -1,6 +1,6 @@
 """Figures of a plan, and the same figures for the batch as it was given."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +12,9 @@ from balancing.padded import take_in_order
 if TYPE_CHECKING:
     from balancing.plan import MiniBatch, Plan
 
-# grids: one int64 [steps, ranks] or float64 [steps, ranks] for each mini-batch, an empty micro-batch counts 0.
+# A grid is float64 [steps, ranks] of one mini-batch: a sum over each micro-batch, 0 where it is empty.
 Rows = list[list[NDArray[np.int64]]]
+"""rows[s][r]: int64, the sequences of rank r in micro-step s of one mini-batch."""
 
 
 def plan_statistics(plan: "Plan") -> dict[str, float]:
@@ -23,26 +24,50 @@ def plan_statistics(plan: "Plan") -> dict[str, float]:
     imbalance/ranks: max / mean - 1 of the workload of ranks. imbalance/micro_steps: the time of synchronous
     micro-steps (sum over steps of the heaviest rank) over workload / ranks, - 1. imbalance_before/...: before.
     idle_share, idle_share_before: share of ranks' time spent waiting in micro-steps.
+    predicted_time/{total,longest_micro_step} and predicted_time_before/...: sum and maximum over micro-steps of the
+    heaviest rank, in the cost model's unit; padding, which `padding_share` tells, is not counted.
     cap_fill: mean share of max_tokens that a micro-batch takes, empty ones included. padding_share: share of
     computed tokens that are not real ones. micro_batches: their number per rank. empty_micro_batches: over ranks.
     """
-    after = [_rows_of(mini_batch) for mini_batch in plan.mini_batches]
-    before = [_given_rows(_indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
+    after = [rows_of(mini_batch) for mini_batch in plan.mini_batches]
+    before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
     return {
         **_token_spread("tokens_per_rank", after, plan.lengths),
         **_token_spread("tokens_per_rank_before", before, plan.lengths),
-        **_waiting("", after, plan.workloads),
-        **_waiting("_before", before, plan.workloads),
+        **_waiting("", predicted_grids(plan)),
+        **_waiting("_before", grids(before, plan.workloads)),
         **_filling(after, plan),
     }
 
 
-def _rows_of(mini_batch: "MiniBatch") -> Rows:
+def predicted_grids(plan: "Plan") -> list[NDArray[np.float64]]:
+    """float64 [steps, ranks] for each mini-batch: the workload of every micro-batch, padding not counted."""
+    return [mini_batch.sums(plan.workloads) for mini_batch in plan.mini_batches]
+
+
+def grids(mini_batches: Sequence[Rows], values: NDArray[np.int64] | NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    """float64 [steps, ranks] for each mini-batch: `values` (one for each sequence) summed over each micro-batch."""
+    return [_grid(rows, values) for rows in mini_batches]
+
+
+def step_time(mini_batches: Sequence[NDArray[np.float64]]) -> float:
+    """The sum over all micro-steps of the heaviest rank: the time of synchronous micro-steps."""
+    return float(sum(grid.max(axis=1).sum() for grid in mini_batches))
+
+
+def ideal_time(mini_batches: Sequence[NDArray[np.float64]]) -> float:
+    """All workload over ranks: the time if no rank ever waited."""
+    return float(sum(grid.mean(axis=1).sum() for grid in mini_batches))
+
+
+def rows_of(mini_batch: "MiniBatch") -> Rows:
+    """Who computes what in a mini-batch, as lists."""
     return [list(step.ranks) for step in mini_batch.micro_steps]
 
 
-def _indices_of(mini_batch: "MiniBatch") -> NDArray[np.int64]:
-    return np.sort(np.concatenate([rows for step in mini_batch.micro_steps for rows in step.ranks]))
+def indices_of(mini_batch: "MiniBatch") -> NDArray[np.int64]:
+    """int64, ascending: the sequences of a mini-batch."""
+    return np.sort(mini_batch.rows)
 
 
 def _given_rows(indices: NDArray[np.int64], plan: "Plan") -> Rows:
@@ -63,7 +88,7 @@ def _grid(rows: Rows, values: NDArray[np.int64] | NDArray[np.float64]) -> NDArra
 
 
 def _token_spread(name: str, mini_batches: list[Rows], lengths: NDArray[np.int64]) -> dict[str, float]:
-    per_rank = np.sum([_grid(rows, lengths).sum(axis=0) for rows in mini_batches], axis=0)
+    per_rank = np.sum([grid.sum(axis=0) for grid in grids(mini_batches, lengths)], axis=0)
     lowest, highest = float(per_rank.min()), float(per_rank.max())
     return {
         f"{name}/min": lowest,
@@ -73,21 +98,20 @@ def _token_spread(name: str, mini_batches: list[Rows], lengths: NDArray[np.int64
     }
 
 
-def _waiting(suffix: str, mini_batches: list[Rows], workloads: NDArray[np.float64]) -> dict[str, float]:
-    grids = [_grid(rows, workloads) for rows in mini_batches]
-    per_rank = np.sum([grid.sum(axis=0) for grid in grids], axis=0)
-    time = float(sum(grid.max(axis=1).sum() for grid in grids))
-    ideal = float(per_rank.mean())
+def _waiting(suffix: str, mini_batches: list[NDArray[np.float64]]) -> dict[str, float]:
+    per_rank = np.sum([grid.sum(axis=0) for grid in mini_batches], axis=0)
+    time, ideal = step_time(mini_batches), ideal_time(mini_batches)
     return {
         f"imbalance{suffix}/ranks": float(per_rank.max()) / ideal - 1.0,
         f"imbalance{suffix}/micro_steps": time / ideal - 1.0,
         f"idle_share{suffix}": max(0.0, 1.0 - ideal / time),
+        f"predicted_time{suffix}/total": time,
+        f"predicted_time{suffix}/longest_micro_step": float(max(grid.max() for grid in mini_batches)),
     }
 
 
 def _filling(mini_batches: list[Rows], plan: "Plan") -> dict[str, float]:
-    sizes = round_up(plan.lengths, plan.length_multiple)
-    taken = np.array([_computed_tokens(sizes[group], plan.layout) for group in _groups(mini_batches)], np.float64)
+    taken = _taken(mini_batches, plan)
     return {
         "cap_fill": float(taken.mean()) / plan.max_tokens,
         "padding_share": 1.0 - float(plan.lengths.sum()) / float(taken.sum()),
@@ -96,11 +120,20 @@ def _filling(mini_batches: list[Rows], plan: "Plan") -> dict[str, float]:
     }
 
 
-def _groups(mini_batches: list[Rows]) -> Iterable[NDArray[np.int64]]:
-    return (group for rows in mini_batches for step in rows for group in step)
+def padding_share(plan: "Plan") -> float:
+    """Share of the computed tokens that are not real ones."""
+    return _filling([rows_of(mini_batch) for mini_batch in plan.mini_batches], plan)["padding_share"]
 
 
-def _computed_tokens(sizes: NDArray[np.int64], layout: str) -> int:
+def _taken(mini_batches: list[Rows], plan: "Plan") -> NDArray[np.float64]:
+    """float64, tokens that each micro-batch takes of its cap, over all mini-batches, steps and ranks."""
+    sizes = round_up(plan.lengths, plan.length_multiple)
+    groups = (group for rows in mini_batches for step in rows for group in step)
+    return np.array([computed_tokens(sizes[group], plan.layout) for group in groups], np.float64)
+
+
+def computed_tokens(sizes: NDArray[np.int64], layout: str) -> int:
+    """Tokens that a micro-batch of sequences of these aligned sizes takes: their sum, or rows times the longest."""
     if len(sizes) == 0:
         return 0
     return int(len(sizes) * sizes.max() if layout == "padded" else sizes.sum())

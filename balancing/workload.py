@@ -1,33 +1,40 @@
-"""The cost of computing a sequence: `linear * L + quadratic * L**2` FLOPs for L tokens."""
+"""The cost of computing a sequence: `linear * L + quadratic * L**2` for L tokens.
 
-from collections.abc import Mapping
+model config ---- counted ----+
+                              +--> CostModel --> workload of each sequence --> what a plan evens
+measured seconds -- fitted ---+
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.errors import CostModelError
-from balancing.validation import whole_numbers
+from balancing.fitting import fit_coefficients, regressors
+from balancing.model_config import forward_flops
+from balancing.validation import one_of, whole_numbers
 
 TRAINING_FACTOR = 3.0
 """Forward plus backward over forward: each matrix product has two products of its size in the backward pass."""
 
-UNGATED_MODELS = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "falcon"})
-"""Model types whose feed-forward block has two matrices; all others are taken as gated, with three."""
+Unit = Literal["FLOP", "token", "second"]
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """FLOPs of a sequence of L tokens are `linear * L + quadratic * L**2`.
+    """The cost of a sequence of L tokens is `linear * L + quadratic * L**2`, in `unit`.
 
-    linear: FLOPs per token (matrix products with weights). quadratic: FLOPs per squared token (causal attention).
+    linear: cost per token (matrix products with weights). quadratic: cost per squared token (causal attention).
     Only their ratio decides a plan; a common factor changes predicted figures, not the plan.
-    Raises CostModelError if a coefficient is negative, not finite, or both are 0.
+    Raises CostModelError if a coefficient is negative, not finite, or both are 0; OptionError for an unknown unit.
     """
 
     linear: float
     quadratic: float
+    unit: Unit = "FLOP"
 
     def __post_init__(self) -> None:
         for name in ("linear", "quadratic"):
@@ -36,110 +43,74 @@ class CostModel:
                 raise CostModelError(f"{name}={value!r} of a CostModel must be finite and >= 0")
         if self.linear == 0 and self.quadratic == 0:
             raise CostModelError("linear and quadratic of a CostModel are both 0; one must be positive")
+        one_of(self.unit, "unit", ("FLOP", "token", "second"))
 
     def workload(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """float64 [n], FLOPs of each sequence; `lengths` are whole numbers >= 0, else LengthError."""
+        """float64 [n], the cost of each sequence in `unit`; `lengths` are whole numbers >= 0, else LengthError."""
         tokens = whole_numbers(lengths, "lengths", minimum=0).astype(np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
 
     def scaled(self, factor: float) -> "CostModel":
-        """The same model, `factor` times as costly."""
-        return CostModel(self.linear * factor, self.quadratic * factor)
+        """The same model, `factor` times as costly; from training to forward-only it is `1 / TRAINING_FACTOR`."""
+        return CostModel(self.linear * factor, self.quadratic * factor, self.unit)
 
     @classmethod
     def tokens(cls) -> "CostModel":
         """One unit per token: balances token counts."""
-        return cls(1.0, 0.0)
+        return cls(1.0, 0.0, "token")
 
     @classmethod
     def from_model_config(cls, config: Mapping[str, Any] | object, *, training: bool = True) -> "CostModel":
-        """From a Hugging Face model config, as a mapping (`config.json`) or an object with attributes.
+        """FLOPs, from a Hugging Face model config: a mapping (`config.json`) or an object with attributes.
 
         A product [m, k] x [k, n] counts 2*m*k*n FLOPs. Causal attention is counted once (L**2 / 2 pairs, not L**2),
         of experts only those that a token visits, embedding look-ups as free. Dense, grouped-query, latent
         (`kv_lora_rank`) attention and mixtures of experts are known. Sliding windows are counted as full attention.
-        training: forward and backward (3x) instead of forward only.
+        training: forward and backward (`TRAINING_FACTOR`) instead of forward only.
         Raises CostModelError naming the missing key.
         """
-        fields = _Fields(config)
-        layers = fields.integer("num_hidden_layers")
-        weights_attention, width_attention = _attention(fields)
-        weights = layers * weights_attention + _feed_forward_weights(fields, layers)
-        weights += fields.integer("hidden_size") * fields.integer("vocab_size")
-        forward = cls(2.0 * weights, float(layers * width_attention))
+        forward = cls(*forward_flops(config))
         return forward.scaled(TRAINING_FACTOR) if training else forward
 
+    @classmethod
+    def fit(cls, micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> "CostFit":
+        """Seconds, from measurements: `overhead + linear * sum(L) + quadratic * sum(L**2)` for each micro-batch.
 
-class _Fields:
-    """Reads a config that is a mapping or an object, the text part of it where there are several."""
-
-    def __init__(self, config: Mapping[str, Any] | object) -> None:
-        self._config = config
-        nested = self.get("text_config")
-        if nested is not None:
-            self._config = nested
-
-    def get(self, *names: str) -> Any:
-        """The first of `names` that is there and not None, else None."""
-        for name in names:
-            config = self._config
-            value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-            if value is not None:
-                return value
-        return None
-
-    def integer(self, *names: str, default: int | None = None) -> int:
-        value = self.get(*names)
-        if value is None and default is None:
-            raise CostModelError(f"the model config has no {' or '.join(names)}; give CostModel(linear, quadratic)")
-        return int(default if value is None else value)  # type: ignore[arg-type]
+        micro_batches: the lengths of the sequences that ran together, one array for each measurement. seconds: their
+        times, positive. The fit describes what was measured: training steps and forward passes need one each.
+        Raises CostModelError for fewer than `fitting.FEWEST_MEASUREMENTS`, for micro-batches too alike to tell the
+        terms apart, and for times that do not grow with tokens; LengthError for bad lengths.
+        """
+        result = fit_coefficients(micro_batches, seconds)
+        return CostFit(
+            model=cls(result.linear, result.quadratic, "second"),
+            overhead_seconds=result.overhead,
+            relative_error=result.relative_error,
+            r_squared=result.r_squared,
+            measurements=result.measurements,
+            condition=result.condition,
+        )
 
 
-def _attention(fields: _Fields) -> tuple[int, int]:
-    """Weights of one layer's projections, and FLOPs of it per squared token.
+@dataclass(frozen=True)
+class CostFit:
+    """A cost model from measurements, and how far to trust it.
 
-    Scores and weighted sum are 2 * L**2 * width each over all pairs; the causal half of both is L**2 * (sum of widths).
+    model: in seconds. overhead_seconds: what every micro-batch costs whatever it holds; it does not decide who
+    computes what, but many small micro-batches pay it often.
+    relative_error: root mean square of `predicted / measured - 1`. r_squared: share of the variance of seconds that
+    is explained. measurements: their number. condition: of the design with columns of length 1; the noise of the
+    times reaches the coefficients multiplied by about this.
     """
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if fields.get("kv_lora_rank") is not None:
-        return _latent_attention(fields, hidden, heads)
-    head = fields.integer("head_dim", default=hidden // heads)
-    kv_heads = fields.integer("num_key_value_heads", default=heads)
-    return 2 * hidden * head * (heads + kv_heads), 2 * heads * head
 
+    model: CostModel
+    overhead_seconds: float
+    relative_error: float
+    r_squared: float
+    measurements: int
+    condition: float
 
-def _latent_attention(fields: _Fields, hidden: int, heads: int) -> tuple[int, int]:
-    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank keys, values and, where set, queries."""
-    rope, nope = fields.integer("qk_rope_head_dim"), fields.integer("qk_nope_head_dim")
-    value, kv_rank = fields.integer("v_head_dim"), fields.integer("kv_lora_rank")
-    query_rank = fields.integer("q_lora_rank", default=0)
-    query = heads * (rope + nope)
-    query_weights = query_rank * (hidden + query) if query_rank else hidden * query
-    kv_weights = hidden * (kv_rank + rope) + kv_rank * heads * (nope + value)
-    return query_weights + kv_weights + heads * value * hidden, query + heads * value
-
-
-def _feed_forward_weights(fields: _Fields, layers: int) -> int:
-    """Weights that a token meets in the feed-forward blocks of all layers."""
-    hidden = fields.integer("hidden_size")
-    matrices = 2 if fields.get("model_type") in UNGATED_MODELS else 3
-    experts = fields.integer("num_experts", "n_routed_experts", "num_local_experts", default=0)
-    sparse_layers = _sparse_layers(fields, layers) if experts else 0
-    weights = 0
-    if sparse_layers < layers:
-        weights += (layers - sparse_layers) * matrices * hidden * fields.integer("intermediate_size")
-    if sparse_layers:
-        active = fields.integer("num_experts_per_tok", "moe_topk")
-        width = fields.integer("moe_intermediate_size", "intermediate_size")
-        shared = fields.integer("n_shared_experts", default=0) * width
-        shared += fields.integer("shared_expert_intermediate_size", default=0)
-        weights += sparse_layers * hidden * (matrices * (active * width + shared) + experts)
-    return weights
-
-
-def _sparse_layers(fields: _Fields, layers: int) -> int:
-    """How many layers are mixtures of experts."""
-    first = fields.integer("first_k_dense_replace", default=0)
-    dense = set(fields.get("mlp_only_layers") or [])
-    step = fields.integer("decoder_sparse_step", default=1)
-    return sum(1 for layer in range(first, layers) if layer not in dense and (layer + 1) % step == 0)
+    def predict(self, micro_batches: Sequence[ArrayLike]) -> NDArray[np.float64]:
+        """float64 [m], seconds of each micro-batch of the given lengths; an empty one costs the overhead."""
+        coefficients = np.array([self.overhead_seconds, self.model.linear, self.model.quadratic])
+        return np.asarray(regressors(micro_batches) @ coefficients, np.float64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from balancing import BalancingError, CostModel
-from balancing.errors import CostModelError, LengthError
+from balancing.errors import CostModelError, LengthError, OptionError
 
 DENSE = {
     "hidden_size": 8,
@@ -60,6 +60,110 @@ def test_latent_attention_counts_its_own_widths():
     model = CostModel.from_model_config(latent, training=False)
     attention = 8 * 12 + 8 * (3 + 1) + 3 * 4 * (2 + 5) + 4 * 5 * 8
     assert model == CostModel(2.0 * (2 * (attention + 3 * 128) + 80), 2.0 * (12 + 20))
+
+
+DEEPSEEK_V3 = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "vocab_size": 129280,
+}
+QWEN3_30B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+}
+MIXTRAL = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+}
+QWEN2_7B = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [(DEEPSEEK_V3, 37.0), (QWEN3_30B, 3.3), (MIXTRAL, 12.9), (QWEN2_7B, 7.6)],
+    ids=["DeepSeek-V3", "Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen2-7B"],
+)
+def test_two_flops_for_each_active_weight_that_the_makers_publish(config, billions):
+    # Published counts of active weights include the embedding table, which is looked up and costs nothing.
+    embedding = config["hidden_size"] * config["vocab_size"]
+    linear = CostModel.from_model_config(config, training=False).linear
+    assert linear / 2 + embedding == pytest.approx(billions * 1e9, rel=0.025)
+
+
+def test_low_rank_queries_and_shared_experts_counted_by_hand():
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * 256 + 128 * 128 * 7168
+    dense = 3 * 3 * 7168 * 18432
+    sparse = 58 * (3 * 7168 * 2048 * (8 + 1) + 7168 * 256)
+    weights = 61 * attention + dense + sparse + 7168 * 129280
+    model = CostModel.from_model_config(DEEPSEEK_V3, training=False)
+    # queries and keys are 192 wide, values 128, in each of 128 heads of 61 layers.
+    assert model == CostModel(2.0 * weights, 61.0 * 128 * (192 + 128))
+
+
+def test_a_head_width_of_its_own_is_taken():
+    # 32 heads of 128 are twice as wide as the hidden state of 2048.
+    attention = 2048 * 4096 * 2 + 2048 * 512 * 2
+    weights = 48 * (attention + 3 * 2048 * 768 * 8 + 2048 * 128) + 2048 * 151936
+    assert CostModel.from_model_config(QWEN3_30B, training=False) == CostModel(2.0 * weights, 48 * 2.0 * 4096)
+
+
+@pytest.mark.parametrize(
+    ("change", "sparse_layers"),
+    [
+        ({"mlp_only_layers": [0, 5]}, 46),
+        ({"decoder_sparse_step": 2}, 24),
+        ({"first_k_dense_replace": 3}, 45),
+        ({"moe_layer_freq": 4}, 12),
+    ],
+)
+def test_layers_that_a_config_leaves_dense_are_counted_dense(change, sparse_layers):
+    all_sparse, some = (CostModel.from_model_config(c, training=False) for c in (QWEN3_30B, {**QWEN3_30B, **change}))
+    dense_instead = 3 * 2048 * 6144 - (3 * 2048 * 768 * 8 + 2048 * 128)
+    assert some.linear - all_sparse.linear == 2.0 * (48 - sparse_layers) * dense_instead
+
+
+def test_a_unit_is_kept_and_checked():
+    assert CostModel.tokens().scaled(2.0) == CostModel(2.0, 0.0, "token")
+    assert CostModel.from_model_config(DENSE).unit == "FLOP"
+    with pytest.raises(OptionError, match="unit='hour'"):
+        CostModel(1.0, 1.0, "hour")
 
 
 @pytest.mark.parametrize("coefficients", [(-1, 1), (1, float("nan")), (0, 0), (float("inf"), 1)])

@@ -1,0 +1,149 @@
+"""What balance would buy on your lengths, in one command:
+
+    python -m balancing lengths.jsonl --ranks 8 --max-tokens 32768 --png gantt.png --html page.html
+    python -m balancing runs/addition --ranks 2
+    python -m balancing --distribution reasoning --count 4096 --ranks 32
+
+Prints a table of ways to plan the batch, side by side, and explains the plan.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from balancing.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
+from balancing.errors import BalancingError, LengthFileError, OptionError
+from balancing.explain import explain
+from balancing.lengths_file import read_json, read_lengths
+from balancing.model_config import SEVEN_BILLION
+from balancing.report import terminal_table, write_html, write_png
+from balancing.strategies import GIVEN, OURS, STRATEGIES, Batch, compare
+from balancing.workload import CostModel
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 where the input is bad, with one line that says what."""
+    options = _parser().parse_args(arguments)
+    try:
+        _run(options)
+    except (BalancingError, OSError) as problem:
+        sys.stderr.write(f"error: {problem}\n")
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    batch = _batch(options)
+    outcomes, plan = compare(batch)
+    explanation = explain(plan)
+    console = Console()
+    console.print(terminal_table(batch, outcomes))
+    console.print(f"\n{explanation}", markup=False, highlight=False)
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    if options.png:
+        write_png(batch, by_name[options.before], by_name[OURS], options.png)
+    if options.html:
+        write_html(batch, outcomes, explanation, options.html)
+
+
+def _batch(options: argparse.Namespace) -> Batch:
+    """Lengths, random mini-batches of them, and settings; a cap of twice the longest where none is given."""
+    _check_counts(options)
+    lengths = _lengths(options)
+    groups = _groups(options, len(lengths))
+    members = np.array_split(np.random.default_rng(options.seed).permutation(len(lengths)), options.mini_batches)
+    return Batch(
+        lengths=lengths,
+        mini_batches=tuple(np.sort(rows) for rows in members),
+        groups=groups,
+        ranks=options.ranks,
+        max_tokens=options.max_tokens or _default_cap(options, lengths),
+        cost_model=_cost_model(options.model),
+    )
+
+
+def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
+    if (options.lengths is None) == (options.distribution is None):
+        raise OptionError("give either a file of lengths or --distribution NAME")
+    if options.lengths is not None:
+        return read_lengths(options.lengths, column=options.column, step=options.step)
+    return draw(options.distribution, options.count, options.seed, cap=options.max_tokens or DEFAULT_CAP)
+
+
+def _groups(options: argparse.Namespace, sequences: int) -> NDArray[np.int64]:
+    """int64 [sequences], neighbours in groups; enough of them for the mini-batches."""
+    size = options.group_size or (GROUP if options.distribution == "grouped" else 1)
+    count = -(-sequences // size)
+    if options.mini_batches > count:
+        raise OptionError(
+            f"--mini-batches {options.mini_batches} is more than {sequences} sequences in groups of {size} fill; "
+            "lower it or --group-size"
+        )
+    return np.arange(sequences) // size
+
+
+def _default_cap(options: argparse.Namespace, lengths: NDArray[np.int64]) -> int:
+    """Twice the longest, or the cap that adversarial lengths are made for."""
+    return DEFAULT_CAP if options.distribution in ADVERSARIAL else 2 * int(lengths.max())
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    for name in ("ranks", "mini_batches", "max_tokens", "group_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise OptionError(f"--{name.replace('_', '-')} {value} must be at least 1")
+
+
+def _cost_model(path: Path | None) -> CostModel:
+    if path is None:
+        return CostModel.from_model_config(SEVEN_BILLION)
+    file = path / "config.json" if path.is_dir() else path
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise LengthFileError(f"{file} is not a model config: it holds no object")
+    return CostModel.from_model_config(config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m balancing", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    source = parser.add_argument_group("lengths")
+    source.add_argument("lengths", nargs="?", type=Path, help=".json, .jsonl, .csv, .parquet, or the folder of a run")
+    source.add_argument("--column", help="key or column of the lengths, where it is not length or tokens")
+    source.add_argument("--step", type=int, help="step of a run; its last unless given")
+    source.add_argument("--distribution", choices=tuple(DISTRIBUTIONS), metavar="NAME", help=", ".join(DISTRIBUTIONS))
+    source.add_argument("--count", type=int, default=2048, help="sequences to draw (2048)")
+    source.add_argument("--seed", type=int, default=0, help="of the draw and of the mini-batches (0)")
+    source.add_argument(
+        "--group-size", type=int, metavar="N", help="responses to a prompt, neighbours, re-dealt together (1)"
+    )
+    how = parser.add_argument_group("plan")
+    how.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (8)")
+    how.add_argument(
+        "--mini-batches", type=int, default=4, metavar="N", help="optimiser steps a batch, drawn at random (4)"
+    )
+    how.add_argument("--max-tokens", type=int, metavar="N", help="cap of a micro-batch (twice the longest sequence)")
+    how.add_argument("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")
+    pictures = parser.add_argument_group("pictures")
+    pictures.add_argument("--png", type=Path, help="Gantt charts before and after")
+    pictures.add_argument("--html", type=Path, help="a page with the table, all charts and the explanation")
+    pictures.add_argument(
+        "--before", choices=STRATEGIES, default=GIVEN, metavar="NAME", help=f"above ours: {', '.join(STRATEGIES[:-2])}"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Cost coefficients from measured micro-batches, by least squares without negative terms.
+
+    seconds_i ~ overhead + linear * sum(L) + quadratic * sum(L**2)        L: lengths in micro-batch i
+
+Relative errors are squared (each equation is divided by its seconds): timing noise is a share of the time, and one
+micro-batch of a minute would otherwise drown a hundred of a second.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from balancing.errors import CostModelError
+from balancing.validation import weight_array, whole_numbers
+
+FEWEST_MEASUREMENTS = 4
+"""One more than there are terms, so that an error can be seen."""
+HIGHEST_CONDITION = 1_000.0
+"""Above this, 1 % of noise in the times is more than the coefficients themselves."""
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Seconds per micro-batch, per token and per squared token, and the quality of their fit; see `CostFit`."""
+
+    overhead: float
+    linear: float
+    quadratic: float
+    relative_error: float
+    r_squared: float
+    measurements: int
+    condition: float
+
+
+def fit_coefficients(micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> Coefficients:
+    """The non-negative coefficients of least squared relative error; CostModelError where they cannot be told."""
+    times = _positive_times(seconds)
+    if len(micro_batches) != len(times):
+        raise CostModelError(f"{len(micro_batches)} micro-batches with {len(times)} seconds; pass one time for each")
+    if len(times) < FEWEST_MEASUREMENTS:
+        raise CostModelError(
+            f"{len(times)} measurements cannot fit three terms and show an error; pass at least {FEWEST_MEASUREMENTS}"
+        )
+    terms = regressors(micro_batches)
+    relative = terms / times[:, None]
+    condition = _condition(relative)
+    if not condition <= HIGHEST_CONDITION:
+        raise CostModelError(
+            f"the measured micro-batches are too alike to tell overhead, linear and quadratic cost apart (condition "
+            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure some of few tokens and of many, of short "
+            "sequences and of long ones"
+        )
+    overhead, linear, quadratic = _non_negative_least_squares(relative, np.ones(len(times)))
+    if linear == 0 and quadratic == 0:
+        raise CostModelError("the measured seconds do not grow with tokens; measure micro-batches of more tokens")
+    predicted = terms @ np.array([overhead, linear, quadratic])
+    return Coefficients(
+        float(overhead),
+        float(linear),
+        float(quadratic),
+        relative_error=float(np.sqrt(np.mean((predicted / times - 1.0) ** 2))),
+        r_squared=_r_squared(times, predicted),
+        measurements=len(times),
+        condition=condition,
+    )
+
+
+def regressors(micro_batches: Sequence[ArrayLike]) -> NDArray[np.float64]:
+    """float64 [m, 3]: 1, sum of lengths, sum of squared lengths of each micro-batch; LengthError for bad lengths."""
+    rows = []
+    for number, lengths in enumerate(micro_batches):
+        tokens = whole_numbers(lengths, f"micro_batches[{number}]", minimum=1).astype(np.float64)
+        rows.append((1.0, tokens.sum(), np.square(tokens).sum()))
+    return np.array(rows, np.float64).reshape(len(rows), 3)
+
+
+def _positive_times(seconds: ArrayLike) -> NDArray[np.float64]:
+    times = weight_array(seconds, "seconds")
+    if (times == 0).any():
+        raise CostModelError(f"seconds[{int(np.argmax(times == 0))}] is 0; a measured time is positive")
+    return times
+
+
+def _condition(design: NDArray[np.float64]) -> float:
+    norms = np.linalg.norm(design, axis=0)
+    return float(np.linalg.cond(design / norms)) if (norms > 0).all() else float("inf")
+
+
+def _non_negative_least_squares(design: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The minimiser over coefficients >= 0, exactly: it is the plain one of some subset of the columns.
+
+    Three columns have seven subsets, so each is solved and the best without a negative coefficient is taken; the
+    active-set method of Lawson and Hanson (1974) would walk through a part of them.
+    """
+    columns = design.shape[1]
+    norms = np.linalg.norm(design, axis=0)
+    best, lowest = np.zeros(columns), float(target @ target)
+    for count in range(columns, 0, -1):
+        for subset in combinations(range(columns), count):
+            chosen = list(subset)
+            solution = np.linalg.lstsq(design[:, chosen] / norms[chosen], target, rcond=None)[0] / norms[chosen]
+            residual = target - design[:, chosen] @ solution
+            if (solution >= 0).all() and residual @ residual < lowest:
+                best, lowest = np.zeros(columns), float(residual @ residual)
+                best[chosen] = solution
+    return best
+
+
+def _r_squared(times: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
+    spread = float(np.square(times - times.mean()).sum())
+    return 1.0 - float(np.square(times - predicted).sum()) / spread if spread > 0 else 0.0

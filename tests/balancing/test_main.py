@@ -1,0 +1,121 @@
+"""`python -m balancing`: what it prints and writes, and how it answers bad input."""
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from balancing.__main__ import main
+from balancing.strategies import STRATEGIES
+
+REPOSITORY = Path(__file__).parents[2]
+SMALL = ["--distribution", "lognormal", "--count", "64", "--ranks", "4", "--mini-batches", "2"]
+
+
+class Page(HTMLParser):
+    """Collects tags, what they load, and table rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.loads, self.rows = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value[0] != "#"]
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_data(self, data):
+        if self.rows and "td" in self.tags[-2:]:
+            self.rows[-1].append(data)
+
+
+def test_one_command_prints_the_strategies_and_the_explanation(capsys):
+    assert main(SMALL) == 0
+    printed = capsys.readouterr().out
+    assert "64 sequences" in printed
+    assert all(name in printed for name in STRATEGIES)
+    assert "Why:" in printed
+    assert "What would help" in printed
+
+
+def test_the_page_needs_no_network_and_holds_table_charts_and_explanation(tmp_path, capsys):
+    page, picture = tmp_path / "page.html", tmp_path / "gantt.png"
+    assert main([*SMALL, "--html", str(page), "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    parsed = Page()
+    parsed.feed(text)
+    assert parsed.loads == []
+    assert not {"script", "link", "img", "iframe"} & set(parsed.tags)
+    assert "@import" not in text
+    assert "svg" in parsed.tags
+    assert {row[0] for row in parsed.rows if row} == set(STRATEGIES)
+    assert "What would help, planned and compared:" in text
+
+
+def test_the_same_seed_gives_the_same_figures(capsys):
+    def figures(seed):
+        assert main([*SMALL, "--seed", seed]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line.split()[:-2] for line in lines if "%" in line]  # the last column is a time
+
+    assert figures("3") == figures("3")
+    assert figures("3") != figures("4")
+
+
+def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(10, 74)))
+    config = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
+    arguments = [str(tmp_path / "a.jsonl"), "--column", "n", "--model", str(tmp_path), "--max-tokens", "200"]
+    assert main(arguments) == 0
+    assert "64 sequences, 2,656 tokens (longest 73); ranks: 8, mini-batches: 4, max_tokens=200" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give either a file of lengths or --distribution"),
+        (["none.json", "--distribution", "equal"], "give either"),
+        (["none.json"], "none.json cannot be read: No such file"),
+        (["--distribution", "normal"], "invalid choice: 'normal'"),
+        ([*SMALL, "--max-tokens", "20"], "above max_tokens=20; raise max_tokens to at least"),
+        ([*SMALL, "--max-tokens", "0"], "--max-tokens 0 must be at least 1"),
+        ([*SMALL, "--ranks", "-2"], "--ranks -2 must be at least 1"),
+        ([*SMALL, "--ranks", "many"], "invalid int value: 'many'"),
+        ([*SMALL, "--mini-batches", "65"], "--mini-batches 65 is more than 64 sequences in groups of 1 fill"),
+        ([*SMALL, "--group-size", "33", "--mini-batches", "3"], "more than 64 sequences in groups of 33 fill"),
+        ([*SMALL, "--count", "0"], "count=0"),
+        ([*SMALL, "--model", "none.json"], "none.json cannot be read"),
+        ([*SMALL, "--png", "/no/such/folder/a.png"], "No such file or directory: '/no/such/folder/a.png'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, words, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert words in lines[0]
+
+
+def test_a_model_config_that_is_none_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("[1]")
+    assert main([*SMALL, "--model", str(tmp_path)]) == 2
+    assert "is not a model config" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module():
+    command = [sys.executable, "-m", "balancing", "no-such-file.csv"]
+    ended = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True)
+    assert ended.returncode == 2
+    assert ended.stderr == "error: no-such-file.csv cannot be read: No such file or directory\n"
