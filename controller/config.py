@@ -48,16 +48,38 @@ class RunConfig:
 
 @dataclass
 class DataConfig:
-    train: str = setting(MISSING, "JSONL file of prompts, one record a line; other columns go to the reward function.")
-    validation: str = setting("", "JSONL file of held-out prompts; empty validates nothing.")
+    train: str = setting(
+        "",
+        "Prompts: a .jsonl, .json, .parquet or .arrow file, or a folder of one kind of them (`datasets.save_to_disk`, "
+        "a hub repository); other columns go to the reward function.",
+    )
+    sources: dict[str, float] = setting(
+        {}, "Several of these in place of data.train, each with its weight: prompts are dealt in this proportion."
+    )
+    validation: str = setting("", "Held-out prompts, as data.train; empty validates nothing.")
     prompt_key: str = setting("prompt", "Column of the prompt: a string, or a list of chat messages.")
+    source_key: str = setting(
+        "", "Column that names a record's source, for validation by source; empty takes the path it was read from."
+    )
+    system_prompt: str = setting("", "System message put before chat messages that have none.")
     max_prompt_tokens: int = setting(1024, "Longest prompt, in tokens.", minimum=1)
     over_long: str = setting(
         "drop",
-        "What happens to longer prompts: `drop` leaves them out and counts them, `error` stops the run.",
-        choices=("drop", "error"),
+        "What happens to longer prompts: `drop` leaves them out and counts them, `truncate` keeps their last tokens "
+        "and counts them, `error` stops the run.",
+        choices=("drop", "truncate", "error"),
     )
     shuffle: bool = setting(True, "Draw a new order of the prompts for every epoch.")
+    curriculum: str = setting(
+        "",
+        "`module:function` or `path/file.py:function` that orders an epoch in place of the shuffle: "
+        "f(records, epoch) returns record numbers.",
+    )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of every source of training prompts, by path."""
+        return self.sources or {self.train: 1.0}
 
 
 @dataclass

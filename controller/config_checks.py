@@ -6,7 +6,7 @@ Nothing is imported or started for it: models are read by their config.json, rew
 What a cluster can give is known only to Ray and is checked when the placement groups are reserved.
 """
 
-import json
+import math
 import os
 import re
 import sys
@@ -18,7 +18,8 @@ from typing import Any
 from controller.config import Config
 from controller.config_file import settings, value_of
 from controller.model_files import ModelFiles, read_model_files
-from workers.errors import ConfigError
+from controller.records import iter_records
+from workers.errors import ConfigError, DataError
 
 
 def check(config: Config) -> None:
@@ -34,7 +35,7 @@ def check(config: Config) -> None:
     _check_model(config, model)
     _check_reference(config, model)
     _check_data(config, model)
-    check_reward_function(config.reward.function)
+    check_function("reward.function", config.reward.function)
 
 
 NO_EFFECT_WITHOUT = (
@@ -67,6 +68,11 @@ NO_EFFECT_WITHOUT = (
         "data.validation",
         lambda c: bool(c.data.validation),
         ("validation.",),
+    ),
+    (
+        "data.curriculum left empty (it orders every epoch itself)",
+        lambda c: not c.data.curriculum,
+        ("data.shuffle",),
     ),
     (
         "GPUs",
@@ -246,64 +252,73 @@ def _check_reference(config: Config, model: ModelFiles) -> None:
 
 
 def _check_data(config: Config, model: ModelFiles) -> None:
-    paths = {"data.train": config.data.train}
+    _check_sources(config)
+    paths = [("data.sources" if config.data.sources else "data.train", path) for path in config.data.weights]
     if config.data.validation:
-        paths["data.validation"] = config.data.validation
-    for key, path in paths.items():
-        prompt = first_record(key, path, config.data.prompt_key)[config.data.prompt_key]
-        if not isinstance(prompt, (str, list)):
+        paths.append(("data.validation", config.data.validation))
+    for key, path in paths:
+        record = first_record(key, path, config.data.prompt_key)
+        _check_prompt(config, model, f"{key}: the prompts of {path}", record[config.data.prompt_key])
+        if config.data.source_key and config.data.source_key not in record:
             raise ConfigError(
-                f"{key}: the prompts of {path} (data.prompt_key={config.data.prompt_key}) must be strings or lists of "
-                f"chat messages, not {type(prompt).__name__}."
+                f"{key}: the first record of {path} has no column data.source_key={config.data.source_key!r}."
             )
-        if isinstance(prompt, list) and not model.chat_template:
-            raise ConfigError(
-                f"{key}: the prompts of {path} are chat messages, but the tokenizer of model.path={config.model.path} "
-                "has no chat template."
-            )
+    if config.data.curriculum:
+        check_function("data.curriculum", config.data.curriculum)
+
+
+def _check_sources(config: Config) -> None:
+    if bool(config.data.train) == bool(config.data.sources):
+        raise ConfigError("data.train is not set; set it, or data.sources with several of them, and not both.")
+    for path, weight in config.data.sources.items():
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight}.")
+
+
+def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) -> None:
+    if not isinstance(prompt, (str, list)):
+        raise ConfigError(
+            f"{which} (data.prompt_key={config.data.prompt_key}) must be strings or lists of chat messages, not "
+            f"{type(prompt).__name__}."
+        )
+    if isinstance(prompt, list) and not model.chat_template:
+        raise ConfigError(
+            f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
+        )
+    if isinstance(prompt, str) and config.data.system_prompt:
+        raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages; remove it.")
 
 
 def first_record(key: str, path: str, prompt_key: str) -> dict[str, Any]:
-    """The first record of a JSONL file. Raises ConfigError, naming `key`, if there is none with a prompt."""
-    if path.endswith(".parquet"):
-        raise ConfigError(
-            f"{key}={path}: Parquet is not read; convert it with pandas: to_json(orient='records', lines=True)."
-        )
-    if not Path(path).is_file():
-        raise ConfigError(f"{key}: there is no file {path} (relative paths start at the working directory).")
+    """The first record of a data set. Raises ConfigError, naming `key`, if there is none with a prompt."""
     try:
-        with Path(path).open(encoding="utf-8") as lines:
-            line = next((line for line in lines if line.strip()), None)
-        record = None if line is None else json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{key}: {path} is not JSONL (one JSON record a line): {error}.") from None
+        record = next(iter_records(path, prompt_key), None)
+    except DataError as error:
+        raise ConfigError(f"{key}: {error}") from None
     if record is None:
         raise ConfigError(f"{key}: {path} has no records.")
-    if not isinstance(record, dict) or prompt_key not in record:
-        has = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
-        raise ConfigError(f"{key}: the first record of {path} has no column data.prompt_key={prompt_key!r}; {has}.")
     return record
 
 
-def check_reward_function(name: str) -> None:
+def check_function(key: str, name: str) -> None:
     """Find `module:function` or `path/file.py:function` without importing it.
 
     Raises ConfigError if the name is malformed, the file is not there or does not compile, or lacks the function.
     """
     match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
     if match is None:
-        raise ConfigError(f"reward.function={name!r} must be module:function or path/file.py:function.")
+        raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
     place, function = match.groups()
     path = Path(place) if place.endswith(".py") else _module_file(place)
     if path is None or not path.is_file():
         what = f"file {place}" if place.endswith(".py") else f"module {place} in the working directory or installed"
-        raise ConfigError(f"reward.function={name!r}: there is no {what}.")
+        raise ConfigError(f"{key}={name!r}: there is no {what}.")
     try:
         names = symtable(path.read_text(encoding="utf-8"), str(path), "exec")
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"reward.function={name!r}: {path} is not valid Python: {error}.") from None
+        raise ConfigError(f"{key}={name!r}: {path} is not valid Python: {error}.") from None
     if function not in names.get_identifiers() or not _is_bound(names, function):
-        raise ConfigError(f"reward.function={name!r}: {path} defines no {function}.")
+        raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
 
 
 def _module_file(name: str) -> Path | None:

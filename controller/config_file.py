@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema")
+Numbers = dict[str, float]  # the one type of setting that is not a single value
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,15 @@ _TYPES = {
     int: "a whole number (int)",
     float: "a number (float)",
     str: "a text (str)",
+    Numbers: "numbers by name (NAME: NUMBER, ...)",
 }
 
 
 def _is_of_type(value: Any, wanted: type) -> bool:
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
+    if wanted == Numbers:
+        return isinstance(value, dict) and all(_is_of_type(number, float) for number in value.values())
     accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}
     return isinstance(value, accepted[wanted])
 

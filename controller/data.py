@@ -1,110 +1,198 @@
-"""Prompts: JSONL records, tokenized once, dealt to steps by a seeded shuffle.
+"""Prompts: records, tokenized once, dealt to steps by a seeded shuffle.
 
-record --chat template or tokenizer--> Prompt       batch(step) is a pure function of (seed, step)
+record --system prompt, chat template, tokenizer--> Prompt     over-long ones: dropped, truncated or refused
+PromptDataset of each source --PromptMixture, by weight--> batch(step), a pure function of (seed, step)
 """
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from controller.records import Record
 from workers.errors import DataError
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
 
+Curriculum = Callable[[list[Record], int], Sequence[int]]
+"""(records, epoch) -> numbers of the records in the order in which the epoch deals them."""
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """One record: its place in the stream (`uid`), its tokens (int32 [P]), and its columns for the reward function."""
+    """One record: its place in the stream (`uid`), its tokens (int32 [P]), its columns for the reward function, and the
+    source that validation reports it under."""
 
     uid: str
     ids: np.ndarray
-    columns: dict[str, Any]
+    columns: Record
+    source: str = ""
 
 
-def read_records(path: str, prompt_key: str) -> list[dict[str, Any]]:
-    """The records of a JSONL file. Raises DataError naming the file and line of what is not a record with a prompt."""
-    records = []
-    with Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:  # also of bytes that are not UTF-8
-                raise DataError(f"{path}:{number} is not JSON: {error}.") from None
-            if not isinstance(record, dict) or prompt_key not in record:
-                raise DataError(f"{path}:{number} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
-            records.append(record)
-    if not records:
-        raise DataError(f"{path} has no records.")
-    return records
+class Prompts(Protocol):
+    """What a trainer draws from."""
+
+    def batch(self, step: int, size: int) -> list[Prompt]:
+        """The `size` prompts of step `step` (from 0)."""
+
+
+@dataclass(frozen=True)
+class PromptRules:
+    """How a record becomes a prompt.
+
+    over_long: `drop` counts and leaves out prompts above max_prompt_tokens, `truncate` keeps their last tokens (and
+    counts them too), `error` refuses them. system_prompt: put before chat messages that have none of their own.
+    source_key: column that names a record's source; empty takes the data set's name.
+    """
+
+    prompt_key: str
+    max_prompt_tokens: int
+    over_long: str = "drop"
+    system_prompt: str = ""
+    source_key: str = ""
 
 
 class PromptDataset:
-    """Prompts of one file, in a fixed or freshly shuffled order every epoch."""
+    """Prompts of one source, in a fixed or freshly shuffled order every epoch."""
 
     def __init__(
         self,
-        records: list[dict[str, Any]],
+        records: list[Record],
         tokenizer: Any,
+        rules: PromptRules,
         *,
-        prompt_key: str,
-        max_prompt_tokens: int,
-        over_long: str = "drop",
         shuffle: bool = True,
         seed: int = 0,
         name: str = "data",
+        curriculum: Curriculum | None = None,
     ) -> None:
-        """Tokenize `records`. Prompts above `max_prompt_tokens` are dropped and counted, or refused.
+        """Tokenize `records`.
 
+        curriculum: sets the order of every epoch in place of the shuffle; it sees the records that were kept.
         Raises DataError on a prompt that is too long with over_long="error", empty, or of the wrong type, and when
         nothing is left.
         """
-        self._shuffle, self._seed = shuffle, seed
+        self._shuffle, self._seed, self.name, self._curriculum = shuffle, seed, name, curriculum
         self._orders: dict[int, np.ndarray] = {}
-        self._rows: list[tuple[np.ndarray, dict[str, Any]]] = []
-        self.dropped = 0
+        self._prompts: list[tuple[np.ndarray, Record, str]] = []
+        self.dropped = self.truncated = 0
         for index, record in enumerate(records):
-            ids = tokenize(tokenizer, record[prompt_key], where=f"{name} record {index}")
-            if len(ids) > max_prompt_tokens:
-                if over_long == "error":
-                    raise DataError(
-                        f"{name} record {index} has {len(ids)} prompt tokens; raise data.max_prompt_tokens "
-                        f"({max_prompt_tokens}) or set data.over_long=drop."
-                    )
-                self.dropped += 1
-                continue
-            self._rows.append((ids, record))
-        if not self._rows:
+            ids = self._within_limit(tokenize_record(record, tokenizer, rules, f"{name} record {index}"), rules, index)
+            if ids is not None:
+                self._prompts.append((ids, record, str(record.get(rules.source_key, name))))
+        if not self._prompts:
             raise DataError(f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens.")
 
+    def _within_limit(self, ids: np.ndarray, rules: PromptRules, index: int) -> np.ndarray | None:
+        if len(ids) <= rules.max_prompt_tokens:
+            return ids
+        if rules.over_long == "error":
+            raise DataError(
+                f"{self.name} record {index} has {len(ids)} prompt tokens; raise data.max_prompt_tokens "
+                f"({rules.max_prompt_tokens}) or set data.over_long=drop."
+            )
+        if rules.over_long == "truncate":
+            self.truncated += 1
+            return ids[-rules.max_prompt_tokens :]
+        self.dropped += 1
+        return None
+
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._prompts)
 
     def batch(self, step: int, size: int) -> list[Prompt]:
         """The `size` prompts of step `step` (from 0); a new epoch begins wherever the last one ends."""
-        return [self._at(position) for position in range(step * size, (step + 1) * size)]
+        return [self.at(position) for position in range(step * size, (step + 1) * size)]
 
     def __iter__(self) -> Iterator[Prompt]:
         """Every prompt once, in file order."""
-        for index, (ids, record) in enumerate(self._rows):
-            yield Prompt(f"{index}", ids, record)
+        for index, (ids, record, source) in enumerate(self._prompts):
+            yield Prompt(f"{index}", ids, record, source)
 
-    def _at(self, position: int) -> Prompt:
-        epoch, index = divmod(position, len(self._rows))
-        ids, record = self._rows[self._order(epoch)[index]]
-        return Prompt(f"{position}", ids, record)
+    def at(self, position: int) -> Prompt:
+        """The prompt at a place of the endless stream of epochs."""
+        # An epoch of a curriculum may be shorter or longer than the data, so that places are counted epoch by epoch.
+        epoch, index = divmod(position, len(self._prompts)) if self._curriculum is None else self._place(position)
+        ids, record, source = self._prompts[self._order(epoch)[index]]
+        return Prompt(f"{position}", ids, record, source)
+
+    def _place(self, position: int) -> tuple[int, int]:
+        epoch = 0
+        while position >= len(self._order(epoch)):
+            position -= len(self._order(epoch))
+            epoch += 1
+        return epoch, position
 
     def _order(self, epoch: int) -> np.ndarray:
-        if not self._shuffle:
-            return np.arange(len(self._rows))
         if epoch not in self._orders:
-            self._orders = {epoch: np.random.default_rng((self._seed, DATA_ORDER, epoch)).permutation(len(self._rows))}
+            if self._curriculum is None:  # any epoch can be made again; of a curriculum every epoch's length is needed
+                self._orders.clear()
+            self._orders[epoch] = self._new_order(epoch)
         return self._orders[epoch]
+
+    def _new_order(self, epoch: int) -> np.ndarray:
+        if self._curriculum is not None:
+            return self._checked(self._curriculum([record for _, record, _ in self._prompts], epoch), epoch)
+        if not self._shuffle:
+            return np.arange(len(self._prompts))
+        return np.random.default_rng((self._seed, DATA_ORDER, epoch)).permutation(len(self._prompts))
+
+    def _checked(self, order: Sequence[int], epoch: int) -> np.ndarray:
+        numbers = np.asarray(order)
+        if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
+            raise DataError(f"data.curriculum must return record numbers for epoch {epoch}, it returned {order!r:.80}.")
+        outside = numbers[(numbers < 0) | (numbers >= len(self._prompts))]
+        if len(outside):
+            raise DataError(
+                f"data.curriculum returned record {outside[0]} for epoch {epoch}, of {len(self._prompts)} records."
+            )
+        return numbers
+
+
+class PromptMixture:
+    """Several sources, each in an order of its own, dealt in proportion to their weights."""
+
+    def __init__(self, sources: Sequence[PromptDataset], weights: Sequence[float]) -> None:
+        """weights: positive, one for each source; only their ratios count."""
+        self._sources = list(sources)
+        self._shares = np.asarray(weights, np.float64) / np.sum(weights)
+        self._dealt = np.zeros(len(sources), np.int64)
+        self._schedule: list[tuple[int, int]] = []  # (source, place in it) of every position so far
+
+    def batch(self, step: int, size: int) -> list[Prompt]:
+        """The `size` prompts of step `step` (from 0)."""
+        return [self._at(position) for position in range(step * size, (step + 1) * size)]
+
+    def _at(self, position: int) -> Prompt:
+        while len(self._schedule) <= position:
+            self._deal()
+        source, place = self._schedule[position]
+        prompt = self._sources[source].at(place)
+        return Prompt(f"{position}", prompt.ids, prompt.columns, prompt.source)
+
+    def _deal(self) -> None:
+        """The next position goes to the source that is furthest behind its share: never more than one prompt off."""
+        behind = self._shares * (len(self._schedule) + 1) - self._dealt
+        source = int(np.argmax(behind))
+        self._schedule.append((source, int(self._dealt[source])))
+        self._dealt[source] += 1
+
+
+def tokenize_record(record: Record, tokenizer: Any, rules: PromptRules, where: str) -> np.ndarray:
+    """Token ids int32 [P] of a record's prompt. Raises DataError naming the record `where`."""
+    prompt = record[rules.prompt_key]
+    if rules.system_prompt:
+        prompt = _with_system_prompt(prompt, rules.system_prompt, where)
+    return tokenize(tokenizer, prompt, where=where)
+
+
+def _with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
+    if isinstance(prompt, str):
+        raise DataError(f"{where} is a text, but data.system_prompt goes before chat messages; make it a list of them.")
+    if not isinstance(prompt, list) or (prompt and prompt[0].get("role") == "system"):
+        return prompt
+    return [{"role": "system", "content": system_prompt}, *prompt]
 
 
 def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:

@@ -19,10 +19,11 @@ from balancing import BalancingError, CostModel
 from controller.arguments import parse_arguments
 from controller.config import Config, load, to_yaml
 from controller.config_checks import check
-from controller.data import PromptDataset, read_records
+from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
 from controller.describe import describe
+from controller.functions import load_function, requested_columns
 from controller.layout import reserved
-from controller.reward_function import load_function, requested_columns
+from controller.records import Record, read_records
 from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -33,11 +34,17 @@ if TYPE_CHECKING:
 class Inputs:
     """What a run needs beside its configuration, read and checked before anything starts."""
 
-    prompts: PromptDataset
+    sources: list[PromptDataset]
     validation: PromptDataset | None
     reward_function: Callable[..., Any]
     reward_columns: tuple[str, ...]
     cost_model: CostModel
+    weights: dict[str, float]
+
+    @property
+    def prompts(self) -> Prompts:
+        """The training prompts: those of the only source, or a mixture."""
+        return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,30 +73,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_inputs(config: Config) -> Inputs:
     """Data, reward function and cost model. Raises ConfigError or DataError for what cannot be used."""
     data = config.data
-    records = read_records(data.train, data.prompt_key)
-    held_out = read_records(data.validation, data.prompt_key) if data.validation else []
-    function = load_function(config.reward.function)
-    columns = requested_columns(function, records[0], config.reward.function)
-    for path, rows in ((data.train, records), (data.validation, held_out)):
-        for number, row in enumerate(rows, start=1):
-            if missing := set(columns) - set(row):
-                raise DataError(
-                    f"{path}: record {number} lacks {sorted(missing)}, which {config.reward.function} takes."
-                )
+    records = {path: read_records(path, data.prompt_key) for path in data.weights}
+    held_out = {data.validation: read_records(data.validation, data.prompt_key)} if data.validation else {}
+    function = load_function("reward.function", config.reward.function)
+    columns = requested_columns(function, next(iter(records.values()))[0], config.reward.function)
+    for path, rows in (records | held_out).items():
+        _check_columns(path, rows, columns, config.reward.function)
     cost_model = CostModel.from_model_config(config.model_description())
+    curriculum = load_function("data.curriculum", data.curriculum) if data.curriculum else None
 
     from workers.model.model import load_tokenizer
 
-    dataset = partial(
-        PromptDataset,
-        tokenizer=load_tokenizer(config.model.path),
-        prompt_key=data.prompt_key,
-        max_prompt_tokens=data.max_prompt_tokens,
-        over_long=data.over_long,
-    )
-    prompts = dataset(records, shuffle=data.shuffle, seed=config.run.seed, name=data.train)
-    validation = dataset(held_out, shuffle=False, name=data.validation) if held_out else None
-    return Inputs(prompts, validation, function, columns, cost_model)
+    rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
+    dataset = partial(PromptDataset, tokenizer=load_tokenizer(config.model.path), rules=rules)
+    sources = [
+        dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=curriculum)
+        for path, rows in records.items()
+    ]
+    validation = [dataset(rows, shuffle=False, name=path) for path, rows in held_out.items()]
+    return Inputs(sources, validation[0] if validation else None, function, columns, cost_model, data.weights)
+
+
+def _check_columns(path: str, records: list[Record], columns: tuple[str, ...], function: str) -> None:
+    for number, record in enumerate(records, start=1):
+        if missing := set(columns) - set(record):
+            raise DataError(f"{path}: record {number} lacks {sorted(missing)}, which {function} takes.")
 
 
 def run(config: Config, inputs: Inputs) -> None:
@@ -100,9 +108,10 @@ def run(config: Config, inputs: Inputs) -> None:
     from controller.trainer import Trainer
 
     console = Console()
-    for name, dataset in (("data.train", inputs.prompts), ("data.validation", inputs.validation)):
-        if dataset is not None and dataset.dropped:
-            console.say(f"{name}: {dataset.dropped} prompts above data.max_prompt_tokens were dropped")
+    for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:
+        for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
+            if count:
+                console.say(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
     with (
         _ray_session(config, console),
         start_roles(config, inputs.reward_function, inputs.reward_columns, console) as roles,

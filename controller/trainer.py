@@ -17,7 +17,7 @@ from balancing import CostModel, Plan, plan_batch
 from controller import advantages
 from controller.config import Config
 from controller.console import Console
-from controller.data import Prompt, PromptDataset
+from controller.data import Prompt, PromptDataset, Prompts
 from controller.metrics import RunWriter, Stopwatch
 from controller.roles import Roles
 from controller.samples import Rollout, assemble
@@ -58,7 +58,7 @@ class Trainer:
         self,
         config: Config,
         roles: Roles,
-        prompts: PromptDataset,
+        prompts: Prompts,
         validation: PromptDataset | None,
         *,
         cost_model: CostModel,

@@ -1,12 +1,11 @@
-import json
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.data import PromptDataset, read_records
+from controller.data import PromptDataset, PromptMixture, PromptRules
 from workers.errors import DataError
 
 
@@ -22,9 +21,12 @@ class Letters:
         return [ord(c) for message in messages for c in message["content"]]
 
 
+RULES = PromptRules("prompt", max_prompt_tokens=8)
+
+
 def dataset(count: int, **options: object) -> PromptDataset:
     records = [{"prompt": f"{i:03d}", "answer": i} for i in range(count)]
-    return PromptDataset(records, Letters(), prompt_key="prompt", **({"max_prompt_tokens": 8} | options))
+    return PromptDataset(records, Letters(), RULES, **options)
 
 
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 5))
@@ -49,17 +51,17 @@ def test_without_shuffle_the_file_order_stays() -> None:
 
 def test_over_long_prompts_are_dropped_and_counted_or_refused() -> None:
     records = [{"prompt": "short"}, {"prompt": "much too long"}]
-    kept = PromptDataset(records, Letters(), prompt_key="prompt", max_prompt_tokens=8)
+    kept = PromptDataset(records, Letters(), RULES)
     assert (len(kept), kept.dropped) == (1, 1)
     with pytest.raises(DataError, match=r"data record 1 has 13 prompt tokens; raise data.max_prompt_tokens \(8\)"):
-        PromptDataset(records, Letters(), prompt_key="prompt", max_prompt_tokens=8, over_long="error")
+        PromptDataset(records, Letters(), replace(RULES, over_long="error"))
     with pytest.raises(DataError, match="all 2 prompts are longer"):
-        PromptDataset(records, Letters(), prompt_key="prompt", max_prompt_tokens=1)
+        PromptDataset(records, Letters(), replace(RULES, max_prompt_tokens=1))
 
 
 def test_chat_messages_go_through_the_template() -> None:
     records = [{"prompt": [{"role": "user", "content": "ab"}]}]
-    prompt = next(iter(PromptDataset(records, Letters(), prompt_key="prompt", max_prompt_tokens=8)))
+    prompt = next(iter(PromptDataset(records, Letters(), RULES)))
     assert prompt.ids.tolist() == [97, 98]
     assert prompt.ids.dtype == np.int32
 
@@ -69,25 +71,62 @@ def test_chat_messages_go_through_the_template() -> None:
 )
 def test_prompts_that_are_none_are_named(prompt: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        PromptDataset([{"prompt": prompt}], Letters(), prompt_key="prompt", max_prompt_tokens=8)
+        PromptDataset([{"prompt": prompt}], Letters(), RULES)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"prompt": "a"}\nnot json\n', r"x.jsonl:2 is not JSON"),
-        ('{"question": "a"}\n', r"x.jsonl:1 has no 'prompt'; set data.prompt_key"),
-        ("[1]\n", r"x.jsonl:1 has no 'prompt'"),
-        ("\n", "has no records"),
-    ],
-)
-def test_files_with_wrong_records_are_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "x.jsonl").write_text(text)
+def test_over_long_prompts_keep_their_last_tokens_where_asked() -> None:
+    kept = PromptDataset([{"prompt": "much too long"}], Letters(), replace(RULES, over_long="truncate"))
+    assert (kept.truncated, kept.dropped) == (1, 0)
+    assert "".join(map(chr, next(iter(kept)).ids)) == "too long"
+
+
+def test_a_system_prompt_goes_before_messages_that_have_none() -> None:
+    rules = PromptRules("prompt", max_prompt_tokens=8, system_prompt="S")
+    user, own = {"role": "user", "content": "u"}, {"role": "system", "content": "o"}
+    texts = [
+        "".join(map(chr, p.ids)) for p in PromptDataset([{"prompt": [user]}, {"prompt": [own, user]}], Letters(), rules)
+    ]
+    assert texts == ["Su", "ou"]
+    with pytest.raises(DataError, match=r"record 0 is a text, but data.system_prompt"):
+        PromptDataset([{"prompt": "u"}], Letters(), rules)
+
+
+def test_prompts_carry_their_source() -> None:
+    rules = replace(RULES, source_key="kind")
+    named = PromptDataset([{"prompt": "a", "kind": "sums"}], Letters(), rules, name="file")
+    assert next(iter(named)).source == "sums"
+    assert next(iter(dataset(1, name="file"))).source == "file"
+
+
+def test_a_curriculum_orders_every_epoch() -> None:
+    def easy_first(records: list[dict], epoch: int) -> list[int]:
+        return [2, 0] if epoch == 0 else [1]
+
+    prompts = dataset(3, curriculum=easy_first)
+    assert [p.columns["answer"] for p in prompts.batch(0, 5)] == [2, 0, 1, 1, 1]
+    assert len({p.uid for p in prompts.batch(0, 5)}) == 5
+
+
+@pytest.mark.parametrize(("order", "message"), [([3], "returned record 3 for epoch 0, of 3"), ([], "record numbers")])
+def test_a_curriculum_that_names_no_record_is_refused(order: list[int], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_records(str(tmp_path / "x.jsonl"), "prompt")
+        dataset(3, curriculum=lambda records, epoch: order).batch(0, 1)
 
 
-def test_records_keep_their_columns(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert read_records(str(tmp_path / "x.jsonl"), "prompt") == rows
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 60))
+def test_a_mixture_is_never_a_prompt_off_its_weights(weights: list[float], count: int) -> None:
+    sources = [dataset(5, name=str(i), shuffle=False) for i in range(len(weights))]
+    dealt = [p.source for p in PromptMixture(sources, weights).batch(0, count)]
+    for i, weight in enumerate(weights):
+        assert abs(dealt.count(str(i)) - count * weight / sum(weights)) < len(weights)
+
+
+def test_a_mixture_is_a_pure_function_of_the_step_and_keeps_each_sources_order() -> None:
+    def mixture() -> PromptMixture:
+        return PromptMixture([dataset(5, seed=1, name="a"), dataset(3, seed=1, name="b")], [2, 1])
+
+    whole = mixture().batch(0, 12)
+    assert [p.columns["answer"] for p in mixture().batch(2, 4)] == [p.columns["answer"] for p in whole[8:]]
+    alone = [p.columns["answer"] for p in dataset(5, seed=1).batch(0, 8)]
+    assert [p.columns["answer"] for p in whole if p.source == "a"] == alone
+    assert len({p.uid for p in whole}) == 12

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.reward_function import load_function, requested_columns
+from controller.functions import load_function, requested_columns
 from workers.errors import ConfigError, DataError
 from workers.reward import as_score
 
@@ -10,10 +10,13 @@ RECORD = {"prompt": "1+1=", "answer": "2", "source": "x"}
 
 
 def test_a_function_is_found_by_module_and_by_file(tmp_path: Path) -> None:
-    assert load_function("examples.addition.reward:reward")(response="#2", solution="1#2")["reward"] == 1.0
+    assert (
+        load_function("reward.function", "examples.addition.reward:reward")(response="#2", solution="1#2")["reward"]
+        == 1.0
+    )
     file = tmp_path / "mine.py"
     file.write_text("def score(response):\n    return len(response)\n")
-    assert load_function(f"{file}:score")("abc") == 3
+    assert load_function("reward.function", f"{file}:score")("abc") == 3
 
 
 @pytest.mark.parametrize(
@@ -26,8 +29,8 @@ def test_a_function_is_found_by_module_and_by_file(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_missing_is_named(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_function(name)
+    with pytest.raises(ConfigError, match=rf"^data.curriculum.*{message}"):
+        load_function("data.curriculum", name)
 
 
 def test_a_function_gets_the_columns_that_it_names() -> None:
@@ -69,4 +72,4 @@ def test_what_is_no_reward_is_refused(value: object, message: str) -> None:
 def test_a_module_that_fails_on_import_is_named_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import math\nmath.no_such_thing\n")
     with pytest.raises(ConfigError, match=r"broken\.py cannot be imported: AttributeError"):
-        load_function(f"{tmp_path / 'broken.py'}:reward")
+        load_function("reward.function", f"{tmp_path / 'broken.py'}:reward")
