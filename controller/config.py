@@ -124,6 +124,13 @@ class ValidationConfig:
     every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
     samples: int = setting(1, "Responses sampled for each held-out prompt.", minimum=1)
     prompts: int = setting(0, "Held-out prompts taken, from the first; 0 takes all.", minimum=0)
+    success: str = setting(
+        "reward", "Score by which a response counts as right, for pass@k and maj@n: `reward`, or a part of it by name."
+    )
+    success_threshold: float = setting(1.0, "A response is right from this value of validation.success on.")
+    keep_best: str = setting(
+        "", "Validation metric, such as `reward` or `pass@8`, by whose highest value the model is kept as model-best."
+    )
     sampling: SamplingConfig = field(default_factory=_validation_sampling)
 
 

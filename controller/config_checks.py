@@ -70,6 +70,11 @@ NO_EFFECT_WITHOUT = (
         ("validation.",),
     ),
     (
+        "validation.samples above 1",
+        lambda c: c.validation.samples > 1,
+        ("validation.success",),
+    ),
+    (
         "data.curriculum left empty (it orders every epoch itself)",
         lambda c: not c.data.curriculum,
         ("data.shuffle",),

@@ -1,12 +1,14 @@
-"""RunWriter: what a run leaves behind - config.yaml, metrics.jsonl, TensorBoard, summary.json."""
+"""RunWriter: what a run leaves behind - config.yaml, metrics.jsonl, validation/, TensorBoard, summary.json."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from controller.validation import Graded
 
 
 class RunWriter:
@@ -30,6 +32,16 @@ class RunWriter:
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
+
+    def validation(self, step: int, responses: Sequence[Graded]) -> None:
+        """Record every held-out response of one validation in validation/step-N.jsonl."""
+        folder = self.folder / "validation"
+        folder.mkdir(exist_ok=True)
+        with (folder / f"step-{step}.jsonl").open("w", encoding="utf-8") as lines:
+            for response in responses:
+                scores = {name: finite(value) for name, value in response.scores.items()}
+                record = {"uid": response.uid, "source": response.source} | response.text | scores
+                lines.write(json.dumps(record | {"answer": response.answer}, ensure_ascii=False) + "\n")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json."""

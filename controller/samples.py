@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from controller.data import Prompt
 from controller.rollouts import RolloutRound
+from controller.validation import Graded
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.reward import Score
@@ -36,6 +38,19 @@ class Rollout:
         for name in sorted({name for score in scores for name in score.parts}):
             means[name] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
         return means
+
+    def graded(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[Graded]:
+        """Every sample with its prompt and scores, for validation."""
+        return [
+            Graded(
+                uid,
+                prompts[uid].source,
+                {"reward": score.reward} | score.parts,
+                score.answer,
+                {"prompt": str(prompts[uid].columns[prompt_key]), "response": score.response},
+            )
+            for (uid, _), score in self.by_sample.items()
+        ]
 
     def metrics(self) -> dict[str, float]:
         """Rewards and lengths of the round, under the names that a run logs."""

@@ -6,6 +6,7 @@
 The driver works on lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`).
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from controller.data import Prompt, PromptDataset, Prompts
 from controller.metrics import RunWriter, Stopwatch
 from controller.roles import Roles
 from controller.samples import Rollout, assemble
+from controller.validation import summarize
 from workers.config import SamplingConfig
+from workers.errors import ConfigError
 from workers.metrics import Metrics, results
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleRequest, sample_seed
@@ -70,6 +73,7 @@ class Trainer:
         self.prompts, self.validation = prompts, validation
         self.cost_model, self.writer, self.console = cost_model, writer, console
         self.weight_version = 0
+        self.best = -math.inf
 
     def fit(self) -> Outcome:
         """Validate, train for `run.steps` steps, validate."""
@@ -198,16 +202,30 @@ class Trainer:
         self.roles.send_weights(self.weight_version)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Mean reward and its parts over the held-out prompts; empty without data.validation."""
+        """Grade responses to the held-out prompts, record and show them; empty without data.validation."""
         if self.validation is None:
             return {}
         settings = self.config.validation
         prompts = list(self.validation)[: settings.prompts or None]
         with self.console.phase("validation"):
             rollout = self.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
-        scores = rollout.scores()
-        self.console.validation(step, scores)
-        return scores
+        responses = rollout.graded({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
+        metrics = summarize(responses, settings.success, settings.success_threshold)
+        self.writer.validation(step, responses)
+        self.console.validation(step, metrics)
+        self._keep_best(step, metrics)
+        return metrics
+
+    def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        name = self.config.validation.keep_best
+        if not name:
+            return
+        if name not in metrics:
+            raise ConfigError(f"validation.keep_best={name} is not a validation metric; there are {sorted(metrics)}.")
+        if metrics[name] > self.best:
+            self.best = metrics[name]
+            if step:  # at step 0 it is the model that the run was given
+                self.save("model-best")
 
     def _rng(self, step: int) -> np.random.Generator:
         return np.random.default_rng((self.config.run.seed, MINI_BATCHES, step))

@@ -15,12 +15,14 @@ from workers.remote_batch import TokenBlock
 class Score:
     """What a reward function said of one sample.
 
-    `parts`: further numbers it returned by name, logged beside the reward. `response`: the text that it saw.
+    `parts`: further numbers it returned by name, logged beside the reward. `response`: the text that it saw. `answer`:
+    what it read from the response, if it says so; responses with the same answer vote together in validation.
     """
 
     reward: float
     response: str
     parts: dict[str, float] = field(default_factory=dict)
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,15 @@ class RewardWorker:
 
 
 def as_score(value: Any, response: str) -> Score:
-    """A Score from what a reward function returned: a number, or a mapping with `reward` and other numbers.
+    """A Score from what a reward function returned: a number, or a mapping with `reward`, other numbers and, if it
+    likes, the text `answer`.
 
     Raises DataError if it is neither or not finite.
     """
     parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
         raise DataError(f"the reward function returned a mapping without 'reward': {sorted(parts)}.")
+    answer = str(parts.pop("answer", ""))
     try:
         numbers = {name: float(part) for name, part in parts.items()}
     except (TypeError, ValueError):
@@ -73,4 +77,4 @@ def as_score(value: Any, response: str) -> Score:
     reward = numbers.pop("reward")
     if reward - reward != 0:  # NaN and infinities
         raise DataError(f"the reward function returned {reward} for {response!r}.")
-    return Score(reward, response, numbers)
+    return Score(reward, response, numbers, answer)
