@@ -94,14 +94,27 @@ class BatchConfig:
 class RewardConfig:
     function: str = setting(MISSING, "Reward function: `module:function` or `path/file.py:function`.")
     workers: int = setting(1, "Processes that score samples beside generation.", minimum=1)
+    overlong_tokens: int = setting(
+        0,
+        "Soft punishment of long responses (DAPO): over the last so many tokens before sampling.max_new_tokens the "
+        "reward falls linearly, by reward.overlong_penalty in all; 0 punishes none.",
+        minimum=0,
+    )
+    overlong_penalty: float = setting(1.0, "What a response of sampling.max_new_tokens loses.", minimum=0)
 
 
 @dataclass
 class AlgorithmConfig:
     advantage: str = setting("grpo", "Advantage estimator (`controller.advantages`).", choices=("grpo",))
     normalize_by_std: bool = setting(True, "Divide a group's centred rewards by their standard deviation.")
-    drop_groups_without_signal: bool = setting(
-        False, "Leave groups of equal rewards out of training: their advantages are 0."
+    groups_without_signal: str = setting(
+        "keep",
+        "Groups of equal rewards, whose advantages are 0: `keep` them, `drop` them, or `replace` them by new prompts "
+        "until a step has batch.prompts_per_step groups with signal (DAPO's dynamic sampling).",
+        choices=("keep", "drop", "replace"),
+    )
+    max_sampling_rounds: int = setting(
+        10, "Rounds of generation of a step with `replace`; after the last it trains on what has signal.", minimum=2
     )
     loss: LossConfig = field(default_factory=LossConfig)
 

@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     _check_batch(config)
     _check_optimizer(config)
     _check_sampling(config)
+    _check_overlong(config)
     _check_caps(config)
     _check_devices(config)
     model = read_model_files(config.model.path, "model.path")
@@ -68,6 +69,16 @@ NO_EFFECT_WITHOUT = (
         "data.validation",
         lambda c: bool(c.data.validation),
         ("validation.",),
+    ),
+    (
+        "algorithm.groups_without_signal=replace",
+        lambda c: c.algorithm.groups_without_signal == "replace",
+        ("algorithm.max_sampling_rounds",),
+    ),
+    (
+        "reward.overlong_tokens above 0",
+        lambda c: c.reward.overlong_tokens > 0,
+        ("reward.overlong_penalty",),
     ),
     (
         "validation.samples above 1",
@@ -159,6 +170,15 @@ def _check_sampling(config: Config) -> None:
         raise ConfigError(
             f"validation.samples={samples} at validation.sampling.temperature=0 are {samples} equal responses; "
             "set samples to 1 or the temperature above 0."
+        )
+
+
+def _check_overlong(config: Config) -> None:
+    overlong, longest = config.reward.overlong_tokens, config.rollout.sampling.max_new_tokens
+    if overlong >= longest:
+        raise ConfigError(
+            f"reward.overlong_tokens={overlong} punishes every response: it must be below "
+            f"rollout.sampling.max_new_tokens={longest}."
         )
 
 

@@ -1,7 +1,7 @@
-"""Prompts: records, tokenized once, dealt to steps by a seeded shuffle.
+"""Prompts: records, tokenized once, dealt in an endless stream by a seeded shuffle.
 
 record --system prompt, chat template, tokenizer--> Prompt     over-long ones: dropped, truncated or refused
-PromptDataset of each source --PromptMixture, by weight--> batch(step), a pure function of (seed, step)
+PromptDataset of each source --PromptMixture, by weight--> take(start, count), a pure function of the seed
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +33,8 @@ class Prompt:
 class Prompts(Protocol):
     """What a trainer draws from."""
 
-    def batch(self, step: int, size: int) -> list[Prompt]:
-        """The `size` prompts of step `step` (from 0)."""
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """`count` prompts from place `start` (from 0) of an endless stream, a pure function of the seed."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def batch(self, step: int, size: int) -> list[Prompt]:
-        """The `size` prompts of step `step` (from 0); a new epoch begins wherever the last one ends."""
-        return [self.at(position) for position in range(step * size, (step + 1) * size)]
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """`count` prompts from place `start` of the stream; a new epoch begins wherever the last one ends."""
+        return [self.at(position) for position in range(start, start + count)]
 
     def __iter__(self) -> Iterator[Prompt]:
         """Every prompt once, in file order."""
@@ -160,9 +160,9 @@ class PromptMixture:
         self._dealt = np.zeros(len(sources), np.int64)
         self._schedule: list[tuple[int, int]] = []  # (source, place in it) of every position so far
 
-    def batch(self, step: int, size: int) -> list[Prompt]:
-        """The `size` prompts of step `step` (from 0)."""
-        return [self._at(position) for position in range(step * size, (step + 1) * size)]
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """`count` prompts from place `start` of the stream."""
+        return [self._at(position) for position in range(start, start + count)]
 
     def _at(self, position: int) -> Prompt:
         while len(self._schedule) <= position:

@@ -3,8 +3,8 @@
 RolloutRound (light results, block references) + scores --assemble--> Rollout
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,16 +20,37 @@ TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 
 @dataclass(frozen=True)
 class Rollout:
-    """One round of samples.
+    """The samples of one round of generation, or of several.
 
     batch: columns uid, sample, prompt_tokens, response_tokens, length (int64), truncated (bool), weight_version
     (int64), reward (float64); tokens input_ids, loss_mask, rollout_log_probs. `by_sample`: scores in the batch's order.
+    `rounds`: rounds of generation that it joins.
     """
 
     batch: RemoteBatch
     by_sample: dict[tuple[str, int], Score]
     dropped: int
     retried: int
+    rounds: int = 1
+
+    @staticmethod
+    def concat(rounds: Sequence["Rollout"]) -> "Rollout":
+        """Several rounds of one step as one."""
+        return Rollout(
+            RemoteBatch.concat([found.batch for found in rounds]),
+            {key: score for found in rounds for key, score in found.by_sample.items()},
+            sum(found.dropped for found in rounds),
+            sum(found.retried for found in rounds),
+            sum(found.rounds for found in rounds),
+        )
+
+    def with_reward_part(self, name: str, values: np.ndarray) -> "Rollout":
+        """`values` [B] added to the rewards, and kept as a part of their own under `name`."""
+        by_sample = {
+            key: replace(score, reward=score.reward + value, parts=score.parts | {name: value})
+            for (key, score), value in zip(self.by_sample.items(), values.tolist(), strict=True)
+        }
+        return replace(self, batch=self.batch.with_columns(reward=self.batch["reward"] + values), by_sample=by_sample)
 
     def scores(self) -> dict[str, float]:
         """Mean reward and mean of every other number that the reward function returned."""
@@ -63,6 +84,7 @@ class Rollout:
             "rollout/samples": float(len(self.batch)),
             "rollout/samples_dropped": float(self.dropped),
             "rollout/samples_retried": float(self.retried),
+            "rollout/sampling_rounds": float(self.rounds),
             "rollout/response_tokens_mean": float(tokens.mean()),
             "rollout/response_tokens_max": float(tokens.max()),
             "rollout/truncated_share": float(self.batch["truncated"].mean()),

@@ -22,6 +22,7 @@ from controller.data import Prompt, PromptDataset, Prompts
 from controller.metrics import RunWriter, Stopwatch
 from controller.roles import Roles
 from controller.samples import Rollout, assemble
+from controller.shaping import overlong_penalty
 from controller.validation import summarize
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
@@ -73,6 +74,7 @@ class Trainer:
         self.prompts, self.validation = prompts, validation
         self.cost_model, self.writer, self.console = cost_model, writer, console
         self.weight_version = 0
+        self.position = 0  # of the next prompt in the stream
         self.best = -math.inf
 
     def fit(self) -> Outcome:
@@ -100,15 +102,9 @@ class Trainer:
         watch = Stopwatch()
         with watch.phase("step"):
             with watch.phase("rollout"), self.console.phase("rollout"):
-                rollout = self.roll_out(
-                    self.prompts.batch(step - 1, self.config.batch.prompts_per_step),
-                    self.config.rollout.samples_per_prompt,
-                    self.config.rollout.sampling,
-                    step,
-                )
+                rollout, batch = self.collect(step)
             metrics = rollout.metrics()
             self.console.completions(rollout, self.config.run.log_completions)
-            batch = self.keep_groups_with_signal(rollout.batch)
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
             if len(batch):
                 metrics |= self.learn(batch, step, watch)
@@ -134,6 +130,34 @@ class Trainer:
         # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
         return prefixed("balance", plan.statistics()) | prefixed("policy", results(updated | mismatch))
 
+    def collect(self, step: int) -> tuple[Rollout, RemoteBatch]:
+        """All samples of a step, and those to train on; several rounds where groups without signal are replaced."""
+        settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
+        limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
+        rounds: list[Rollout] = []
+        kept: list[RemoteBatch] = []
+        while wanted and len(rounds) < limit:
+            prompts = self.prompts.take(self.position, wanted)
+            self.position += wanted
+            found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
+            rounds.append(self.shaped(found))
+            kept.append(self.keep_groups_with_signal(rounds[-1].batch))
+            wanted -= len(np.unique(kept[-1]["uid"]))
+        if wanted and limit > 1:
+            self.console.say(
+                f"step {step}: {wanted} of {self.config.batch.prompts_per_step} groups are still without signal after "
+                f"algorithm.max_sampling_rounds={limit}; training on the others"
+            )
+        return Rollout.concat(rounds), RemoteBatch.concat(kept)
+
+    def shaped(self, rollout: Rollout) -> Rollout:
+        """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""
+        settings, longest = self.config.reward, self.config.rollout.sampling.max_new_tokens
+        if not settings.overlong_tokens:
+            return rollout
+        penalty = overlong_penalty(rollout.batch["response_tokens"], longest, settings.overlong_tokens)
+        return rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
+
     def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> Rollout:
         """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
@@ -148,8 +172,8 @@ class Trainer:
         return assemble(finished, self.roles.rewards.collect())
 
     def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch without groups of equal rewards, where algorithm.drop_groups_without_signal asks for it."""
-        if not self.config.algorithm.drop_groups_without_signal:
+        """The batch without groups of equal rewards, unless algorithm.groups_without_signal keeps them."""
+        if self.config.algorithm.groups_without_signal == "keep":
             return batch
         return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
 

@@ -135,6 +135,12 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (("data.train=''", "data.sources={train.jsonl: 0}"), "data.sources: the weight of train.jsonl must be above 0"),
         (("data.source_key=kind",), "data.train: the first record of train.jsonl has no column data.source_key='kind'"),
         (("data.system_prompt=Add.",), "data.train: the prompts of train.jsonl are texts, but data.system_prompt goes"),
+        (
+            ("algorithm.max_sampling_rounds=3",),
+            "algorithm.max_sampling_rounds=3 has no effect without algorithm.groups_w",
+        ),
+        (("reward.overlong_tokens=64",), "reward.overlong_tokens=64 punishes every response"),
+        (("validation.success=exact",), "validation.success=exact has no effect without validation.samples above 1"),
         (("data.curriculum=gone.py:order",), "data.curriculum='gone.py:order': there is no file gone.py."),
         (
             ("data.curriculum=reward.py:reward", "data.shuffle=false"),

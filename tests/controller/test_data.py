@@ -32,21 +32,21 @@ def dataset(count: int, **options: object) -> PromptDataset:
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 5))
 def test_every_epoch_deals_every_prompt_once(count: int, size: int, seed: int) -> None:
     prompts = dataset(count, seed=seed)
-    stream = [prompt for step in range(-(-2 * count // size)) for prompt in prompts.batch(step, size)]
+    stream = [prompt for step in range(-(-2 * count // size)) for prompt in prompts.take(step * size, size)]
     assert len({prompt.uid for prompt in stream}) == len(stream)
     for epoch in range(2):
         answers = [prompt.columns["answer"] for prompt in stream[epoch * count : (epoch + 1) * count]]
         assert sorted(answers) == list(range(count))
 
 
-def test_a_step_is_a_pure_function_of_seed_and_step() -> None:
-    order = [[p.columns["answer"] for p in dataset(50, seed=3).batch(step, 7)] for step in (9, 2, 9)]
+def test_a_place_of_the_stream_is_a_pure_function_of_the_seed() -> None:
+    order = [[p.columns["answer"] for p in dataset(50, seed=3).take(step * 7, 7)] for step in (9, 2, 9)]
     assert order[0] == order[2] != order[1]
-    assert order[0] != [p.columns["answer"] for p in dataset(50, seed=4).batch(9, 7)]
+    assert order[0] != [p.columns["answer"] for p in dataset(50, seed=4).take(63, 7)]
 
 
 def test_without_shuffle_the_file_order_stays() -> None:
-    assert [p.columns["answer"] for p in dataset(5, shuffle=False).batch(1, 3)] == [3, 4, 0]
+    assert [p.columns["answer"] for p in dataset(5, shuffle=False).take(3, 3)] == [3, 4, 0]
 
 
 def test_over_long_prompts_are_dropped_and_counted_or_refused() -> None:
@@ -103,20 +103,20 @@ def test_a_curriculum_orders_every_epoch() -> None:
         return [2, 0] if epoch == 0 else [1]
 
     prompts = dataset(3, curriculum=easy_first)
-    assert [p.columns["answer"] for p in prompts.batch(0, 5)] == [2, 0, 1, 1, 1]
-    assert len({p.uid for p in prompts.batch(0, 5)}) == 5
+    assert [p.columns["answer"] for p in prompts.take(0, 5)] == [2, 0, 1, 1, 1]
+    assert len({p.uid for p in prompts.take(0, 5)}) == 5
 
 
 @pytest.mark.parametrize(("order", "message"), [([3], "returned record 3 for epoch 0, of 3"), ([], "record numbers")])
 def test_a_curriculum_that_names_no_record_is_refused(order: list[int], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        dataset(3, curriculum=lambda records, epoch: order).batch(0, 1)
+        dataset(3, curriculum=lambda records, epoch: order).take(0, 1)
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(1, 60))
 def test_a_mixture_is_never_a_prompt_off_its_weights(weights: list[float], count: int) -> None:
     sources = [dataset(5, name=str(i), shuffle=False) for i in range(len(weights))]
-    dealt = [p.source for p in PromptMixture(sources, weights).batch(0, count)]
+    dealt = [p.source for p in PromptMixture(sources, weights).take(0 * count, count)]
     for i, weight in enumerate(weights):
         assert abs(dealt.count(str(i)) - count * weight / sum(weights)) < len(weights)
 
@@ -125,8 +125,8 @@ def test_a_mixture_is_a_pure_function_of_the_step_and_keeps_each_sources_order()
     def mixture() -> PromptMixture:
         return PromptMixture([dataset(5, seed=1, name="a"), dataset(3, seed=1, name="b")], [2, 1])
 
-    whole = mixture().batch(0, 12)
-    assert [p.columns["answer"] for p in mixture().batch(2, 4)] == [p.columns["answer"] for p in whole[8:]]
-    alone = [p.columns["answer"] for p in dataset(5, seed=1).batch(0, 8)]
+    whole = mixture().take(0, 12)
+    assert [p.columns["answer"] for p in mixture().take(8, 4)] == [p.columns["answer"] for p in whole[8:]]
+    alone = [p.columns["answer"] for p in dataset(5, seed=1).take(0, 8)]
     assert [p.columns["answer"] for p in whole if p.source == "a"] == alone
     assert len({p.uid for p in whole}) == 12

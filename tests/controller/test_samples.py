@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from controller.rollouts import RolloutRound
-from controller.samples import assemble
+from controller.samples import Rollout, assemble
 from workers.errors import RolloutError
 from workers.reward import Score
 from workers.rollout.requests import SampleResult
@@ -53,3 +53,18 @@ def test_what_was_dropped_and_retried_is_counted(finished: RolloutRound) -> None
 def test_a_round_without_any_sample_is_an_error_with_its_reason(finished: RolloutRound) -> None:
     with pytest.raises(RolloutError, match=r"no sample of this round was finished; .* because too long"):
         assemble(RolloutRound([], [], finished.dropped, retried=0), {})
+
+
+def test_rounds_of_a_step_are_joined(finished: RolloutRound) -> None:
+    other = RolloutRound([result("c", 0, 0)], ["z"], [], retried=1)
+    joined = Rollout.concat([assemble(finished, SCORES), assemble(other, {("c", 0): Score(1.0, "yes")})])
+    assert joined.batch["uid"].tolist() == ["a", "a", "b", "c"]
+    assert joined.scores()["reward"] == pytest.approx(2.5 / 4)
+    assert (joined.dropped, joined.retried, joined.rounds) == (1, 3, 2)
+
+
+def test_a_part_of_the_reward_added_later_counts_and_is_logged(finished: RolloutRound) -> None:
+    shaped = assemble(finished, SCORES).with_reward_part("penalty", np.array([0.0, -0.5, 0.0]))
+    assert shaped.batch["reward"].tolist() == [1.0, 0.0, 0.0]
+    assert shaped.metrics()["reward/penalty"] == pytest.approx(-0.5 / 3)
+    assert shaped.metrics()["reward/mean"] == pytest.approx(1 / 3)

@@ -53,7 +53,7 @@ def run_loop(overrides: list[str]) -> Run:
         )
         outcome = trainer.fit()
         writer.summary(outcome.summary())
-        rollout = trainer.roll_out(inputs.prompts.batch(9, 6), 2, config.rollout.sampling, step=10)
+        rollout = trainer.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
         return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
 
 
@@ -73,7 +73,7 @@ def finished(ray_session, settings: list[str]) -> Run:
 
 def test_a_run_repeats_and_groups_without_signal_are_left_out(ray_session, settings: list[str]) -> None:
     """Sampling, data order, mini-batches and rewards follow from the seed; losses agree up to rounding."""
-    overrides = [*settings, "run.steps=2", "policy.ranks=3", "algorithm.drop_groups_without_signal=true"]
+    overrides = [*settings, "run.steps=2", "policy.ranks=3", "algorithm.groups_without_signal=drop"]
     overrides += ["rollout.samples_per_prompt=2", "policy.optimizer.learning_rate=1e-3"]
     runs = [run_loop([*overrides, f"run.name=repeat-{number}"]).outcome.steps for number in (1, 2)]
     for first, second in zip(*runs, strict=True):
