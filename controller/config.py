@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 
 from controller import config_file
 from controller.model_files import read_model_files
@@ -92,8 +92,23 @@ class BatchConfig:
 
 @dataclass
 class RewardConfig:
-    function: str = setting(MISSING, "Reward function: `module:function` or `path/file.py:function`.")
+    function: str = setting("", "Reward function: `module:function` or `path/file.py:function`.")
+    functions: dict[str, float] = setting(
+        {}, "Several of these in place of reward.function, each with its weight; the reward is their weighted sum."
+    )
     workers: int = setting(1, "Processes that score samples beside generation.", minimum=1)
+    timeout_s: float = setting(
+        30.0, "Seconds that one call of a reward function may take.", minimum=0, exclusive_minimum=True
+    )
+    concurrency: int = setting(
+        16, "Samples that one worker scores at a time, where a reward function is a coroutine function.", minimum=1
+    )
+    on_failure: str = setting(
+        "zero",
+        "What becomes of a sample whose reward function raised, hung, died or returned no number: its reward is "
+        "`zero`, it is left out (`drop`), or the run ends (`stop`). It is counted in any case.",
+        choices=("zero", "drop", "stop"),
+    )
     overlong_tokens: int = setting(
         0,
         "Soft punishment of long responses (DAPO): over the last so many tokens before sampling.max_new_tokens the "
@@ -101,6 +116,11 @@ class RewardConfig:
         minimum=0,
     )
     overlong_penalty: float = setting(1.0, "What a response of sampling.max_new_tokens loses.", minimum=0)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of every reward function, by `module:function`."""
+        return self.functions or {self.function: 1.0}
 
 
 @dataclass

@@ -36,7 +36,7 @@ def check(config: Config) -> None:
     _check_model(config, model)
     _check_reference(config, model)
     _check_data(config, model)
-    check_function("reward.function", config.reward.function)
+    _check_rewards(config)
 
 
 NO_EFFECT_WITHOUT = (
@@ -323,6 +323,20 @@ def first_record(key: str, path: str, prompt_key: str) -> dict[str, Any]:
     if record is None:
         raise ConfigError(f"{key}: {path} has no records.")
     return record
+
+
+def _check_rewards(config: Config) -> None:
+    if bool(config.reward.function) == bool(config.reward.functions):
+        raise ConfigError("reward.function is not set; set it, or reward.functions with several of them, and not both.")
+    key = "reward.functions" if config.reward.functions else "reward.function"
+    names: dict[str, str] = {}
+    for function, weight in config.reward.weights.items():
+        check_function(key, function)
+        if not math.isfinite(weight):
+            raise ConfigError(f"{key}: the weight of {function} must be a finite number, not {weight}.")
+        other = names.setdefault(function.rpartition(":")[2], function)
+        if other != function:
+            raise ConfigError(f"{key}: {other} and {function} have the same name in metrics; rename one of them.")
 
 
 def check_function(key: str, name: str) -> None:

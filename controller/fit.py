@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,11 @@ from controller.config import Config, load, to_yaml
 from controller.config_checks import check
 from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
 from controller.describe import describe
-from controller.functions import load_function, requested_columns
+from controller.functions import check_rewards, load_function, pack, requested_columns
 from controller.layout import reserved
 from controller.records import Record, read_records
 from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError
+from workers.reward_process import RewardFunction
 
 if TYPE_CHECKING:
     from controller.console import Console
@@ -36,8 +37,7 @@ class Inputs:
 
     sources: list[PromptDataset]
     validation: PromptDataset | None
-    reward_function: Callable[..., Any]
-    reward_columns: tuple[str, ...]
+    reward_functions: list[RewardFunction]
     cost_model: CostModel
     weights: dict[str, float]
 
@@ -75,10 +75,10 @@ def read_inputs(config: Config) -> Inputs:
     data = config.data
     records = {path: read_records(path, data.prompt_key) for path in data.weights}
     held_out = {data.validation: read_records(data.validation, data.prompt_key)} if data.validation else {}
-    function = load_function("reward.function", config.reward.function)
-    columns = requested_columns(function, next(iter(records.values()))[0], config.reward.function)
+    functions = _reward_functions(config, next(iter(records.values()))[0])
     for path, rows in (records | held_out).items():
-        _check_columns(path, rows, columns, config.reward.function)
+        for function in functions:
+            _check_columns(path, rows, function)
     cost_model = CostModel.from_model_config(config.model_description())
     curriculum = load_function("data.curriculum", data.curriculum) if data.curriculum else None
 
@@ -91,13 +91,24 @@ def read_inputs(config: Config) -> Inputs:
         for path, rows in records.items()
     ]
     validation = [dataset(rows, shuffle=False, name=path) for path, rows in held_out.items()]
-    return Inputs(sources, validation[0] if validation else None, function, columns, cost_model, data.weights)
+    return Inputs(sources, validation[0] if validation else None, functions, cost_model, data.weights)
 
 
-def _check_columns(path: str, records: list[Record], columns: tuple[str, ...], function: str) -> None:
+def _reward_functions(config: Config, example: Record) -> list[RewardFunction]:
+    """The reward functions, tried on the first record and an empty response: one that cannot work stops here."""
+    functions = []
+    for name, weight in config.reward.weights.items():
+        function = load_function("reward.function", name)
+        columns = requested_columns(function, example, name)
+        functions.append(RewardFunction(name.rpartition(":")[2], weight, function, columns))
+    check_rewards(pack(functions), example, timeout_s=config.reward.timeout_s)
+    return functions
+
+
+def _check_columns(path: str, records: list[Record], function: RewardFunction) -> None:
     for number, record in enumerate(records, start=1):
-        if missing := set(columns) - set(record):
-            raise DataError(f"{path}: record {number} lacks {sorted(missing)}, which {function} takes.")
+        if missing := set(function.columns) - set(record):
+            raise DataError(f"{path}: record {number} lacks {sorted(missing)}, which {function.name} takes.")
 
 
 def run(config: Config, inputs: Inputs) -> None:
@@ -114,7 +125,7 @@ def run(config: Config, inputs: Inputs) -> None:
                 console.say(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
     with (
         _ray_session(config, console),
-        start_roles(config, inputs.reward_function, inputs.reward_columns, console) as roles,
+        start_roles(config, inputs.reward_functions, console) as roles,
         RunWriter(config.run_folder, to_yaml(config), tensorboard=config.tracking.tensorboard) as writer,
     ):
         trainer = Trainer(

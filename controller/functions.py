@@ -1,17 +1,23 @@
 """A user's functions, such as the reward: found by name and checked before anything starts.
 
 "module:function" or "path/file.py:function" --load_function--> callable --requested_columns--> names it is given
+reward functions --pack--> bytes that their processes unpack, tried once by check_rewards
 """
 
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import cloudpickle
 
 from workers.errors import ConfigError
+from workers.reward_process import Call, RewardFunction, RewardProcess
+
+RESPONSES = {"response", "responses"}
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
@@ -55,18 +61,43 @@ def _load_module(key: str, name: str) -> Any:
 
 
 def requested_columns(function: Callable[..., Any], record: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Which of the record's columns the function takes by name, beside `response`.
+    """Which of the record's columns the function takes by name, beside `response` or, for all at once, `responses`.
 
-    Raises ConfigError if it has no `response` parameter or requires a column that the data does not have.
+    Raises ConfigError if it has neither parameter or requires a column that the data does not have.
     """
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if "response" not in names and not takes_all:
-        raise ConfigError(f"reward.function={name!r} must take a parameter 'response'.")
+    if len(names & RESPONSES) != 1 and not takes_all:
+        raise ConfigError(
+            f"reward.function={name!r} must take a parameter 'response', or 'responses' for many at once."
+        )
     offered = set(record)
     required = {p.name for p in parameters if p.name in names and p.default is p.empty}
-    lacking = sorted(required - offered - {"response"})
+    lacking = sorted(required - offered - RESPONSES)
     if lacking:
         raise ConfigError(f"reward.function={name!r} asks for {lacking}, but the data has {sorted(offered)}.")
-    return tuple(sorted((offered if takes_all else names & offered) - {"response"}))
+    return tuple(sorted((offered if takes_all else names & offered) - RESPONSES))
+
+
+def pack(functions: Sequence[RewardFunction]) -> bytes:
+    """The functions pickled by value, so that other nodes and processes need no copy of their files."""
+    for function in functions:
+        module = sys.modules[function.function.__module__]
+        if "site-packages" not in (getattr(module, "__file__", None) or "site-packages"):
+            cloudpickle.register_pickle_by_value(module)
+    return cast(bytes, cloudpickle.dumps(list(functions)))
+
+
+def check_rewards(functions: bytes, example: Mapping[str, Any], *, timeout_s: float) -> None:
+    """Score an empty response to one record in a process of its own.
+
+    Raises ConfigError with what went wrong: a function must score any text.
+    """
+    process = RewardProcess(functions, timeout_s=timeout_s, concurrency=1)
+    try:
+        score = process.run([Call(0, "", example)])[0]
+    finally:
+        process.stop()
+    if score.failure:
+        raise ConfigError(f"reward.function failed on the first record and an empty response: {score.failure}.")

@@ -3,36 +3,36 @@
 block of finished samples --submit--> actor --collect--> {(uid, sample): Score}
 """
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
+from controller.config import RewardConfig
 from controller.data import Prompt
+from controller.functions import pack
 from workers.errors import ResourceError, WorkerError
-from workers.reward import RewardWorker, Score, ScoreRequest
+from workers.reward import RewardWorker, ScoreRequest
+from workers.reward_process import RewardFunction
 from workers.rollout.requests import SampleResult
+from workers.score import Score
 
 
 class RewardPool:
     """Reward actors that take finished samples in turn."""
 
     def __init__(
-        self, function: Callable[..., Any], columns: Sequence[str], tokenizer_path: str, *, workers: int, cpus: float
+        self, functions: Sequence[RewardFunction], tokenizer_path: str, config: RewardConfig, cpus: float
     ) -> None:
-        """`columns`: what `requested_columns` said that the function takes.
-
-        The function's module is pickled by value, so that actors on other nodes need no copy of its file.
-        """
-        self._columns = columns
-        module = sys.modules[function.__module__]
-        if "site-packages" not in (getattr(module, "__file__", None) or "site-packages"):
-            ray.cloudpickle.register_pickle_by_value(module)
-        actor_class = ray.remote(RewardWorker)
+        """`cpus`: what each actor reserves."""
+        self._columns = sorted({name for function in functions for name in function.columns})
+        self._on_failure = config.on_failure
+        packed, actor_class = pack(functions), ray.remote(RewardWorker)
         self._actors = [
-            actor_class.options(name=f"reward {i}", num_cpus=cpus).remote(function, tokenizer_path)
-            for i in range(workers)
+            actor_class.options(name=f"reward {i}", num_cpus=cpus).remote(
+                packed, tokenizer_path, timeout_s=config.timeout_s, concurrency=config.concurrency
+            )
+            for i in range(config.workers)
         ]
         self._next = 0
         self._pending: list[tuple[list[SampleResult], ray.ObjectRef]] = []
@@ -56,16 +56,16 @@ class RewardPool:
         if not finished:
             return
         requests = [
-            ScoreRequest(result.row, result.prompt_tokens, self._arguments(prompts[result.uid])) for result in finished
+            ScoreRequest(result.row, result.prompt_tokens, self._columns_of(prompts[result.uid])) for result in finished
         ]
         actor = self._actors[self._next % len(self._actors)]
         self._next += 1
         self._pending.append((finished, actor.score.options(name="reward.score").remote(block, requests)))
 
     def collect(self) -> dict[tuple[str, int], Score]:
-        """Scores of everything submitted since the last call, by (uid, sample).
+        """Scores of everything submitted since the last call, by (uid, sample); failed ones say so in `failure`.
 
-        Raises WorkerError, with the remote traceback, if the reward function raised.
+        Raises WorkerError for a failed one with reward.on_failure=stop, and if a reward actor was lost.
         """
         pending, self._pending = self._pending, []
         scores: dict[tuple[str, int], Score] = {}
@@ -73,8 +73,10 @@ class RewardPool:
             try:
                 block_scores = ray.get(ref)
             except ray.exceptions.RayError as error:
-                raise WorkerError(f"the reward function failed: {error}") from error
+                raise WorkerError(f"a reward worker was lost: {error}") from error
             scores |= {(r.uid, r.sample): score for r, score in zip(results, block_scores, strict=True)}
+        if self._on_failure == "stop":
+            _refuse_failures(scores)
         return scores
 
     def stop(self) -> None:
@@ -82,5 +84,14 @@ class RewardPool:
         for actor in self._actors:
             ray.kill(actor)
 
-    def _arguments(self, prompt: Prompt) -> dict[str, Any]:
+    def _columns_of(self, prompt: Prompt) -> dict[str, Any]:
         return {name: prompt.columns[name] for name in self._columns if name in prompt.columns}
+
+
+def _refuse_failures(scores: Mapping[tuple[str, int], Score]) -> None:
+    for (uid, sample), score in scores.items():
+        if score.failure:
+            raise WorkerError(
+                f"the reward of sample {sample} of prompt {uid} failed ({score.failure}); reward.on_failure=zero or "
+                "drop would go on without it."
+            )

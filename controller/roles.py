@@ -3,7 +3,7 @@
 layout (pure) -> reserve pools -> engines | policy, reference | reward -> Roles -> one end for all
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from workers.config import RolloutConfig
 from workers.errors import ResourceError
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
+from workers.reward_process import RewardFunction
 from workers.rollout.worker import RolloutWorker
 
 Requests = dict[str, RoleRequest]
@@ -50,9 +51,7 @@ class Roles:
 
 
 @contextmanager
-def start_roles(
-    config: Config, reward_function: Callable[..., Any], reward_columns: tuple[str, ...], console: Console
-) -> Iterator[Roles]:
+def start_roles(config: Config, reward_functions: Sequence[RewardFunction], console: Console) -> Iterator[Roles]:
     """Start every role, yield them, end every actor and give every bundle back, whatever happens.
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
@@ -69,9 +68,7 @@ def start_roles(
         stack.callback(rollouts.stop)
         started = rollouts.start()
         cpus = requests["reward"].cpus
-        rewards = RewardPool(
-            reward_function, reward_columns, config.model.path, workers=config.reward.workers, cpus=cpus
-        )
+        rewards = RewardPool(reward_functions, config.model.path, config.reward, cpus)
         stack.callback(rewards.stop)
         if colocated:
             # An engine sizes its cache by the memory that is free: on a GPU it shares, it must be the first to look.

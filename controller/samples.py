@@ -13,7 +13,7 @@ from controller.rollouts import RolloutRound
 from controller.validation import Graded
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
-from workers.reward import Score
+from workers.score import Score
 
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 
@@ -24,13 +24,14 @@ class Rollout:
 
     batch: columns uid, sample, prompt_tokens, response_tokens, length (int64), truncated (bool), weight_version
     (int64), reward (float64); tokens input_ids, loss_mask, rollout_log_probs. `by_sample`: scores in the batch's order.
-    `rounds`: rounds of generation that it joins.
+    `failures`: why samples have no score of their own. `rounds`: rounds of generation that it joins.
     """
 
     batch: RemoteBatch
     by_sample: dict[tuple[str, int], Score]
     dropped: int
     retried: int
+    failures: tuple[str, ...] = ()
     rounds: int = 1
 
     @staticmethod
@@ -41,6 +42,7 @@ class Rollout:
             {key: score for found in rounds for key, score in found.by_sample.items()},
             sum(found.dropped for found in rounds),
             sum(found.retried for found in rounds),
+            tuple(failure for found in rounds for failure in found.failures),
             sum(found.rounds for found in rounds),
         )
 
@@ -81,6 +83,7 @@ class Rollout:
             "reward/mean": means.pop("reward"),
             "reward/std": float(self.batch["reward"].std()),
             **{f"reward/{name}": value for name, value in means.items()},
+            "reward/failures": float(len(self.failures)),
             "rollout/samples": float(len(self.batch)),
             "rollout/samples_dropped": float(self.dropped),
             "rollout/samples_retried": float(self.retried),
@@ -92,15 +95,21 @@ class Rollout:
         }
 
 
-def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score]) -> Rollout:
-    """Join light results, block references and scores by (uid, sample).
+def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score], *, drop_failed: bool = False) -> Rollout:
+    """Join light results, block references and scores by (uid, sample); `drop_failed` leaves out what has no score.
 
     Raises RolloutError, with the first reason, if every sample was dropped.
     """
-    kept = [(result, ref) for result, ref in zip(finished.results, finished.blocks, strict=True) if result.row >= 0]
+    kept = [
+        (result, ref)
+        for result, ref in zip(finished.results, finished.blocks, strict=True)
+        if result.row >= 0 and not (drop_failed and scores[result.key].failure)
+    ]
     found = [result for result, _ in kept]
+    failures = [score.failure for score in scores.values() if score.failure]
     if not found:
-        reason = finished.dropped[0].error if finished.dropped else "none was requested"
+        reasons = [result.error for result in finished.dropped] + failures
+        reason = reasons[0] if reasons else "none was requested"
         raise RolloutError(f"no sample of this round was finished; the first was given up because {reason}")
     blocks = list(dict.fromkeys(ref for _, ref in kept))
     number = {ref: i for i, ref in enumerate(blocks)}
@@ -120,4 +129,4 @@ def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score]) ->
         "reward": np.array([score.reward for score in by_sample.values()]),
     }
     tokens = {name: TokenColumn(name, tuple(blocks), block, row) for name in TOKEN_COLUMNS}
-    return Rollout(RemoteBatch(columns, tokens), by_sample, len(finished.dropped), finished.retried)
+    return Rollout(RemoteBatch(columns, tokens), by_sample, len(finished.dropped), finished.retried, tuple(failures))

@@ -169,7 +169,11 @@ class Trainer:
         finished = self.roles.rollouts.generate(
             requests, sampling, on_results=lambda found, block: self.roles.rewards.submit(found, block, by_uid)
         )
-        return assemble(finished, self.roles.rewards.collect())
+        drop_failed = self.config.reward.on_failure == "drop"
+        rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
+        if rollout.failures:
+            self.console.say(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
+        return rollout
 
     def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
         """The batch without groups of equal rewards, unless algorithm.groups_without_signal keeps them."""

@@ -1,49 +1,37 @@
-"""RewardWorker: decodes finished samples and scores them, beside generation.
+"""RewardWorker: decodes finished samples and has them scored, beside generation.
 
-block of tokens (object store) --decode--> response text --reward function--> Score
+block of tokens (object store) --decode--> response text --RewardProcess--> Score
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from workers.errors import DataError
 from workers.remote_batch import TokenBlock
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a reward function said of one sample.
-
-    `parts`: further numbers it returned by name, logged beside the reward. `response`: the text that it saw. `answer`:
-    what it read from the response, if it says so; responses with the same answer vote together in validation.
-    """
-
-    reward: float
-    response: str
-    parts: dict[str, float] = field(default_factory=dict)
-    answer: str = ""
+from workers.reward_process import Call, RewardProcess
+from workers.score import Score
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
     """One sample to score: row `row` of a block, whose first `prompt_tokens` tokens are the prompt.
 
-    `arguments`: what the reward function asks for by name, beside `response`.
+    `columns`: what the reward functions take by name, beside the response.
     """
 
     row: int
     prompt_tokens: int
-    arguments: dict[str, Any]
+    columns: dict[str, Any]
 
 
 class RewardWorker:
-    """An actor that holds a tokenizer and one reward function."""
+    """An actor that holds a tokenizer and a process that runs the reward functions."""
 
-    def __init__(self, function: Callable[..., Any], tokenizer_path: str) -> None:
+    def __init__(self, functions: bytes, tokenizer_path: str, *, timeout_s: float, concurrency: int) -> None:
+        """`functions`, `timeout_s`, `concurrency`: see RewardProcess."""
         from transformers import AutoTokenizer
 
-        self._function = function
+        self._process = RewardProcess(functions, timeout_s=timeout_s, concurrency=concurrency)
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
 
     def ready(self) -> bool:
@@ -51,30 +39,11 @@ class RewardWorker:
         return True
 
     def score(self, block: TokenBlock, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """One Score for each request, in order. Raises DataError if the function returns no finite reward."""
-        return [self._score(block, request) for request in requests]
+        """One Score for each request, in order; one that could not be scored says why in `failure`."""
+        calls = [Call(i, self._response(block, request), request.columns) for i, request in enumerate(requests)]
+        scores = self._process.run(calls)
+        return [scores[i] for i in range(len(requests))]
 
-    def _score(self, block: TokenBlock, request: ScoreRequest) -> Score:
+    def _response(self, block: TokenBlock, request: ScoreRequest) -> str:
         ids = block.row(request.row)["input_ids"][request.prompt_tokens :]
-        response = self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-        return as_score(self._function(response=response, **request.arguments), response)
-
-
-def as_score(value: Any, response: str) -> Score:
-    """A Score from what a reward function returned: a number, or a mapping with `reward`, other numbers and, if it
-    likes, the text `answer`.
-
-    Raises DataError if it is neither or not finite.
-    """
-    parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
-    if "reward" not in parts:
-        raise DataError(f"the reward function returned a mapping without 'reward': {sorted(parts)}.")
-    answer = str(parts.pop("answer", ""))
-    try:
-        numbers = {name: float(part) for name, part in parts.items()}
-    except (TypeError, ValueError):
-        raise DataError(f"the reward function must return numbers, it returned {value!r} for {response!r}.") from None
-    reward = numbers.pop("reward")
-    if reward - reward != 0:  # NaN and infinities
-        raise DataError(f"the reward function returned {reward} for {response!r}.")
-    return Score(reward, response, numbers, answer)
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))

@@ -146,6 +146,11 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             ("data.curriculum=reward.py:reward", "data.shuffle=false"),
             "data.shuffle=False has no effect without data.curriculum left empty",
         ),
+        (("reward.function=''",), "reward.function is not set; set it, or reward.functions"),
+        (
+            ("reward.function=''", "reward.functions={reward.py:reward: 1, config.py:reward: 1}"),
+            "reward.functions='config.py:reward': there is no file config.py",
+        ),
         (("reward.function=reward",), "reward.function='reward' must be module:function or path/file.py:function."),
         (("reward.function=reward.py:not-a-name",), "reward.function='reward.py:not-a-name' must be module:function"),
         (("reward.function=gone.py:reward",), "reward.function='gone.py:reward': there is no file gone.py."),

@@ -111,7 +111,7 @@ def test_a_wrong_override_is_refused_in_one_line_that_says_why(override: str, me
         (b"policy: {max_token: 3}", "policy.max_token is not a setting; did you mean policy.max_tokens?"),
         (b"policy:", "policy is a section and takes settings (policy.NAME), not empty."),
         (b"policy: {1: 3}", "policy.1 is not a setting; policy has ranks, "),
-        (b"", "model.path, reward.function are not set; "),
+        (b"", "model.path is not set; "),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, content: bytes, message: str) -> None:

@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.functions import load_function, requested_columns
+from controller.functions import check_rewards, load_function, pack, requested_columns
 from workers.errors import ConfigError, DataError
-from workers.reward import as_score
+from workers.reward_process import RewardFunction
+from workers.score import as_score
 
 RECORD = {"prompt": "1+1=", "answer": "2", "source": "x"}
 
@@ -73,3 +74,12 @@ def test_a_module_that_fails_on_import_is_named_with_its_error(tmp_path: Path) -
     (tmp_path / "broken.py").write_text("import math\nmath.no_such_thing\n")
     with pytest.raises(ConfigError, match=r"broken\.py cannot be imported: AttributeError"):
         load_function("reward.function", f"{tmp_path / 'broken.py'}:reward")
+
+
+def test_a_function_that_cannot_score_any_text_is_refused_before_the_run() -> None:
+    def last_word(response: str, answer: str) -> float:
+        return float(response.split()[-1] == answer)
+
+    functions = pack([RewardFunction("last_word", 1.0, last_word, ("answer",))])
+    with pytest.raises(ConfigError, match="on the first record and an empty response: last_word: raised IndexError"):
+        check_rewards(functions, RECORD, timeout_s=5)

@@ -4,8 +4,8 @@ import pytest
 from controller.rollouts import RolloutRound
 from controller.samples import Rollout, assemble
 from workers.errors import RolloutError
-from workers.reward import Score
 from workers.rollout.requests import SampleResult
+from workers.score import Score
 
 
 def result(uid: str, sample: int, row: int, **facts: object) -> SampleResult:
@@ -68,3 +68,11 @@ def test_a_part_of_the_reward_added_later_counts_and_is_logged(finished: Rollout
     assert shaped.batch["reward"].tolist() == [1.0, 0.0, 0.0]
     assert shaped.metrics()["reward/penalty"] == pytest.approx(-0.5 / 3)
     assert shaped.metrics()["reward/mean"] == pytest.approx(1 / 3)
+
+
+def test_a_sample_without_a_score_counts_zero_or_is_dropped(finished: RolloutRound) -> None:
+    scores = SCORES | {("a", 1): Score(0.0, "so so", failure="f: raised KeyError: 'x'")}
+    kept, dropped = assemble(finished, scores), assemble(finished, scores, drop_failed=True)
+    assert kept.batch["reward"].tolist() == [1.0, 0.0, 0.0]
+    assert dropped.batch["uid"].tolist() == ["a", "b"]
+    assert kept.metrics()["reward/failures"] == dropped.metrics()["reward/failures"] == 1

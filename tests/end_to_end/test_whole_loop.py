@@ -39,7 +39,7 @@ def run_loop(overrides: list[str]) -> Run:
     inputs = read_inputs(config)
     console = Console()
     with (
-        start_roles(config, inputs.reward_function, inputs.reward_columns, console) as roles,
+        start_roles(config, inputs.reward_functions, console) as roles,
         RunWriter(config.run_folder, to_yaml(config)) as writer,
     ):
         trainer = Trainer(

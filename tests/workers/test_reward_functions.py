@@ -1,0 +1,48 @@
+import pytest
+
+from workers.reward_functions import exact_match, format_tags, length, math
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"so it is $\frac{1}{2}$", "0.5", 1),
+        (r"so it is \boxed{\frac{2}{4}}", r"$\frac{1}{2}$", 1),
+        ("first 3, then the answer is 72", "72", 1),
+        (r"\boxed{3}", "72", 0),
+        ("no idea", "72", 0),
+        ("", "72", 0),
+        (r"$x^2 + 2x + 1$", "$(x+1)^2$", 1),
+    ],
+)
+def test_answers_are_compared_as_mathematics(response: str, answer: str, reward: float) -> None:
+    assert math(response, answer)["reward"] == reward
+
+
+def test_equal_answers_vote_together() -> None:
+    assert math(r"\boxed{\frac{1}{2}}", "1")["answer"] == math(r"it is $\frac{1}{2}$", "1")["answer"]
+    assert math("no idea", "1")["answer"] == ""
+
+
+def test_an_exact_match_ignores_white_space_around_it() -> None:
+    assert exact_match(" 42\n", "42") == {"reward": 1.0, "answer": "42"}
+    assert exact_match("42.0", "42")["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<think>a\nb</think>\n<answer>4</answer>", 1),
+        ("<think>a</think><answer>4</answer> so", 0),
+        ("<answer>4</answer><think>a</think>", 0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0),
+        ("4", 0),
+    ],
+)
+def test_the_format_is_all_or_nothing(response: str, reward: float) -> None:
+    assert format_tags(response) == reward
+
+
+def test_length_costs_by_the_character() -> None:
+    assert length("ab") == pytest.approx(2 * length("a"))
+    assert length("a") < length("") == 0

@@ -1,0 +1,37 @@
+"""Reward functions to use as they are, by name: `reward.function: workers.reward_functions:math`.
+
+Each gets the `response` and the columns of the record that it names. They combine under `reward.functions`.
+"""
+
+import re
+
+
+def exact_match(response: str, answer: str) -> dict[str, float | str]:
+    """1 if the response is the answer, but for white space around both."""
+    given = response.strip()
+    return {"reward": float(given == answer.strip()), "answer": given}
+
+
+def math(response: str, answer: str) -> dict[str, float | str]:
+    """1 if the response's final expression equals `answer` as mathematics: LaTeX, fractions, sets, units (math-verify).
+
+    The final expression is that in the last `\\boxed{}`, or else the last one found.
+    """
+    from math_verify import parse, verify
+
+    found = parse(response)
+    wanted = parse(answer) or parse(f"${answer}$")
+    # Voting needs one text for equal answers: the parsed expression's, not the one that was written.
+    return {"reward": float(verify(wanted, found)), "answer": str(found[0]) if found else ""}
+
+
+def format_tags(response: str) -> float:
+    """1 if the response is `<think>...</think><answer>...</answer>`, each tag once, nothing but white space outside."""
+    once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    form = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
+    return float(once and re.fullmatch(form, response, re.DOTALL) is not None)
+
+
+def length(response: str) -> float:
+    """Minus the response's length in thousands of characters: with a small weight, a price on words."""
+    return -len(response) / 1000

@@ -1,0 +1,234 @@
+"""A process of its own for users' reward functions: one that raises, hangs or dies costs a sample, not the run.
+
+    RewardProcess.run(calls) --calls--> serve(): functions, sample by sample --(number, Score)--> RewardProcess
+            |                                                                                  |
+            +-- nothing within timeout_s, or the process is gone: started again for the rest <-+
+
+It knows neither Ray nor torch, so that it starts in a moment and what a function does stays in it.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from workers.errors import DataError
+from workers.score import Score, as_score, weighted
+
+START_SECONDS = 60.0
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A user's function, by the short `name` that metrics carry, and its `weight` in the reward.
+
+    It is called with `response` (a text) and the `columns` of the sample's record that it takes by name; or, if it
+    takes `responses`, once with lists of all of these. It may be a coroutine function.
+    """
+
+    name: str
+    weight: float
+    function: Callable[..., Any]
+    columns: tuple[str, ...]
+
+    @property
+    def batched(self) -> bool:
+        """Whether it takes all samples at once."""
+        return "responses" in inspect.signature(self.function).parameters
+
+
+@dataclass(frozen=True)
+class Call:
+    """One sample to score; `columns` has at least what the functions take."""
+
+    number: int
+    response: str
+    columns: Mapping[str, Any]
+
+
+class RewardProcess:
+    """Runs reward functions on samples, in a process that is started again whenever a sample ends it."""
+
+    def __init__(self, functions: bytes, *, timeout_s: float, concurrency: int) -> None:
+        """functions: a pickled list of RewardFunction, which only the process unpickles. timeout_s: what one call may
+        take. concurrency: samples under way at a time, of coroutine functions."""
+        self._functions, self._timeout_s, self._concurrency = functions, timeout_s, concurrency
+        self._one_at_a_time = False  # the process says so when it is ready
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def run(self, calls: Sequence[Call]) -> dict[int, Score]:
+        """A score for every call, by number, or with the reason in `failure`. Never raises for what a function does."""
+        scores: dict[int, Score] = {}
+        groups = deque([list(calls)] if calls else [])
+        while groups:
+            group = groups.popleft()
+            done, reason = self._try(group)
+            scores |= done
+            left = [call for call in group if call.number not in done]
+            if len(group) == 1 and left:
+                scores[left[0].number] = Score(0.0, left[0].response, failure=reason)
+            elif left:
+                groups.extendleft(reversed(self._regrouped(left)))
+        return scores
+
+    def _regrouped(self, left: list[Call]) -> list[list[Call]]:
+        """The culprit alone: the first, where samples are scored in their order; else it may be any of them."""
+        if self._one_at_a_time and len(left) > 1:
+            return [left[:1], left[1:]]
+        return [[call] for call in left]
+
+    def _try(self, group: list[Call]) -> tuple[dict[int, Score], str]:
+        """Scores until all are there, or until the process ends or stays silent, and why."""
+        done: dict[int, Score] = {}
+        try:
+            connection = self._started()
+            connection.send(group)
+            while len(done) < len(group):
+                # The process itself ends what takes too long, unless it hangs: then it is late by more than a second.
+                if not connection.poll(self._timeout_s + 1.0):
+                    self.stop()
+                    return done, f"it took more than reward.timeout_s={self._timeout_s:g} s"
+                number, score = connection.recv()
+                done[number] = score
+        except (EOFError, ConnectionError):
+            code = self._exit_code()
+            return done, f"it ended its process ({code})"
+        return done, ""
+
+    def _started(self) -> Connection:
+        if self._connection is not None:
+            return self._connection
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "workers.reward_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+        self._connection = Connection(ours.detach())
+        self._connection.send_bytes(self._functions)
+        self._connection.send((self._timeout_s, self._concurrency))
+        if not self._connection.poll(START_SECONDS):
+            raise EOFError
+        self._one_at_a_time = self._connection.recv()
+        return self._connection
+
+    def _exit_code(self) -> str:
+        process = self._process
+        self.stop()
+        code = process.returncode if process is not None else None
+        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+    def stop(self) -> None:
+        """End the process; `run` starts a new one."""
+        connection, process = self._connection, self._process
+        self._connection = self._process = None
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)  # one that died by itself has an exit code to tell
+            process.kill()
+            process.wait()
+
+
+def serve(connection: Connection) -> None:
+    """Score what comes until the other side is gone."""
+    functions: list[RewardFunction] = cloudpickle.loads(connection.recv_bytes())
+    timeout_s, concurrency = connection.recv()
+    connection.send(not any(f.batched or inspect.iscoroutinefunction(f.function) for f in functions))
+    loop = asyncio.new_event_loop()
+    with suppress(EOFError):
+        while True:
+            calls = connection.recv()
+            loop.run_until_complete(_score_all(connection, functions, calls, timeout_s, concurrency))
+
+
+class _FunctionError(Exception):
+    """What a function did in place of returning a score, in words."""
+
+
+async def _score_all(
+    connection: Connection, functions: list[RewardFunction], calls: list[Call], timeout_s: float, concurrency: int
+) -> None:
+    batches = {f.name: await _score_batch(f, calls, timeout_s) for f in functions if f.batched}
+    room = asyncio.Semaphore(concurrency)
+
+    async def score(position: int, call: Call) -> None:
+        async with room:
+            given = {name: values[position] for name, values in batches.items()}
+            connection.send((call.number, await _score(functions, call, given, timeout_s)))
+
+    await asyncio.gather(*(score(position, call) for position, call in enumerate(calls)))
+
+
+async def _score(functions: list[RewardFunction], call: Call, given: dict[str, Any], timeout_s: float) -> Score:
+    """The sample's score over all functions; `given` has the values of the batched ones."""
+    scores: dict[str, Score] = {}
+    for function in functions:
+        try:
+            value = given[function.name] if function.batched else await _call(function, call, timeout_s)
+            if isinstance(value, _FunctionError):
+                raise value
+            scores[function.name] = as_score(value, call.response)
+        except (_FunctionError, DataError) as error:
+            return Score(0.0, call.response, failure=f"{function.name}: {error}")
+    return weighted(scores, {function.name: function.weight for function in functions}, call.response)
+
+
+async def _score_batch(function: RewardFunction, calls: list[Call], timeout_s: float) -> list[Any]:
+    """One value or _FunctionError for each call; where the whole batch fails, each call is tried alone."""
+    columns = {name: [call.columns.get(name) for call in calls] for name in function.columns}
+    try:
+        values = await _result(function, {"responses": [call.response for call in calls]} | columns, timeout_s)
+        if not isinstance(values, Sequence) or len(values) != len(calls):
+            raise _FunctionError(f"returned {values!r:.80} for {len(calls)} responses")
+        return list(values)
+    except _FunctionError as error:
+        if len(calls) == 1:
+            return [error]
+    return [(await _score_batch(function, [call], timeout_s))[0] for call in calls]
+
+
+async def _call(function: RewardFunction, call: Call, timeout_s: float) -> Any:
+    columns = {name: call.columns[name] for name in function.columns if name in call.columns}
+    return await _result(function, {"response": call.response} | columns, timeout_s)
+
+
+async def _result(function: RewardFunction, arguments: dict[str, Any], timeout_s: float) -> Any:
+    try:
+        value = function.function(**arguments)
+        return await asyncio.wait_for(value, timeout_s) if inspect.isawaitable(value) else value
+    except TimeoutError:
+        raise _FunctionError(f"took more than reward.timeout_s={timeout_s:g} s") from None
+    except Exception as error:
+        raise _FunctionError(f"raised {type(error).__name__}: {error}") from None
+
+
+def main() -> None:
+    """Serve the connection whose file descriptor is the only argument."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the actor, however that ends
+    serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    # By its importable name: what is pickled here must be found under the same name on the other side.
+    from workers.reward_process import main as run
+
+    run()

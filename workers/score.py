@@ -1,0 +1,61 @@
+"""Score: what reward functions said of one sample.
+
+values of each function --as_score--> Score of each --weighted--> Score of the sample
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.errors import DataError
+
+
+@dataclass(frozen=True)
+class Score:
+    """The reward of one sample.
+
+    `parts`: further numbers by name, logged beside the reward. `response`: the text that was scored. `answer`: what was
+    read from it, if the function says so; responses with the same answer vote together in validation. `failure`: why
+    there is no score, and then the reward is 0.
+    """
+
+    reward: float
+    response: str
+    parts: dict[str, float] = field(default_factory=dict)
+    answer: str = ""
+    failure: str = ""
+
+
+def as_score(value: Any, response: str) -> Score:
+    """A Score from what a reward function returned: a number, or a mapping with `reward`, other numbers and, if it
+    likes, the text `answer`.
+
+    Raises DataError if it is neither or the reward is not finite.
+    """
+    parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
+    if "reward" not in parts:
+        raise DataError(f"the reward function returned a mapping without 'reward': {sorted(parts)}.")
+    answer = str(parts.pop("answer", ""))
+    try:
+        numbers = {str(name): float(part) for name, part in parts.items()}
+    except (TypeError, ValueError):
+        raise DataError(f"the reward function must return numbers, it returned {value!r} for {response!r}.") from None
+    reward = numbers.pop("reward")
+    if not math.isfinite(reward):
+        raise DataError(f"the reward function returned {reward} for {response!r}.")
+    return Score(reward, response, numbers, answer)
+
+
+def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:
+    """The sum of several functions' rewards by their weights; each reward and part is kept under the function's name.
+
+    The answer is that of the first function that gives one. A single function's score is only scaled.
+    """
+    if len(scores) == 1:
+        ((name, score),) = scores.items()
+        return Score(weights[name] * score.reward, response, score.parts, score.answer)
+    parts = {name: score.reward for name, score in scores.items()}
+    parts |= {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
+    answer = next((score.answer for score in scores.values() if score.answer), "")
+    return Score(sum(weights[name] * score.reward for name, score in scores.items()), response, parts, answer)
