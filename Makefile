@@ -33,7 +33,8 @@ test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 bench: setup
-	$(BIN)/python -m tests.benchmarks.dispatch $(ARGS)
+	$(BIN)/python -m tests.benchmarks.dispatch
+	$(BIN)/python -m tests.benchmarks.balancing --output docs/balancing-benchmark.md
 
 clean:
 	rm -rf .venv runs examples/addition/cache

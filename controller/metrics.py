@@ -1,8 +1,8 @@
-"""RunWriter: what a run leaves behind - config.yaml, metrics.jsonl, validation/, TensorBoard, summary.json."""
+"""RunWriter: what a run leaves behind - config.yaml, metrics and lengths of every step, validation/, summary.json."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +19,7 @@ class RunWriter:
         self.folder = folder
         (folder / "config.yaml").write_text(config_yaml)
         self._lines = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._lengths = (folder / "lengths.jsonl").open("w", encoding="utf-8")
         self._tensorboard = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -32,6 +33,11 @@ class RunWriter:
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)
+
+    def lengths(self, step: int, lengths: Iterable[int]) -> None:
+        """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`."""
+        self._lengths.write(json.dumps({"step": step, "lengths": [int(length) for length in lengths]}) + "\n")
+        self._lengths.flush()
 
     def validation(self, step: int, responses: Sequence[Graded]) -> None:
         """Record every held-out response of one validation in validation/step-N.jsonl."""
@@ -53,6 +59,7 @@ class RunWriter:
     def __exit__(self, *_: object) -> None:
         """Flush and close what is open."""
         self._lines.close()
+        self._lengths.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

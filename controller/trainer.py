@@ -115,6 +115,7 @@ class Trainer:
 
     def learn(self, batch: RemoteBatch, step: int, watch: Stopwatch) -> dict[str, float]:
         """Plan, log-probs, advantages, update, weights to the engines."""
+        self.writer.lengths(step, batch["length"])
         with watch.phase("plan"):
             batch = batch.with_columns(advantages=self.advantages(batch))
             drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self._rng(step))
