@@ -84,6 +84,15 @@ def test_a_run_repeats_and_groups_without_signal_are_left_out(ray_session, setti
     assert any("policy/loss" in step for step in runs[0])
 
 
+def test_groups_without_signal_are_replaced_by_new_prompts(ray_session, settings: list[str]) -> None:
+    overrides = [*settings, "run.steps=1", "run.name=replace", "algorithm.groups_without_signal=replace"]
+    overrides += ["rollout.samples_per_prompt=2", "algorithm.max_sampling_rounds=4"]
+    (step,) = run_loop(overrides).outcome.steps
+    assert step["rollout/sampling_rounds"] > 1
+    assert step["rollout/samples"] - step["rollout/samples_without_signal"] > 0
+    assert "policy/loss" in step
+
+
 def test_every_step_is_recorded(finished: Run) -> None:
     lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
@@ -91,6 +100,10 @@ def test_every_step_is_recorded(finished: Run) -> None:
     assert [line["rollout/weight_version"] for line in lines[1:4]] == [1, 2, 3]
     assert [line["rollout/oldest_weight_version"] for line in lines[1:4]] == [0, 1, 2]
     assert list((finished.folder / "tensorboard").iterdir())
+    lengths = [json.loads(line) for line in (finished.folder / "lengths.jsonl").read_text().splitlines()]
+    assert [(line["step"], len(line["lengths"])) for line in lengths] == [(1, 15), (2, 15), (3, 15)]
+    responses = (finished.folder / "validation" / "step-3.jsonl").read_text().splitlines()
+    assert {"prompt", "response", "reward", "source"} <= set(json.loads(responses[0]))
     summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary["steps"] == 3
     assert set(summary["validation"]) == {"before", "after"}
