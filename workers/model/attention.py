@@ -5,10 +5,18 @@
 The segments travel as an argument, so packing is never inferred. transformers infers it from `position_ids`, and misses
 it without a word when a KV cache is made or when an all-ones mask is passed.
 
-Shapes: T packed tokens, H query heads, K key-value heads (K divides H), D head dimension.
+    backend   where                            sliding window   soft-capping   sinks
+    varlen    CUDA, half precision             yes              no             no       torch.nn.attention.varlen
+    flash     CUDA, half precision             yes              yes            no       the flash-attn package
+    sdpa      anywhere, a call a segment       yes              yes            yes
+
+Shapes: T packed tokens, H query heads, K key-value heads (K divides H), D head dimension, L tokens of one segment.
 """
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,72 +25,226 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.families import expected_window
 from workers.model.packing import PackedRow
+
+log = logging.getLogger(__name__)
 
 ATTENTION_NAME = "ballast_packed"
 
-# (query [1, H, T, D], key and value [1, K, T, D], scale) -> [1, T, H, D]
-PackedAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+PackedAttention = Callable[..., Tensor]
+"""The attention of one packed row, shared by all layers of a pass.
+
+(query [1, H, T, D], key and value [1, K, T, D], scale, *, window, softcap, sinks) -> [1, T, H, D]
+
+    scores_ij = scale q_i . k_j, then softcap tanh(scores_ij / softcap)
+    out_i = sum_j exp(scores_ij) v_j / (exp(sink) + sum_j exp(scores_ij))    over 0 <= i - j < window
+
+window: tokens that each token sees, itself included. sinks: [H], one logit a head. These three are handed over only by
+layers that have them, so an attention that cannot compute them need not name them; see `choose_backend`.
+"""
 
 
-def choose_backend(setting: str, device: torch.device, compute_dtype: torch.dtype) -> str:
-    """`varlen` or `sdpa` from `model.attention`; `auto` is varlen where it can run: on CUDA in half precision.
+@dataclass(frozen=True)
+class Backend:
+    """features: what it computes beyond causal attention, in the names of `families.required_features`."""
 
-    Raises ConfigError if `varlen` is asked for where it cannot run.
+    build: Callable[[PackedRow, torch.device], PackedAttention]
+    features: frozenset[str]
+    package: str = ""
+    only_half_on_cuda: bool = True
+
+    def obstacle(self, device: torch.device, compute_dtype: torch.dtype) -> str:
+        """What keeps it from running here, or an empty string."""
+        half = compute_dtype in (torch.bfloat16, torch.float16)
+        if self.only_half_on_cuda and not (device.type == "cuda" and half):
+            return f"a CUDA device and half precision, not {device.type} and {compute_dtype}"
+        if self.package and find_spec(self.package) is None:
+            return f"the package {self.package.replace('_', '-')}, which is not installed"
+        return ""
+
+
+def choose_backend(
+    setting: str, device: torch.device, compute_dtype: torch.dtype, features: frozenset[str] = frozenset()
+) -> str:
+    """The backend of `model.attention` for packed rows; `auto` is the first of varlen, flash, sdpa that can do it.
+
+    features: what the model needs, from `families.required_features`. Raises ConfigError if the backend asked for
+    cannot run here or is none of packed rows, UnsupportedModelError if it does not compute what the model needs.
     """
-    can_run_varlen = device.type == "cuda" and compute_dtype in (torch.bfloat16, torch.float16)
     if setting == "auto":
-        return "varlen" if can_run_varlen else "sdpa"
-    if setting == "varlen" and not can_run_varlen:
-        raise ConfigError(
-            f"model.attention=varlen needs a CUDA device and half precision, not {device.type} and {compute_dtype}; "
-            "set model.attention=sdpa or model.dtype=bfloat16"
+        able = [name for name, backend in BACKENDS.items() if features <= backend.features]
+        chosen = next(name for name in able if not BACKENDS[name].obstacle(device, compute_dtype))
+        log.info("model.attention=auto takes %s on %s in %s, for %s", chosen, device, compute_dtype, sorted(features))
+        return chosen
+    if setting not in BACKENDS:
+        raise ConfigError(f"model.attention={setting} is not for packed rows; set {', '.join(BACKENDS)} or auto")
+    obstacle = BACKENDS[setting].obstacle(device, compute_dtype)
+    if obstacle:
+        raise ConfigError(f"model.attention={setting} needs {obstacle}; set model.attention=auto")
+    missing = sorted(features - BACKENDS[setting].features)
+    if missing:
+        raise UnsupportedModelError(
+            f"model.attention={setting} does not compute {', '.join(missing)}, which the model uses; set "
+            "model.attention=auto"
         )
     return setting
 
 
 def packed_attention(backend: str, row: PackedRow, device: torch.device) -> PackedAttention:
-    """The attention of one packed row, shared by all layers of a pass."""
-    if backend == "sdpa":
-        return _sdpa(row.lengths)
-    return _varlen(row.cu_seqlens.to(device), row.max_length)
+    """The attention of `row` by a backend that `choose_backend` named."""
+    return BACKENDS[backend].build(row, device)
 
 
-def _sdpa(lengths: tuple[int, ...]) -> PackedAttention:
-    """One causal call a segment. Batching segments of like length gains nothing on CPU: gathering costs as much."""
+def _sdpa(row: PackedRow, device: torch.device) -> PackedAttention:
+    """One causal call a segment.
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    Batching segments of like length gains nothing on CPU: gathering costs as much. Nor does one autograd function over
+    all segments: its copies into one output cost what the nodes of the loop do.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
+        lengths = row.padded_lengths
         segments = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-        outputs = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-            for q, k, v in segments
-        ]
+        outputs = [_attend_segment(*segment, scale, **features) for segment in segments]
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     return attend
 
 
-def _varlen(cu_seqlens: Tensor, max_length: int) -> PackedAttention:
-    """Flash attention over all segments at once (`torch.nn.attention.varlen`, CUDA, half precision)."""
+def _attend_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """query [1, H, L, D] -> [1, H, L, D]. With a window, block by block of queries: time and memory grow with L."""
+    length = query.shape[2]
+    if (window is None or window >= length) and softcap is None and sinks is None:
+        return _kernel(query, key, value, is_causal=True, scale=scale)
+    window = length if window is None else min(window, length)
+    blocks = []
+    for start in range(0, length, window):
+        stop, first = min(start + window, length), max(0, start - window + 1)
+        distance = torch.arange(start, stop)[:, None] - torch.arange(first, stop)
+        visible = ((distance >= 0) & (distance < window)).to(query.device)
+        block = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        blocks.append(_attend_block(*block, scale, visible, softcap, sinks))
+    return torch.cat(blocks, dim=2)
+
+
+def _attend_block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    visible: Tensor,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """visible: bool, queries x keys. Soft-capping and sinks are written out: no kernel of torch computes them."""
+    if softcap is None and sinks is None:
+        return _kernel(query, key, value, attn_mask=visible, scale=scale)
+    key, value = _repeat_heads(query, key, value)
+    scores = (query @ key.transpose(2, 3) * scale).to(torch.promote_types(query.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+    """torch's attention; grouped heads are repeated on CUDA, where few of its kernels take them with a mask or in
+    single precision, and the one that always does holds all scores in memory."""
+    if query.device.type == "cuda":
+        key, value = _repeat_heads(query, key, value)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **arguments)
+
+
+def _repeat_heads(query: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values [1, K, ...] -> [1, H, ...], as many heads as the queries have."""
+    return tuple(tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in tensors)
+
+
+def _varlen(row: PackedRow, device: torch.device) -> PackedAttention:
+    """Flash attention over all segments at once, in torch."""
     from torch.nn.attention.varlen import varlen_attn
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    bounds, longest = row.cu_seqlens_padded.to(device), row.max_length
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, window: int | None = None) -> Tensor:
         output = varlen_attn(
-            query,
-            key,
-            value,
-            cu_seqlens,
-            cu_seqlens,
-            max_length,
-            max_length,
+            *_tokens_first(query, key, value),
+            bounds,
+            bounds,
+            longest,
+            longest,
             scale=scale,
-            window_size=(-1, 0),  # causal
+            window_size=_window_size(window),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return output.unsqueeze(0)
 
     return attend
+
+
+def _flash(row: PackedRow, device: torch.device) -> PackedAttention:
+    """Flash attention over all segments at once, in the flash-attn package."""
+    from flash_attn import flash_attn_varlen_func
+
+    bounds, longest = row.cu_seqlens_padded.to(device), row.max_length
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        output = flash_attn_varlen_func(
+            *_tokens_first(query, key, value),
+            bounds,
+            bounds,
+            longest,
+            longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window_size(window),
+            softcap=softcap or 0.0,
+        )
+        return output.unsqueeze(0)
+
+    return attend
+
+
+def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[1, heads, T, D] -> [T, heads, D], the layout of the kernels."""
+    return tuple(tensor[0].transpose(0, 1) for tensor in tensors)
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """(tokens seen to the left, to the right) besides the token itself; -1 is all of them. (-1, 0) is causal."""
+    return (-1 if window is None else window - 1, 0)
+
+
+BACKENDS = {
+    "varlen": Backend(_varlen, frozenset({"sliding_window"})),
+    "flash": Backend(_flash, frozenset({"sliding_window", "softcap"}), package="flash_attn"),
+    "sdpa": Backend(_sdpa, frozenset({"sliding_window", "softcap", "sinks"}), only_half_on_cuda=False),
+}
+"""In the order in which `auto` prefers them."""
+
+# Under these names transformers' layers hand over what an attention function must not ignore: what is computed here, by
+# its name in PackedAttention, and what is refused.
+COMPUTED_FEATURES = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
+REFUSED_FEATURES = ("position_bias", "indices", "cache")
 
 
 def ballast_packed(
@@ -100,7 +262,8 @@ def ballast_packed(
     """What transformers calls in every layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
     Raises UnsupportedModelError, naming the module, if the layer asks for something that would change the result and is
-    not computed here: a mask, a cache, a sliding window, soft-capping, sinks, a position bias, dropout.
+    not computed here (a mask, a cache, a position bias, dropout), or does not ask for the window that its
+    configuration gives it.
     """
     name = type(module).__name__
     if packed_attention is None:
@@ -116,10 +279,25 @@ def ballast_packed(
         asked.append("past_key_values")
     if asked:
         raise UnsupportedModelError(f"{name} uses {', '.join(asked)}, which packed attention does not compute")
-    return packed_attention(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+    _check_window(module, features.get("sliding_window"))
+    computed = {
+        ours: features[theirs] for theirs, ours in COMPUTED_FEATURES.items() if features.get(theirs) is not None
+    }
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention(query, key, value, scale, **computed), None
 
 
-# Under these names transformers' layers hand over what an attention function must not ignore.
-REFUSED_FEATURES = ("sliding_window", "softcap", "s_aux", "position_bias", "indices", "cache")
+def _check_window(module: torch.nn.Module, window: int | None) -> None:
+    """Some layers leave their window to transformers' mask, which packed rows do not have: it would be lost."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if config is None or index is None:
+        return
+    expected = expected_window(config, index)
+    if window != expected:
+        raise UnsupportedModelError(
+            f"layer {index}, {type(module).__name__}, asks for sliding_window={window} where its configuration says "
+            f"{expected}"
+        )
+
 
 AttentionInterface.register(ATTENTION_NAME, ballast_packed)

@@ -1,10 +1,16 @@
-"""From a Hugging Face folder to a causal LM that reads packed rows.
+"""From a Hugging Face folder to a causal LM that reads packed or padded rows.
 
-config.json --check_supported--> safetensors --> HF model + ballast_packed --> PackedCausalLM
+config.json --check_supported--> safetensors --> HF model + ballast_packed --> PackedCausalLM     packed layout
+                                             --> HF model + its own attention --> PackedCausalLM  padded layout
+
+Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 """
 
+import inspect
 import logging
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.activations import activations_on_host
 from workers.model.attention import ATTENTION_NAME, PackedAttention
+from workers.model.families import check_supported, final_softcap, required_features
 from workers.model.logprobs import linear_log_probs
+from workers.model.parallel import full_tensor
+from workers.model.tensor_parallel import own_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -30,21 +40,51 @@ def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
     return COMPUTE_DTYPES[setting]
 
 
-class PackedCausalLM(nn.Module):
-    """A Hugging Face causal LM that turns a packed row into log-probs and entropies of its predicted tokens.
+class PackedModel(nn.Module):
+    """A Hugging Face decoder that reads rows of tokens; what is made of its hidden states is up to the subclass.
 
-    The output layer is applied in here, not outside, so that FSDP has its weight gathered; and only to the hidden
-    states that predict a token with `loss_mask`.
+    The output layer is applied in `forward` of the subclass, not outside, so that FSDP has its weight gathered; and
+    only to the hidden states that predict something.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, activation_offload: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.chunk_tokens = chunk_tokens
+        self.activation_offload = activation_offload
+        names = [name for name, _ in model.named_parameters()]
+        self.required_features = required_features(model.config, names)
+        self.softcap = final_softcap(model.config)
+        # Families that know positions by their distance alone (ALiBi) take none.
+        self.takes_positions = "position_ids" in inspect.signature(model.get_decoder().forward).parameters
 
     @property
     def layers(self) -> list[nn.Module]:
-        return list(self.model.get_decoder().layers)
+        return list(_layers(self.model) or ())
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        predicting: Tensor,
+        attention: PackedAttention | None,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        """The last hidden states [N, H] of the cells `predicting`; see `PackedCausalLM.forward`."""
+        # Packed rows get neither cache nor mask: with either, transformers would not tell their segments apart.
+        arguments: dict[str, Any] = {"position_ids": position_ids} if self.takes_positions else {}
+        arguments |= {"attention_mask": attention_mask} if attention is None else {"packed_attention": attention}
+        with activations_on_host() if self.activation_offload else nullcontext():
+            output = self.model.get_decoder()(input_ids=input_ids, use_cache=False, **arguments)
+        # Under tensor parallelism every rank has a part of the tokens, and of the vocabulary.
+        return full_tensor(output.last_hidden_state).flatten(0, 1).index_select(0, predicting)
+
+
+class PackedCausalLM(PackedModel):
+    """A causal LM that turns rows of tokens into log-probs and entropies of its predicted tokens."""
+
+    def __init__(self, model: PreTrainedModel, chunk_tokens: int, activation_offload: bool = False) -> None:
+        super().__init__(model, activation_offload)
+        self.chunk_tokens = chunk_tokens
 
     def forward(
         self,
@@ -52,34 +92,54 @@ class PackedCausalLM(nn.Module):
         position_ids: Tensor,
         predicting: Tensor,
         targets: Tensor,
-        attention: PackedAttention,
+        attention: PackedAttention | None,
         temperature: float,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, position_ids int64 [1, T]; the hidden states at `predicting` int64 [N] predict `targets` [N].
+        """input_ids, position_ids int64 [R, W]; the hidden states in the cells `predicting` int64 [N], counted row by
+        row, predict `targets` [N]. `attention` is that of a packed row; padded rows have an attention_mask [R, W].
 
         Returns (log_probs [N], entropy [N]), see `linear_log_probs`.
         """
-        # Neither cache nor mask: with either, transformers would stop telling the segments of a row apart.
-        output = self.model.get_decoder()(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, packed_attention=attention
-        )
-        head = self.model.get_output_embeddings()
-        hidden = output.last_hidden_state[0].index_select(0, predicting)
         return linear_log_probs(
-            hidden, head.weight, head.bias, targets, temperature=temperature, chunk_tokens=self.chunk_tokens
+            self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask),
+            targets=targets,
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            softcap=self.softcap,
+            **own_vocabulary(self.model.get_output_embeddings()),
         )
 
 
-def load_model(config: ModelConfig, dtype: torch.dtype) -> PackedCausalLM:
+def load_model(config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False) -> PackedCausalLM:
     """Load the model at `config.path` on the CPU with parameters of `dtype`. Remote code is never run.
+
+    skeleton: only modules, names and shapes, on the meta device; see `workers.model.loading`.
 
     Raises ConfigError if there is no complete model, UnsupportedModelError if packing would change what it computes.
     """
+    model, missing = read_pretrained(AutoModelForCausalLM, config, dtype, skeleton)
+    if missing:
+        raise ConfigError(f"model.path={config.path} lacks {len(missing)} weights, the first is {missing[0]}")
+    return packed_causal_lm(model, config)
+
+
+def read_pretrained(
+    auto_class: Any, config: ModelConfig, dtype: torch.dtype, skeleton: bool, **options: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """(model at `config.path` by one of transformers' auto classes, sorted names of weights that the folder lacks).
+
+    options: of the model's configuration. A skeleton lacks nothing, whatever the folder holds. Raises as `load_model`
+    does.
+    """
     _check_path(config.path)
     try:
-        hf_config = AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
-        check_supported(hf_config)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        hf_config = AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False, **options)
+        check_supported(hf_config, config.layout)
+        if skeleton:
+            with torch.device("meta"):
+                return auto_class.from_config(hf_config, dtype=dtype, trust_remote_code=False), []
+        model, info = auto_class.from_pretrained(
             config.path,
             config=hf_config,
             dtype=dtype,
@@ -89,22 +149,34 @@ def load_model(config: ModelConfig, dtype: torch.dtype) -> PackedCausalLM:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={config.path} cannot be loaded: {_first_line(error)}") from error
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise ConfigError(f"model.path={config.path} lacks {len(missing)} weights, the first is {missing[0]}")
-    return packed_causal_lm(model, config)
+    return model, sorted(info["missing_keys"])
 
 
 def packed_causal_lm(model: PreTrainedModel, config: ModelConfig) -> PackedCausalLM:
-    """Make a loaded or newly built model read packed rows. Raises UnsupportedModelError if it cannot."""
-    name = type(model).__name__
-    check_supported(model.config)
-    if any(parameter_name.endswith("sinks") for parameter_name, _ in model.named_parameters()):
-        raise UnsupportedModelError(f"{name} uses attention sinks, which packed attention does not compute")
-    model.set_attn_implementation(ATTENTION_NAME)
-    if model.config._attn_implementation != ATTENTION_NAME or not hasattr(model.get_decoder(), "layers"):
-        raise UnsupportedModelError(f"{name} does not take an attention function of ours, so its rows cannot be packed")
-    packed = PackedCausalLM(model, config.logprob_chunk_tokens)
+    """Make a loaded or newly built causal LM read the rows of `config.layout`; raises as `read_rows` does."""
+    return read_rows(
+        model, config, lambda: PackedCausalLM(model, config.logprob_chunk_tokens, config.activation_offload)
+    )
+
+
+Packed = TypeVar("Packed", bound=PackedModel)
+
+
+def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Packed]) -> Packed:
+    """Make `model`, wrapped by `wrap`, read the rows of `config.layout`.
+
+    Raises UnsupportedModelError if it cannot, ConfigError if `config.attention` is none of that layout's.
+    """
+    check_supported(model.config, config.layout)
+    if _layers(model) is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of layers, so it cannot be sharded by layer")
+    if config.activation_offload and not config.gradient_checkpointing:
+        raise ConfigError("model.activation_offload needs model.gradient_checkpointing")
+    packed = wrap()
+    if config.layout == "packed":
+        _use_packed_attention(model)
+    else:
+        _use_own_attention(model, config.attention, packed.required_features)
     # Dropout is never active: the policy that learns must be the policy that was sampled.
     packed.eval()
     if config.gradient_checkpointing:
@@ -116,26 +188,42 @@ def packed_causal_lm(model: PreTrainedModel, config: ModelConfig) -> PackedCausa
     return packed
 
 
-def check_supported(config: Any) -> None:
-    """Raise UnsupportedModelError, naming the feature, if the model's configuration asks for one not computed here."""
-    text = config.get_text_config()
-    features = text.to_dict()
-    layer_types = set(features.get("layer_types") or ())
-    asked = sorted(layer_types - {"full_attention"})
-    if not layer_types and features.get("sliding_window") and features.get("use_sliding_window", True):
-        asked.append("sliding_window")
-    asked += [name for name in sorted(features) if _changes_logits(name, features[name])]
-    if asked:
+def _use_packed_attention(model: PreTrainedModel) -> None:
+    model.set_attn_implementation(ATTENTION_NAME)
+    if model.config._attn_implementation != ATTENTION_NAME:
         raise UnsupportedModelError(
-            f"{type(text).__name__} uses {', '.join(asked)}, which packed attention and log-probs do not compute"
+            f"{type(model).__name__} does not take an attention function of ours, so its rows cannot be packed; set "
+            "model.layout=padded"
         )
 
 
-def _changes_logits(name: str, value: Any) -> bool:
-    """Soft-capping of scores or logits, or a factor on the logits, in the names that model families give them."""
-    if "softcap" in name or "soft_cap" in name:
-        return bool(value)
-    return name in ("logit_scale", "logits_scaling") and value not in (None, 1, 1.0)
+def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset[str]) -> None:
+    """transformers' attention for padded rows: `sdpa`, or `eager` where sdpa would leave out what the model needs."""
+    if setting not in ("auto", "sdpa", "eager"):
+        raise ConfigError(f"model.attention={setting} is not for padded rows; set auto, sdpa or eager")
+    beyond_sdpa = sorted(features & {"softcap", "sinks"})
+    if setting == "sdpa" and beyond_sdpa:
+        raise UnsupportedModelError(
+            f"model.attention=sdpa with model.layout=padded does not compute {', '.join(beyond_sdpa)}, which "
+            f"{type(model).__name__} uses; set eager or auto"
+        )
+    wanted = ("eager" if beyond_sdpa else "sdpa") if setting == "auto" else setting
+    try:
+        model.set_attn_implementation(wanted)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no attention {wanted}: {_first_line(error)}"
+        ) from error
+    used = model.config._attn_implementation
+    if used != wanted and setting != "auto":
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes its own attention ({used}), not {wanted}; set auto"
+        )
+
+
+def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The decoder's list of layers, whatever the family calls it."""
+    return next((child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)), None)
 
 
 def load_tokenizer(path: str) -> Any:

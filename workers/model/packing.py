@@ -1,9 +1,12 @@
-"""Ragged sequences and the packed row that the model reads.
+"""Ragged sequences, and the packed row that the model reads.
 
-    rows --from_list--> Sequences --slice--> Sequences of one micro-batch --pack--> PackedRow --> model
-                        (CPU, exact lengths)                                        (one row, no padding)
+    rows --from_list--> Sequences --slice--> Sequences of one micro-batch --pack--> PackedRow  --> model
+                        (CPU, exact lengths)                              --pad---> PaddedRows     (padded.py)
 
-Shapes: T tokens of all sequences, B sequences, N predicted tokens (those with `loss_mask`).
+    sequences of 2, 4, 6, 1 tokens, multiple 4:   0 0 p p 1 1 1 1 2 2 2 2 2 2 p p 3 p p p      (p is padding)
+    cumulative lengths 0 2 6 12 13, padded 0 4 8 16 20
+
+Shapes: T tokens of all sequences, B sequences, N predicted tokens (those with `loss_mask`), R rows of W cells.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +17,8 @@ import torch
 from torch import Tensor
 
 from workers.errors import DataError
+
+COLUMN_TYPES = {"input_ids": torch.int64, "loss_mask": torch.bool}
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,9 @@ class Sequences:
                 raise DataError(f"sequences have no per-token column {name!r}; they have {sorted(self.tokens)}")
         if len(self.lengths) and int(self.lengths.min()) < 1:
             raise DataError(f"sequence {int(self.lengths.argmin())} has no token")
+        for name, dtype in COLUMN_TYPES.items():
+            if self.tokens[name].dtype != dtype:
+                raise DataError(f"column {name!r} must be of {dtype}, it is of {self.tokens[name].dtype}")
         _check_sizes(self.tokens, int(self.lengths.sum()), "tokens")
         _check_sizes(self.columns, len(self.lengths), "sequences")
 
@@ -93,65 +101,116 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class PackedRow:
-    """One micro-batch as the model reads it, and where its predicted tokens stand.
+class ModelInput:
+    """One micro-batch as the model reads it, in rows of cells, and where its predicted tokens stand.
 
-    input_ids, position_ids: int64 [1, T]; positions restart at 0 in every sequence.
-    lengths: the segments' lengths as Python integers; cu_seqlens: int32 [B + 1], their running sum from 0.
-    loss_positions: int64 [N], index of every token with `loss_mask`; the hidden state one before it predicts it.
-    sequence_index: int64 [N], the sequence each predicted token belongs to.
+    input_ids, position_ids: int64 [R, W]; positions restart at 0 in every sequence; padding holds 0 in both.
+    loss_positions: int64 [N], every token with `loss_mask`, counted along the ragged axis of the sequences.
+    predicting: int64 [N], the cell whose hidden state predicts it, counted row by row over the R * W cells.
+    targets: int64 [N], its id. sequence_index: int64 [N], the sequence it belongs to.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    lengths: tuple[int, ...]
-    cu_seqlens: Tensor
     loss_positions: Tensor
+    predicting: Tensor
+    targets: Tensor
     sequence_index: Tensor
+
+
+@dataclass(frozen=True)
+class PackedRow(ModelInput):
+    """A micro-batch in one row (R = 1), sequence after sequence, each padded at its end to the alignment.
+
+    lengths, padded_lengths: of the sequences as Python integers, without and with the padding.
+    cu_seqlens, cu_seqlens_padded: int32 [B + 1], their running sums from 0. A sequence's cells lie between the padded
+    bounds; attention runs over whole padded segments, where no token sees the padding after it.
+    """
+
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
 
     @property
     def max_length(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def targets(self) -> Tensor:
-        """Ids of the predicted tokens, int64 [N]."""
-        return self.input_ids[0, self.loss_positions]
+        """Of the padded segments."""
+        return max(self.padded_lengths)
 
 
-def pack(sequences: Sequences) -> PackedRow:
-    """The packed row of a micro-batch, on the CPU.
+def pack(sequences: Sequences, multiple: int = 1) -> PackedRow:
+    """The packed row of a micro-batch, on the CPU; each sequence is padded to a multiple of `multiple` tokens.
 
-    A micro-batch without sequences becomes a row of one token that predicts nothing: a rank that has no work in a
-    micro-step still has to take part in the gathering of parameters and the reduction of gradients.
+    `balancing.alignment.length_multiple` says what context and tensor parallelism need; 1 is no padding at all.
+    Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
+    """
+    sequences = with_work(sequences)
+    padded = round_up(sequences.lengths, multiple)
+    bounds = cumulative(padded)
+    cells = sequence_cells(sequences, bounds[:-1])
+    return PackedRow(
+        **place(sequences, cells, (1, int(bounds[-1]))),
+        lengths=tuple(sequences.lengths.tolist()),
+        padded_lengths=tuple(padded.tolist()),
+        cu_seqlens=cumulative(sequences.lengths).to(torch.int32),
+        cu_seqlens_padded=bounds.to(torch.int32),
+    )
+
+
+def with_work(sequences: Sequences) -> Sequences:
+    """`sequences`, or if there are none a sequence of one token that predicts nothing.
+
+    A rank that has no work in a micro-step still has to take part in the gathering of parameters and the reduction of
+    gradients.
+    """
+    if len(sequences):
+        return sequences
+    token = {"input_ids": torch.zeros(1, dtype=torch.int64), "loss_mask": torch.zeros(1, dtype=torch.bool)}
+    return Sequences(torch.ones(1, dtype=torch.int64), token)
+
+
+def sequence_cells(sequences: Sequences, first_cells: Tensor) -> Tensor:
+    """The cell of every token, int64 [T], when sequence i lies in consecutive cells from `first_cells[i]` on."""
+    shift = first_cells - cumulative(sequences.lengths)[:-1]
+    return torch.arange(sequences.num_tokens) + torch.repeat_interleave(shift, sequences.lengths)
+
+
+def place(sequences: Sequences, cells: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """The fields of a ModelInput of `shape` (R, W) whose tokens lie in `cells` int64 [T].
 
     Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
     """
-    if not len(sequences):
-        return _row_without_sequences()
-    lengths = sequences.lengths
-    ends = lengths.cumsum(0)
-    starts = ends - lengths
-    loss_mask = sequences.tokens["loss_mask"].cpu()
+    lengths, starts = sequences.lengths, cumulative(sequences.lengths)[:-1]
+    tokens, loss_mask = sequences.tokens["input_ids"].cpu(), sequences.tokens["loss_mask"].cpu()
     if loss_mask[starts].any():
         index = int(loss_mask[starts].nonzero()[0])
         raise DataError(f"loss_mask marks the first token of sequence {index}, which no token predicts")
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     loss_positions = loss_mask.nonzero().squeeze(1)
-    return PackedRow(
-        input_ids=sequences.tokens["input_ids"].cpu().unsqueeze(0),
-        position_ids=(torch.arange(len(owner)) - starts[owner]).unsqueeze(0),
-        lengths=tuple(lengths.tolist()),
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
-        loss_positions=loss_positions,
-        sequence_index=owner[loss_positions],
-    )
+    return {
+        "input_ids": _fill(cells, tokens, shape),
+        "position_ids": _fill(cells, torch.arange(len(owner)) - starts[owner], shape),
+        "loss_positions": loss_positions,
+        "predicting": cells[loss_positions] - 1,
+        "targets": tokens[loss_positions],
+        "sequence_index": owner[loss_positions],
+    }
 
 
-def _row_without_sequences() -> PackedRow:
-    nothing = torch.empty(0, dtype=torch.int64)
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    return PackedRow(token, token, (1,), torch.tensor([0, 1], dtype=torch.int32), nothing, nothing)
+def cumulative(lengths: Tensor) -> Tensor:
+    """int64 [B + 1], the running sum from 0."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def round_up(lengths: Tensor, multiple: int) -> Tensor:
+    """The smallest multiples of `multiple` that are not below `lengths`."""
+    return -(-lengths // multiple) * multiple
+
+
+def _fill(cells: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    filled = torch.zeros(shape, dtype=values.dtype)
+    filled.view(-1)[cells] = values
+    return filled
 
 
 def _check_sizes(columns: Mapping[str, Tensor], size: int, what: str) -> None:
@@ -161,6 +220,9 @@ def _check_sizes(columns: Mapping[str, Tensor], size: int, what: str) -> None:
 
 
 def _typed(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Ids and mask in the types that indexing needs, whatever narrower type they travelled in."""
-    types = {"input_ids": torch.int64, "loss_mask": torch.bool}
-    return {name: values.to(types.get(name, values.dtype)) for name, values in tokens.items()}
+    """Ids and mask in the types that indexing needs, whatever narrower type they travelled in.
+
+    Numbers with a fraction are left as they are, to be refused.
+    """
+    whole = {name for name, values in tokens.items() if name in COLUMN_TYPES and not values.is_floating_point()}
+    return {name: values.to(COLUMN_TYPES[name]) if name in whole else values for name, values in tokens.items()}

@@ -1,13 +1,16 @@
 """The two ways in which transformers' own packing goes wrong in silence, and what the registered function refuses."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.workers.model.reference_attention import reference_attention
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config, unpacked_log_probs
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import ATTENTION_NAME, choose_backend, packed_attention
-from workers.model.packing import pack
+from workers.model.packing import Sequences, pack
 
 CPU = torch.device("cpu")
 
@@ -69,9 +72,7 @@ def test_a_pass_that_does_not_say_what_is_packed_is_refused(model, row):
     ("arguments", "feature"),
     [
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask"),
-        ({"sliding_window": 4}, "sliding_window"),
-        ({"softcap": 50.0}, "softcap"),
-        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"position_bias": torch.zeros(1, 2, 4, 4)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
         ({"key": torch.zeros(1, 2, 7, 8)}, "past_key_values"),
     ],
@@ -94,16 +95,60 @@ def test_a_cache_that_holds_tokens_is_refused(model, row):
             model(input_ids=row.input_ids, past_key_values=first.past_key_values, packed_attention=attention)
 
 
-def test_backend_follows_the_device_and_is_never_swapped_in_silence():
-    cuda = torch.device("cuda")
+CUDA = torch.device("cuda")
+
+
+def test_backend_follows_the_device_and_the_model():
     assert choose_backend("auto", CPU, torch.float32) == "sdpa"
-    assert choose_backend("auto", cuda, torch.bfloat16) == "varlen"
-    assert choose_backend("auto", cuda, torch.float32) == "sdpa"
-    assert choose_backend("sdpa", cuda, torch.bfloat16) == "sdpa"
+    assert choose_backend("auto", CPU, torch.bfloat16) == "sdpa"
+    assert choose_backend("auto", CUDA, torch.bfloat16) == "varlen"
+    assert choose_backend("auto", CUDA, torch.float32) == "sdpa"
+    assert choose_backend("sdpa", CUDA, torch.bfloat16) == "sdpa"
+    assert choose_backend("auto", CUDA, torch.bfloat16, frozenset({"sliding_window"})) == "varlen"
+    assert choose_backend("auto", CUDA, torch.bfloat16, frozenset({"sliding_window", "sinks"})) == "sdpa"
+    softcap = "flash" if find_spec("flash_attn") else "sdpa"
+    assert choose_backend("auto", CUDA, torch.bfloat16, frozenset({"softcap"})) == softcap
+
+
+def test_a_backend_that_cannot_run_here_is_refused_not_swapped():
     with pytest.raises(ConfigError, match=r"model\.attention=varlen needs a CUDA device"):
         choose_backend("varlen", CPU, torch.bfloat16)
     with pytest.raises(ConfigError, match="half precision"):
-        choose_backend("varlen", cuda, torch.float32)
+        choose_backend("varlen", CUDA, torch.float32)
+    with pytest.raises(ConfigError, match=r"model\.attention=flash needs a CUDA device"):
+        choose_backend("flash", CPU, torch.bfloat16)
+    if find_spec("flash_attn") is None:
+        with pytest.raises(ConfigError, match=r"model\.attention=flash needs the package flash-attn"):
+            choose_backend("flash", CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("feature", ["softcap", "sinks"])
+def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(feature):
+    with pytest.raises(UnsupportedModelError, match=f"model.attention=varlen does not compute {feature}"):
+        choose_backend("varlen", CUDA, torch.bfloat16, frozenset({"sliding_window", feature}))
+
+
+@pytest.mark.parametrize("features", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}])
+@pytest.mark.parametrize("window", [1, 3, 7, 100])
+def test_a_window_computed_block_by_block_equals_one_mask(window, features):
+    """Segments shorter than the window, as long as it, and of several blocks."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (1, 7, 20, 3)
+    query = torch.randn(1, 4, sum(lengths), 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, sum(lengths), 8, generator=generator, dtype=torch.float64)
+    if "sinks" in features:
+        features = features | {"sinks": torch.randn(4, generator=generator, dtype=torch.float64)}
+    row = pack(Sequences.from_list([{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]))
+    actual = packed_attention("sdpa", row, CPU)(query, key, value, 0.5, window=window, **features)
+    owner = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    place = torch.arange(sum(lengths))
+    distance = place[:, None] - place
+    visible = (owner[:, None] == owner) & (distance >= 0) & (distance < window)
+    mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+    expected, _ = reference_attention(
+        torch.nn.Identity(), query, key, value, mask, 0.5, features.get("softcap"), features.get("sinks")
+    )
+    assert relative_error(actual, expected) < 1e-12
 
 
 def test_tiny_config_is_grouped_query():

@@ -2,71 +2,13 @@ import json
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.workers.model.tiny import VOCABULARY, save_tiny_model, tiny_config
+from tests.workers.model.tiny import save_tiny_model, tiny_config
 from workers.config import ModelConfig
-from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.model import check_supported, compute_dtype, load_model, load_tokenizer, packed_causal_lm
-
-TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-
-
-@pytest.mark.parametrize(
-    ("config", "feature"),
-    [
-        (tiny_config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding_attention"),
-        (transformers.MistralConfig(**TINY, sliding_window=8), "sliding_window"),
-        (transformers.Gemma2Config(**TINY), "attn_logit_softcapping"),
-        (transformers.Gemma2Config(**TINY), "final_logit_softcapping"),
-        (transformers.CohereConfig(**TINY, logit_scale=0.5), "logit_scale"),
-        (transformers.GraniteConfig(**TINY, logits_scaling=8.0), "logits_scaling"),
-    ],
-)
-def test_models_that_packing_would_change_are_refused_by_name(config, feature):
-    with pytest.raises(UnsupportedModelError, match=f"{type(config).__name__} uses .*{feature}"):
-        check_supported(config)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        tiny_config("qwen2", sliding_window=8, use_sliding_window=False),
-        tiny_config("qwen3"),
-        tiny_config("llama"),
-        transformers.MistralConfig(**TINY, sliding_window=None),
-        transformers.GemmaConfig(**TINY),
-        transformers.Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_supported_families_are_accepted(config):
-    check_supported(config)
-
-
-def test_attention_sinks_are_refused():
-    config = transformers.GptOssConfig(**TINY, num_local_experts=2, layer_types=["full_attention"] * 2)
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM uses attention sinks"):
-        packed_causal_lm(model, ModelConfig())
-
-
-def test_a_model_with_its_own_attention_code_is_refused():
-    model = AutoModelForCausalLM.from_config(
-        transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2)
-    )
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM does not take an attention function"):
-        packed_causal_lm(model, ModelConfig())
+from workers.errors import ConfigError
+from workers.model.model import compute_dtype, load_model, load_tokenizer
 
 
 @pytest.fixture

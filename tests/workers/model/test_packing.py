@@ -3,8 +3,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balancing import plan_batch
+from balancing.alignment import length_multiple
 from workers.errors import DataError
-from workers.model.packing import Sequences, pack
+from workers.model.packing import ModelInput, PackedRow, Sequences, pack
+from workers.model.padded import pad
 
 
 def rows(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -37,7 +40,7 @@ def test_packed_row_restarts_positions_and_predicts_within_sequences(lengths):
     assert row.cu_seqlens.tolist() == [sum(lengths[:index]) for index in range(len(lengths) + 1)]
     assert row.max_length == max(lengths)
     # With ids 100 * sequence + position, the token before a target is its id less one, in the same sequence.
-    assert (row.input_ids[0, row.loss_positions - 1] == row.targets - 1).all()
+    assert (row.input_ids[0, row.predicting] == row.targets - 1).all()
     assert row.sequence_index.tolist() == (row.targets // 100).tolist()
     assert len(row.targets) == sum(lengths) - len(lengths)
 
@@ -57,10 +60,11 @@ def test_only_tokens_with_loss_mask_are_predicted():
     assert row.sequence_index.tolist() == [0, 0, 2]
 
 
-def test_row_without_sequences_predicts_nothing():
-    row = pack(Sequences.from_list(rows([3])).slice(1, 1))
-    assert row.input_ids.shape == row.position_ids.shape == (1, 1)
-    assert len(row.targets) == 0
+@pytest.mark.parametrize("lay_out", [pack, pad])
+def test_a_micro_batch_without_sequences_predicts_nothing(lay_out):
+    empty = lay_out(Sequences.from_list(rows([3])).slice(1, 1), 4)
+    assert empty.input_ids.shape == empty.position_ids.shape == (1, 4)
+    assert len(empty.targets) == 0
 
 
 def test_narrow_types_of_the_wire_are_widened():
@@ -69,12 +73,13 @@ def test_narrow_types_of_the_wire_are_widened():
     assert sequences.tokens["loss_mask"].dtype == torch.bool
 
 
-def test_loss_on_the_first_token_of_a_sequence_is_refused_by_its_number():
+@pytest.mark.parametrize("lay_out", [pack, pad])
+def test_loss_on_the_first_token_of_a_sequence_is_refused_by_its_number(lay_out):
     batch = Sequences.from_list(
         [{"input_ids": [1, 2], "loss_mask": [False, True]}, {"input_ids": [1, 2], "loss_mask": [True, True]}]
     )
     with pytest.raises(DataError, match="first token of sequence 1"):
-        pack(batch)
+        lay_out(batch)
 
 
 @pytest.mark.parametrize(
@@ -91,3 +96,70 @@ def test_loss_on_the_first_token_of_a_sequence_is_refused_by_its_number():
 def test_batches_that_do_not_fit_together_are_refused(batch, columns, message):
     with pytest.raises(DataError, match=message):
         Sequences.from_list(batch, columns)
+
+
+@pytest.fixture
+def worked_example() -> PackedRow:
+    """Sequences of 2, 4, 6 and 1 tokens for cp = 2, tp = 1; their ids are 1 to 4, so that padding shows as 0."""
+    sequences = [[1] * 2, [2] * 4, [3] * 6, [4]]
+    batch = Sequences.from_list([{"input_ids": ids, "loss_mask": [False] * len(ids)} for ids in sequences])
+    return pack(batch, length_multiple(context_parallel=2, tensor_parallel=1))
+
+
+def test_p2_each_sequence_is_padded_to_the_multiple(worked_example):
+    assert worked_example.padded_lengths == (4, 4, 8, 4)
+    assert worked_example.input_ids[0].tolist() == [1, 1, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 0, 0, 4, 0, 0, 0]
+
+
+def test_p3_original_and_padded_cumulative_lengths_are_kept(worked_example):
+    assert worked_example.lengths == (2, 4, 6, 1)
+    assert worked_example.cu_seqlens.tolist() == [0, 2, 6, 12, 13]
+    assert worked_example.cu_seqlens_padded.tolist() == [0, 4, 8, 16, 20]
+
+
+@given(lengths_strategy, st.integers(1, 5))
+def test_p3_predicted_tokens_are_the_same_with_and_without_padding(lengths, multiple):
+    batch = Sequences.from_list(rows(lengths))
+    padded, plain = pack(batch, multiple), pack(batch)
+    assert_predictions_are_those_of(plain, padded)
+    assert padded.max_length % multiple == 0
+
+
+def test_d3_a_row_is_as_long_as_the_longest_rounded_up():
+    """[200, 240] with a multiple of 64 gives 256."""
+    rows_of_two = pad(Sequences.from_list(rows([200, 240])), 64)
+    assert rows_of_two.input_ids.shape == rows_of_two.attention_mask.shape == (2, 256)
+    assert rows_of_two.attention_mask.sum(1).tolist() == [200, 240]
+
+
+@given(lengths_strategy, st.integers(1, 5))
+def test_m1_padded_rows_predict_what_the_packed_row_does(lengths, multiple):
+    batch = Sequences.from_list(rows(lengths))
+    padded = pad(batch, multiple)
+    assert_predictions_are_those_of(pack(batch), padded)
+    cells = padded.attention_mask.bool()
+    assert padded.input_ids[cells].tolist() == batch.tokens["input_ids"].tolist()
+    assert padded.position_ids[cells].tolist() == [position for length in lengths for position in range(length)]
+    assert not padded.input_ids[~cells].any()
+    assert not padded.position_ids[~cells].any()
+
+
+def assert_predictions_are_those_of(plain: ModelInput, padded: ModelInput) -> None:
+    """The same tokens at the same places of the batch, each predicted from the same token."""
+    assert padded.loss_positions.tolist() == plain.loss_positions.tolist()
+    assert padded.sequence_index.tolist() == plain.sequence_index.tolist()
+    assert padded.targets.tolist() == plain.targets.tolist()
+    ids, plain_ids = padded.input_ids.flatten(), plain.input_ids.flatten()
+    assert ids[padded.predicting].tolist() == plain_ids[plain.predicting].tolist()
+
+
+@given(lengths_strategy, st.integers(1, 5), st.integers(0, 20), st.sampled_from(["packed", "padded"]))
+def test_d2_m3_no_micro_batch_of_a_plan_has_more_cells_than_the_cap(lengths, multiple, spare, layout):
+    """The plan and the engine count alike: the padding of either layout is part of the cap."""
+    batch = Sequences.from_list(rows(lengths))
+    cap = -(-max(lengths) // multiple) * multiple + spare
+    plan = plan_batch(lengths, ranks=1, max_tokens=cap, layout=layout, length_multiple=multiple).for_rank(0)
+    ordered = Sequences.from_list([batch.slice(row, row + 1).tokens for row in plan.rows.tolist()])
+    for start, stop in plan.mini_batches[0].micro_batches:
+        laid_out = (pack if layout == "packed" else pad)(ordered.slice(start, stop), multiple)
+        assert laid_out.input_ids.numel() <= cap

@@ -1,6 +1,7 @@
 """Tiny random models, their sequences, and the reference that packing must equal."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -11,11 +12,35 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from workers.model.packing import Sequences
 
 VOCABULARY = 37
-FAMILIES = {
+FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2 windowed": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "llama": (transformers.LlamaConfig, {}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": None}),
+    "mistral windowed": (transformers.MistralConfig, {"sliding_window": 4}),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 16}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {"head_dim": 16, "sliding_window": 4, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {"head_dim": 16, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {"head_dim": 16, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
+"""Windows and soft-capping are small enough that one that is left out moves the log-probs of these tests."""
 
 
 def tiny_config(family: str = "qwen2", **overrides: object) -> transformers.PreTrainedConfig:

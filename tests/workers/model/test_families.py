@@ -1,0 +1,235 @@
+"""Every model family, in both layouts, equals one unpadded sequence at a time: log-probs, entropies and gradients."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.workers.model.reference_attention import REFERENCE_ATTENTION
+from tests.workers.model.tiny import (
+    FAMILIES,
+    VOCABULARY,
+    random_sequences,
+    relative_error,
+    tiny_config,
+    unpacked_log_probs,
+)
+from workers.config import ModelConfig
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.attention import choose_backend, packed_attention
+from workers.model.families import check_supported, required_features
+from workers.model.model import PackedCausalLM, packed_causal_lm
+from workers.model.packing import ModelInput, Sequences, pack
+from workers.model.padded import pad
+
+CPU = torch.device("cpu")
+TEMPERATURE = 0.8
+
+# transformers' eager attention of these takes its softmax in float32, and in float64 overflows in rows of padding.
+PADDED_IN_FLOAT32 = ("gemma2",)
+
+
+def random_model(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """Its biases, routers and sinks are random too: transformers starts some of them at 0."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=dtype)
+    if dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped product takes no float64
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def gradient_tolerance(name: str, model: PreTrainedModel, tolerance: float) -> float:
+    """Gemma computes its norms in float32, and so the gradients of their weights, whatever the type of the model."""
+    in_float32 = model.config.model_type.startswith("gemma") and name.endswith("norm.weight")
+    return max(tolerance, 1e-6) if in_float32 else tolerance
+
+
+class Outcome:
+    """log_probs and entropy [N] of the predicted tokens, and the gradient of a fixed weighted sum of both by name."""
+
+    def __init__(self, log_probs: Tensor, entropy: Tensor, model: PreTrainedModel) -> None:
+        self.log_probs, self.entropy, self.model = log_probs, entropy, model
+        weights = torch.randn(2, len(log_probs), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        (weights[0] * log_probs + weights[1] * entropy).sum().backward()
+        # The weights of an expert that no token chose may have none.
+        self.gradients = {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in model.named_parameters()
+        }
+
+    def assert_equals(self, expected: "Outcome", tolerance: float) -> None:
+        assert relative_error(self.log_probs, expected.log_probs) < tolerance
+        assert relative_error(self.entropy, expected.entropy) < tolerance
+        for name, gradient in self.gradients.items():
+            error = relative_error(gradient, expected.gradients[name])
+            assert error < gradient_tolerance(name, self.model, tolerance), name
+
+
+def unpacked(model: PreTrainedModel, sequences: Sequences) -> Outcome:
+    model = copy.deepcopy(model)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(REFERENCE_ATTENTION)
+    outputs = unpacked_log_probs(model, sequences, TEMPERATURE)
+    mask = sequences.tokens["loss_mask"]
+    log_probs, entropy = (torch.cat([output[part] for output in outputs])[mask] for part in range(2))
+    return Outcome(log_probs, entropy, model)
+
+
+def through_rows(module: PackedCausalLM, rows: ModelInput, **attention: object) -> tuple[Tensor, Tensor]:
+    return module(
+        rows.input_ids, rows.position_ids, rows.predicting, rows.targets, temperature=TEMPERATURE, **attention
+    )
+
+
+def packed(model: PreTrainedModel, sequences: Sequences, multiple: int = 1) -> Outcome:
+    module = packed_causal_lm(copy.deepcopy(model), ModelConfig())
+    row = pack(sequences, multiple)
+    backend = choose_backend("auto", CPU, torch.float64, module.required_features)
+    return Outcome(*through_rows(module, row, attention=packed_attention(backend, row, CPU)), module.model)
+
+
+def padded(model: PreTrainedModel, sequences: Sequences, multiple: int = 1) -> Outcome:
+    module = packed_causal_lm(copy.deepcopy(model), ModelConfig(layout="padded"))
+    rows = pad(sequences, multiple)
+    return Outcome(*through_rows(module, rows, attention=None, attention_mask=rows.attention_mask), module.model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_p7_packed_equals_unpacked(family):
+    model, sequences = random_model(family), random_sequences()
+    expected = unpacked(model, sequences)
+    packed(model, sequences).assert_equals(expected, 1e-9)
+    packed(model, sequences, multiple=4).assert_equals(expected, 1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_m1_padded_equals_unpacked(family):
+    in_float32 = family in PADDED_IN_FLOAT32
+    model, sequences = random_model(family, torch.float32 if in_float32 else torch.float64), random_sequences()
+    actual, expected = padded(model, sequences, multiple=8), unpacked(model, sequences)
+    actual.assert_equals(expected, 1e-4 if in_float32 else 1e-9)
+
+
+def bloom() -> PreTrainedModel:
+    """A family with its own attention code, positions by distance, and its layers under a name of its own."""
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2, initializer_range=0.2, use_cache=False
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+
+
+def test_p1_a_model_that_cannot_pack_is_refused_by_name_and_runs_padded():
+    model, sequences = bloom(), random_sequences()
+    with pytest.raises(UnsupportedModelError, match=r"BloomForCausalLM does not take .* model\.layout=padded"):
+        packed_causal_lm(model, ModelConfig())
+    # Its softmax, too, is taken in float32.
+    padded(model, sequences, multiple=8).assert_equals(unpacked(model, sequences), 1e-5)
+
+
+def chosen_experts(model: PreTrainedModel, run: Callable[[], object]) -> list[Tensor]:
+    """Of every layer, the experts [tokens, experts per token] of all tokens that passed, in the order they did."""
+    chosen: list[list[Tensor]] = []
+    hooks = []
+    for layer in model.get_decoder().layers:
+        calls: list[Tensor] = []
+        chosen.append(calls)
+        hooks.append(layer.mlp.gate.register_forward_hook(lambda _, __, output, calls=calls: calls.append(output[-1])))
+    run()
+    for hook in hooks:
+        hook.remove()
+    return [torch.cat(calls) for calls in chosen]
+
+
+def test_packing_does_not_change_which_experts_a_token_goes_to():
+    sequences = random_sequences()
+    model = random_model("qwen3_moe")
+    alone = chosen_experts(model, lambda: unpacked_log_probs(model, sequences))
+    module, row = packed_causal_lm(model, ModelConfig()), pack(sequences)
+    together = chosen_experts(model, lambda: through_rows(module, row, attention=packed_attention("sdpa", row, CPU)))
+    for one, other in zip(together, alone, strict=True):
+        assert one.shape == (sequences.num_tokens, 2)
+        assert len(one.unique()) == 4, "the router does not choose"
+        # unpacked_log_probs leaves no token out, the last of each sequence included.
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("family", "features"),
+    [
+        ("qwen2", set()),
+        ("gemma", set()),
+        ("qwen3_moe", set()),
+        ("qwen2 windowed", {"sliding_window"}),
+        ("mistral windowed", {"sliding_window"}),
+        ("gemma3", {"sliding_window"}),
+        ("gemma2", {"sliding_window", "softcap"}),
+        ("gpt_oss", {"sliding_window", "sinks"}),
+    ],
+)
+def test_what_a_family_needs_is_read_from_its_configuration(family, features):
+    names = [name for name, _ in random_model(family).named_parameters()]
+    assert required_features(tiny_config(family), names) == features
+
+
+@pytest.mark.parametrize(
+    ("config", "feature"),
+    [
+        (transformers.CohereConfig(logit_scale=0.5), "logit_scale"),
+        (transformers.RecurrentGemmaConfig(logits_soft_cap=30.0), "logits_soft_cap"),
+        (transformers.GraniteConfig(logits_scaling=8.0), "logits_scaling"),
+        (transformers.Qwen3NextConfig(), "linear_attention"),
+        (tiny_config("gemma3", use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (
+            tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope_type=dynamic",
+        ),
+    ],
+)
+def test_what_would_change_the_log_probs_is_refused_by_name(config, feature):
+    with pytest.raises(UnsupportedModelError, match=f"{type(config).__name__} uses .*{feature}"):
+        check_supported(config)
+
+
+def test_a_layer_that_leaves_its_window_to_the_mask_is_refused():
+    """Without the mask, which packed rows do not have, it would see everything."""
+    model = random_model("mistral windowed")
+    module = packed_causal_lm(model, ModelConfig())
+    row = pack(random_sequences())
+    model.config.layer_types = ["full_attention"] * 2
+    with pytest.raises(UnsupportedModelError, match="asks for sliding_window=4 where its configuration says None"):
+        through_rows(module, row, attention=packed_attention("sdpa", row, CPU))
+
+
+@pytest.mark.parametrize(("family", "feature"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
+def test_padded_rows_do_not_go_through_a_kernel_that_leaves_something_out(family, feature):
+    with pytest.raises(UnsupportedModelError, match=rf"model\.attention=sdpa .* does not compute .*{feature}"):
+        packed_causal_lm(random_model(family), ModelConfig(layout="padded", attention="sdpa"))
+    module = packed_causal_lm(random_model(family), ModelConfig(layout="padded"))
+    assert module.model.config._attn_implementation == "eager"
+
+
+def test_an_attention_of_the_other_layout_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.attention=varlen is not for padded rows"):
+        packed_causal_lm(random_model("llama"), ModelConfig(layout="padded", attention="varlen"))
+    with pytest.raises(ConfigError, match=r"model\.attention=eager is not for packed rows"):
+        choose_backend("eager", CPU, torch.float32)
+    with pytest.raises(UnsupportedModelError, match="computes its own attention"):
+        packed_causal_lm(bloom(), ModelConfig(layout="padded", attention="sdpa"))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3"])
+def test_packed_in_bfloat16_is_as_near_to_the_exact_log_probs_as_unpacked(family):
+    model, sequences = random_model(family), random_sequences()
+    exact = unpacked(model, sequences).log_probs
+    narrow = copy.deepcopy(model).bfloat16()
+    noise = (unpacked(narrow, sequences).log_probs - exact).abs().mean()
+    assert noise > 1e-3
+    assert (packed(narrow, sequences).log_probs - exact).abs().mean() < 1.1 * noise

@@ -1,0 +1,52 @@
+"""Input that a model would take without a word, or end on with a CUDA assertion, refused with its name."""
+
+from typing import Any
+
+from workers.errors import ConfigError, DataError
+from workers.model.packing import Sequences
+
+
+def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
+    """Raise ConfigError if the tokenizer makes ids that the model has no embedding for. vocabulary: embedding rows.
+
+    A smaller tokenizer is fine: models round their embeddings up. So is a special token beyond, which transformers adds
+    to some tokenizers by itself: it does no harm until it is used, and `check_sequences` sees that.
+    """
+    special = set(tokenizer.all_special_tokens)
+    ordinary = ((token, id) for token, id in tokenizer.get_vocab().items() if token not in special)
+    token, largest = max(ordinary, key=lambda entry: entry[1])
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"model.path={path}: the tokenizer gives {token!r} the id {largest}, but the model embeds {vocabulary} "
+            "tokens; model and tokenizer are not of one another."
+        )
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest sequence that the model's own configuration allows; None where it does not say or stretches it."""
+    text = config.get_text_config()
+    scaling = getattr(text, "rope_parameters", None) or {}
+    if "factor" in scaling or any(isinstance(part, dict) and "factor" in part for part in scaling.values()):
+        return None
+    return getattr(text, "max_position_embeddings", None)
+
+
+def check_sequences(sequences: Sequences, vocabulary: int, positions: int | None) -> None:
+    """Raise DataError that names the first sequence with an id outside the vocabulary, or longer than `positions`."""
+    if not len(sequences):
+        return
+    longest = int(sequences.lengths.argmax())
+    if positions is not None and int(sequences.lengths[longest]) > positions:
+        raise DataError(
+            f"sequence {longest} has {int(sequences.lengths[longest])} tokens and the model takes {positions} "
+            "(max_position_embeddings); lower data.max_prompt_tokens or rollout.sampling.max_new_tokens."
+        )
+    ids = sequences.tokens["input_ids"]
+    outside = (ids < 0) | (ids >= vocabulary)
+    if outside.any():
+        position = int(outside.nonzero()[0])
+        owner = int((sequences.lengths.cumsum(0) <= position).sum())
+        raise DataError(
+            f"sequence {owner} holds the id {int(ids[position])}, and the model embeds {vocabulary} tokens; the "
+            "tokenizer that made it is not this model's."
+        )

@@ -1,0 +1,99 @@
+"""From a micro-batch to the arguments of the model on one rank, and from its outputs back to the whole micro-batch.
+
+    Sequences --pack--> PackedRow --cut--> this rank's part --model--> values of its tokens --whole--> [N]
+              --pad---> PaddedRows ----------------------------------> values of all tokens
+
+T cells of the row, N predicted tokens of the micro-batch.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from balancing.alignment import length_multiple
+from workers.config import ModelConfig
+from workers.errors import ConfigError
+from workers.model.attention import choose_backend, packed_attention
+from workers.model.context_parallel import Ulysses, check_heads, check_ring, cut, gather_tokens
+from workers.model.model import PackedCausalLM
+from workers.model.packing import ModelInput, PackedRow, Sequences, pack
+from workers.model.padded import pad
+from workers.model.parallel import Parallel
+from workers.model.ring_attention import RingAttention
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """rows: the whole micro-batch. arguments: those of the model on this rank, on its device.
+
+    whole: values [n, ...] of this rank's predicted tokens -> [N, ...] of all, on every rank of the group.
+    """
+
+    rows: ModelInput
+    arguments: dict[str, Any]
+    whole: Callable[[Tensor], Tensor]
+
+
+class Layout:
+    """How one engine lays out its micro-batches.
+
+    Raises ConfigError or UnsupportedModelError if model, layout, attention kernel and parallelism do not go together.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: Parallel,
+        model: PackedCausalLM,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self._device, self._parallel, self._packed = device, parallel, config.layout == "packed"
+        cp, tp = parallel.context.size(), parallel.tensor.size()
+        self._ring = cp > 1 and parallel.method == "ring"
+        self._multiple = math.lcm(config.length_multiple, length_multiple(cp, tp))
+        if not self._packed and cp * tp > 1:
+            raise ConfigError(
+                "model.layout=padded goes through transformers' own attention, which does not share sequences between "
+                "ranks; set model.layout=packed, or parallel.context_parallel and parallel.tensor_parallel to 1"
+            )
+        if self._ring and config.attention != "auto":
+            raise ConfigError(f"model.attention={config.attention} does nothing with ring attention; set auto")
+        if self._ring:
+            check_ring(model.required_features, device, compute_dtype)
+        elif self._packed:
+            check_heads(model.model.config, context_parallel=cp, tensor_parallel=tp)
+            self._backend = choose_backend(config.attention, device, compute_dtype, model.required_features)
+
+    def lay_out(self, micro_batch: Sequences) -> LaidOut:
+        """Raises DataError if `loss_mask` marks the first token of a sequence."""
+        if not self._packed:
+            rows = pad(micro_batch, self._multiple)
+            mask = {"attention": None, "attention_mask": rows.attention_mask.to(self._device)}
+            return LaidOut(rows, self._cells(rows) | mask, lambda values: values)
+        row = pack(micro_batch, self._multiple)
+        if self._parallel.context.size() == 1:
+            attention = packed_attention(self._backend, row, self._device)
+            return LaidOut(row, self._cells(row) | {"attention": attention}, lambda values: values)
+        return self._part_of(row)
+
+    def _part_of(self, row: PackedRow) -> LaidOut:
+        """This rank's part of a row that a context-parallel group shares."""
+        context = self._parallel.context
+        group, size = context.get_group(), len(row.targets)
+        part = cut(row, context.size(), context.get_local_rank())
+        selected = part.selected.to(self._device)
+        if self._ring:
+            attention: Any = RingAttention(row, group, self._device)
+        else:
+            attention = Ulysses(packed_attention(self._backend, row, self._device), row, group, self._device)
+        arguments = self._cells(part) | {"attention": attention}
+        return LaidOut(row, arguments, lambda values: gather_tokens(values, selected, size, group))
+
+    def _cells(self, cells: Any) -> dict[str, Tensor]:
+        names = ("input_ids", "position_ids", "predicting", "targets")
+        return {name: getattr(cells, name).to(self._device) for name in names}
