@@ -1,10 +1,18 @@
-"""Data parallelism by FSDP2: who holds which part of the parameters, and how gradients come together.
+"""Who holds which part of the parameters, and how gradients come together: one DeviceMesh, FSDP2 over most of it.
+
+    rank = ((dp_replicate * DP_SHARD + dp_shard) * CP + cp) * TP + tp          ranks of one tp group are neighbours
 
     fully_shard(layer) ... fully_shard(root)     parameters gathered layer by layer, forward and backward
-    gradients --reduce-scatter, SUM--> shards --global norm--> clipped
+    gradients --reduce-scatter over dp_shard x cp, all-reduce over dp_replicate, SUM--> shards --global norm--> clipped
 
-Everything goes by the named dimensions of one DeviceMesh; today it has one, `dp`.
+Ranks that differ in cp or tp alone hold the same sequences; dp = dp_replicate * dp_shard groups hold different ones.
+Sums, not averages: every loss is already divided by denominators of the whole mini-batch, and a context-parallel rank
+gives the gradient of its own tokens alone.
 """
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,21 +21,96 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from workers.config import ParallelConfig
+from workers.errors import ConfigError
+
+DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The mesh of all ranks with the dimensions `dp_replicate`, `dp_shard`, `cp` and `tp`, and what follows from it.
+
+    sharding: the part of it over which FSDP2 shards parameters, with `dp_replicate` before it for HSDP.
+    """
+
+    mesh: DeviceMesh
+    sharding: DeviceMesh
+    method: str
+
+    @property
+    def context(self) -> DeviceMesh:
+        """The ranks that share this rank's sequences."""
+        return self.mesh["cp"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The ranks that share this rank's layers."""
+        return self.mesh["tp"]
+
+    @property
+    def dp(self) -> int:
+        """Groups of ranks that hold different sequences."""
+        return self.mesh["dp_replicate"].size() * self.mesh["dp_shard"].size()
+
+    @property
+    def dp_rank(self) -> int:
+        """Whose sequences this rank computes, 0 to dp - 1."""
+        replicate, shard, _, _ = self._coordinate()
+        return replicate * self.mesh["dp_shard"].size() + shard
+
+    @property
+    def leads_dp_group(self) -> bool:
+        """Whether this rank answers for those that hold the same sequences."""
+        return self._coordinate()[2:] == (0, 0)
+
+    def _coordinate(self) -> tuple[int, ...]:
+        coordinate = self.mesh.get_coordinate()
+        return tuple(coordinate or ())
+
 
 def process_group_backend(device: torch.device) -> str:
     """Backend of the process group for `device`; with CUDA, gloo serves tensors that were offloaded to the CPU."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def data_parallel_mesh(device: torch.device) -> DeviceMesh:
-    """The mesh of all ranks of the process group, with the one dimension `dp`.
+def make_parallel(device: torch.device, config: ParallelConfig | None = None) -> Parallel:
+    """Arrange all ranks of the process group on the mesh.
 
     A process without a process group gets one of its own with a single rank, in memory, so that one process takes the
-    same path as many.
+    same path as many. Raises ConfigError if the ranks do not divide as `config` says.
     """
+    config = config or ParallelConfig()
     if not dist.is_initialized():
         dist.init_process_group(process_group_backend(device), store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    shape = mesh_shape(dist.get_world_size(), config)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+    return Parallel(mesh, _sharding(mesh), config.context_parallel_method)
+
+
+def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int]:
+    """Sizes of `DIMENSIONS` for so many ranks. Raises ConfigError if they do not divide."""
+    sharing = config.context_parallel * config.tensor_parallel
+    dp, left = divmod(ranks, sharing)
+    if left:
+        raise ConfigError(
+            f"{ranks} ranks are not a multiple of parallel.context_parallel * parallel.tensor_parallel = {sharing}"
+        )
+    if dp % config.replicate:
+        raise ConfigError(f"parallel.replicate={config.replicate} does not divide the {dp} data-parallel ranks")
+    return config.replicate, dp // config.replicate, config.context_parallel, config.tensor_parallel
+
+
+def _sharding(mesh: DeviceMesh) -> DeviceMesh:
+    shard = "dp_shard"
+    if mesh["cp"].size() > 1:
+        # A context-parallel group computes parts of the same sequences, yet holds different parameters. No public
+        # function joins two dimensions of a mesh; torch is pinned, and every test of context parallelism runs this.
+        shard = "dp_shard_cp"
+        mesh["dp_shard", "cp"]._flatten(shard)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        return mesh["dp_replicate", shard] if mesh["dp_replicate"].size() > 1 else mesh[shard]
 
 
 def shard_model(
@@ -39,7 +122,7 @@ def shard_model(
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Shard the parameters of `root` over `mesh`, in place: each layer by itself, all else with the root.
+    """Shard the parameters of `root` over `mesh` (`Parallel.sharding`), in place: each layer, then all else.
 
     Parameters keep their type and are cast to `compute_dtype` when gathered; gradients are reduced in the parameters'
     type and summed, not averaged, since every loss is already divided by global denominators.
@@ -68,13 +151,22 @@ def reshard(root: nn.Module) -> None:
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients down to the global L2 norm `max_norm`; returns the norm before, the same on every rank."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = full_tensor(nn.utils.get_total_norm(gradients))
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    """Scale all gradients down to the global L2 norm `max_norm`; returns the norm before, the same on every rank.
+
+    With tensor parallelism some parameters lie on the mesh of FSDP and tp, some on that of FSDP alone; torch's norm
+    refuses a mixture, so it is taken mesh by mesh: |g| = sqrt(sum over meshes of |g_mesh|^2).
+    """
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
+    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group])) for group in by_mesh.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return float(norm)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor; a collective call if it is sharded."""
+    """The whole of a sharded tensor, by a collective call; its gradient is taken to be the same on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

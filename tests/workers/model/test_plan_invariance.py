@@ -1,24 +1,26 @@
 """The promise of the engine: how a mini-batch is cut, packed and spread over ranks changes nothing beyond rounding.
 
 Reference: transformers' own forward pass, one unpadded sequence at a time, and the loss written out again. Against it:
-one rank packed, and two ranks (gloo processes, FSDP2) packed under a random plan in which one micro-batch is empty.
+random plans in shuffled order, with empty micro-batches, on 1, 2 and 4 ranks (gloo processes, FSDP2, HSDP), under
+context parallelism by both methods, tensor parallelism, and the two together.
 """
 
-import os
-import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
-from workers.config import LossConfig, ModelConfig, OptimizerConfig
+from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import Metrics, merge, results
 from workers.model.engine import Engine
 from workers.model.losses import Denominators, make_policy_loss
@@ -39,6 +41,8 @@ class Case:
     temperature: float = 1.0
     reshard_after_forward: bool = True
     gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    layout: str = "packed"
 
     @property
     def tolerance(self) -> float:
@@ -52,14 +56,83 @@ class Case:
 CASES = {
     "qwen2": Case(),
     "qwen2 float32": Case(dtype="float32", reshard_after_forward=False),
+    "qwen2 padded": Case(layout="padded"),
     "qwen2 gathered": Case(reshard_after_forward=False, aggregation="sequence_mean_token_mean"),
     "qwen3 untied": Case("qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7),
     "llama checkpointed": Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing=True),
+    "mistral windowed": Case("mistral windowed"),
+    "mistral offloaded": Case("mistral", tied=False, gradient_checkpointing=True, activation_offload=True),
 }
 
-# Rows of `random_sequences()` by rank, and each rank's micro-batches over its rows; the plan of the two-rank runs.
-ROWS = ([7, 2, 10, 0, 5, 1], [3, 9, 6, 8, 4])
-MICRO_BATCHES = ([(0, 2), (2, 5), (5, 6)], [(3, 5), (0, 3), (0, 0)])
+
+@dataclass(frozen=True)
+class Way:
+    """Ranks and how they share the model."""
+
+    ranks: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.parallel.context_parallel * self.parallel.tensor_parallel)
+
+
+def shared(ranks: int, cp: int = 1, method: str = "ulysses", tp: int = 1, replicate: int = 1) -> Way:
+    return Way(ranks, ParallelConfig(cp, method, tp, replicate))
+
+
+WAYS = {
+    "1 rank": Way(),
+    "2 ranks": Way(2),
+    "4 ranks": Way(4),
+    "2 copies on 2 ranks": shared(4, replicate=2),
+    "ulysses 2": shared(2, cp=2),
+    "ulysses 4, more than key-value heads": shared(4, cp=4),
+    "ring 2": shared(2, cp=2, method="ring"),
+    "ring 4": shared(4, cp=4, method="ring"),
+    "dp 2, ulysses 2": shared(4, cp=2),
+    "2 copies, ring 2": shared(4, cp=2, method="ring", replicate=2),
+    "tp 2": shared(2, tp=2),
+    "dp 2, tp 2": shared(4, tp=2),
+    "2 copies, tp 2": shared(4, tp=2, replicate=2),
+    "ulysses 2, tp 2": shared(4, cp=2, tp=2),
+    "ring 2, tp 2": shared(4, cp=2, method="ring", tp=2),
+}
+
+
+# One model in every way, and every other model in those that could treat it differently.
+COMBINATIONS = [
+    *(("qwen2", way) for way in WAYS),
+    *(("qwen2 float32", way) for way in ("2 ranks", "ring 2, tp 2")),
+    *(("qwen2 padded", way) for way in ("1 rank", "4 ranks")),
+    *(("qwen2 gathered", way) for way in ("dp 2, ulysses 2", "ring 2")),
+    *(("qwen3 untied", way) for way in ("2 ranks", "ring 4", "ulysses 2, tp 2")),
+    *(("llama checkpointed", way) for way in ("2 copies, ring 2", "dp 2, tp 2")),
+    ("mistral offloaded", "ulysses 2, tp 2"),
+    ("mistral windowed", "ulysses 2"),
+]
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What a plan gives one dp rank: rows of `random_sequences()`, and micro-batches over these."""
+
+    rows: list[int]
+    micro_batches: list[tuple[int, int]]
+
+
+def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
+    """Sequences in random order; ranks with at least one; micro-batches of any size, none included, in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(count, generator=generator)
+    bounds = (torch.randperm(count - 1, generator=generator)[: dp - 1] + 1).sort().values.tolist()
+    steps = int(torch.randint(1, 5, (), generator=generator))
+    shares = []
+    for rows in order.tensor_split(bounds):
+        cuts = torch.randint(0, len(rows) + 1, (steps - 1,), generator=generator).sort().values.tolist()
+        spans = list(zip([0, *cuts], [*cuts, len(rows)], strict=True))
+        shares.append(RankShare(rows.tolist(), [spans[i] for i in torch.randperm(steps, generator=generator)]))
+    return shares
 
 
 def rows_of(sequences: Sequences, indices: list[int]) -> Sequences:
@@ -71,14 +144,21 @@ def rows_of(sequences: Sequences, indices: list[int]) -> Sequences:
     )
 
 
-def build_engine(case: Case, path: str) -> Engine:
+def build_engine(case: Case, path: str, parallel: ParallelConfig) -> Engine:
     return Engine(
-        ModelConfig(path=path, dtype=case.dtype, gradient_checkpointing=case.gradient_checkpointing),
+        ModelConfig(
+            path=path,
+            dtype=case.dtype,
+            gradient_checkpointing=case.gradient_checkpointing,
+            activation_offload=case.activation_offload,
+            layout=case.layout,
+        ),
         optimizer=OPTIMIZER,
         total_steps=10,
         device="cpu",
         reshard_after_forward=case.reshard_after_forward,
         temperature=case.temperature,
+        parallel=parallel,
     )
 
 
@@ -150,26 +230,32 @@ def reference_update(model: torch.nn.Module) -> None:
             parameter.mul_(1 - rate * decay).sub_(rate * step)
 
 
-def engine_outcome(case: Case, path: str, rows: list[int], micro_batches: list[tuple[int, int]]) -> dict[str, Any]:
-    """One optimiser step on this rank's rows; the whole gradients and weights, this rank's log-probs and metrics."""
-    engine = build_engine(case, path)
+def engine_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
+    """On one rank: one optimiser step under a random plan. Whole gradients and weights, own log-probs and metrics."""
+    engine = build_engine(case, path, way.parallel)
+    share = random_plan(way.dp, seed)[engine.parallel.dp_rank]
     whole = random_sequences()
-    mine = rows_of(whole, rows)
-    log_probs, _ = engine.log_probs(mine, micro_batches)
-    metrics = engine.forward_backward(mine, micro_batches, make_policy_loss(case.loss), Denominators.of(whole))
+    mine = rows_of(whole, share.rows)
+    log_probs, _ = engine.log_probs(mine, share.micro_batches)
+    metrics = engine.forward_backward(mine, share.micro_batches, make_policy_loss(case.loss), Denominators.of(whole))
     gradients = {
         name: full_tensor(parameter.grad).clone() for name, parameter in engine.module.model.named_parameters()
     }
     metrics |= engine.optimizer_step()
     weights = {name: weight.clone() for name, weight in engine.named_weights()}
-    by_row = dict(zip(rows, log_probs.split(mine.lengths.tolist()), strict=True))
-    return {"log_probs": by_row, "metrics": metrics, "gradients": gradients, "weights": weights}
+    by_row = dict(zip(share.rows, log_probs.split(mine.lengths.tolist()), strict=True))
+    leads = engine.parallel.leads_dp_group
+    return {"leads": leads, "log_probs": by_row, "metrics": metrics, "gradients": gradients, "weights": weights}
 
 
 def join_ranks(parts: list[dict[str, Any]]) -> Outcome:
-    """What the driver makes of the ranks' results."""
-    metrics: Metrics = merge(part["metrics"] for part in parts)
-    log_probs = {row: values for part in parts for row, values in part["log_probs"].items()}
+    """What the driver makes of the ranks' results: those of one rank of each dp group."""
+    leaders = [part for part in parts if part["leads"]]
+    metrics: Metrics = merge(part["metrics"] for part in leaders)
+    log_probs = {row: values for part in leaders for row, values in part["log_probs"].items()}
+    for part in parts:
+        for row, values in part["log_probs"].items():
+            torch.testing.assert_close(values, log_probs[row], rtol=0, atol=0)  # the same on every rank of a dp group
     return Outcome(log_probs, results(metrics), parts[0]["gradients"], parts[0]["weights"])
 
 
@@ -183,6 +269,21 @@ def assert_same(actual: Outcome, expected: Outcome, tolerance: float) -> None:
         assert relative_error(actual.gradients[name].double(), gradient) < tolerance, name
 
 
+def check(ranks: RankPool, case: Case, path: str, way: Way, seed: int) -> None:
+    actual = join_ranks(ranks.run(engine_outcome, way.ranks, case, path, way, seed))
+    expected = cached_reference(case, path)
+    assert_same(actual, expected, case.tolerance)
+    if case.dtype == "float64":
+        for name, weight in expected.weights.items():
+            # Looser than the gradients: a first step of AdamW divides each by its own size, however small.
+            assert relative_error(actual.weights[name], weight) < 1e-6, name
+
+
+@cache
+def cached_reference(case: Case, path: str) -> Outcome:
+    return reference_outcome(case, path)
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
@@ -192,84 +293,95 @@ def paths(tmp_path_factory) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def two_ranks(paths, tmp_path_factory) -> dict[str, Outcome]:
-    """Every case on two real ranks, within one start of the processes."""
-    folder = tmp_path_factory.mktemp("two-ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(run_rank, args=(port, paths, str(folder)), nprocs=2)
-    parts = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    return {name: join_ranks([part[name] for part in parts]) for name in CASES}
+@pytest.mark.parametrize(("name", "way"), COMBINATIONS)
+def test_p7_c1_every_way_of_sharing_equals_one_unpadded_sequence_at_a_time(ranks: RankPool, paths, name, way):
+    check(ranks, CASES[name], paths[name], WAYS[way], seed=list(WAYS).index(way))
 
 
-def run_rank(rank: int, port: int, paths: dict[str, str], folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    parts = {name: engine_outcome(case, paths[name], ROWS[rank], MICRO_BATCHES[rank]) for name, case in CASES.items()}
-    torch.save(parts, Path(folder) / f"{rank}.pt")
-    check_saving(paths["qwen2"], Path(folder) / "exported")
-    check_skipping(paths["qwen2"], rank)
-    dist.destroy_process_group()
+@given(st.integers(0, 2**31), st.sampled_from(sorted(WAYS)))
+@settings(max_examples=8, deadline=None)
+def test_p7_random_plans_change_nothing(ranks: RankPool, paths, seed, way):
+    check(ranks, CASES["qwen2"], paths["qwen2"], WAYS[way], seed)
 
 
-def check_saving(path: str, target: Path) -> None:
-    """On both ranks: what is written loads again, and equals what was gathered."""
-    engine = build_engine(CASES["qwen2"], path)
-    target.mkdir(exist_ok=True)  # an older folder under the same name is replaced
-    (target / "stale").touch()
+def save_and_compare(path: str, target: str, parallel: ParallelConfig) -> list[str]:
+    """On every rank: what is written loads again, and equals what was gathered. Returns folders beside it."""
+    engine = build_engine(CASES["qwen2"], path, parallel)
+    folder = Path(target)
+    if dist.get_rank() == 0:
+        folder.mkdir()  # an older folder under the same name is replaced
+        (folder / "stale").touch()
     dist.barrier()
-    engine.save_pretrained(target)
-    loaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).state_dict()
+    engine.save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
     for name, weight in engine.named_weights():
         torch.testing.assert_close(loaded[name], weight, rtol=0, atol=0)
-    # Only rank 0's folder was there for a moment under another name.
-    left = sorted(entry.name for entry in target.parent.iterdir() if entry.is_dir())
-    if left != ["exported"] or (target / "stale").exists() or not (target / "tokenizer.json").exists():
-        raise AssertionError(f"unexpected files after saving: {left}")
+    return sorted(entry.name for entry in folder.parent.iterdir())
 
 
-def check_skipping(path: str, rank: int) -> None:
-    """NaN on one rank alone makes both ranks skip the step, and count it once."""
-    engine = build_engine(CASES["qwen2"], path)
+@pytest.mark.parametrize("way", ["2 copies, ring 2", "dp 2, tp 2"])
+def test_saved_weights_are_whole_under_every_sharding(ranks: RankPool, paths, tmp_path, way):
+    target = tmp_path / "exported"
+    parallel = WAYS[way].parallel
+    for left in ranks.run(save_and_compare, WAYS[way].ranks, paths["qwen2"], str(target), parallel):
+        assert left == ["exported"]
+    assert (target / "tokenizer.json").exists()
+    assert not (target / "stale").exists()
+
+
+def step_with_nan(path: str, way: Way) -> tuple[Metrics, bool]:
+    """On every rank, with NaN in the rows of the last dp rank; metrics, and whether the weights are as before."""
+    engine = build_engine(CASES["qwen2"], path, way.parallel)
     before = {name: weight.clone() for name, weight in engine.named_weights()}
-    sequences = rows_of(random_sequences(), ROWS[rank])
-    if rank == 1:
+    share = random_plan(way.dp, seed=0)[engine.parallel.dp_rank]
+    sequences = rows_of(random_sequences(), share.rows)
+    if engine.parallel.dp_rank == way.dp - 1:
         sequences.columns["advantages"].fill_(torch.nan)
     denominators = Denominators.of(random_sequences())
-    engine.forward_backward(sequences, MICRO_BATCHES[rank], make_policy_loss(LossConfig()), denominators)
+    engine.forward_backward(sequences, share.micro_batches, make_policy_loss(LossConfig()), denominators)
     metrics = engine.optimizer_step()
-    if metrics["skipped_steps"].value != 0.5 or "grad_norm" in metrics:
-        raise AssertionError(f"rank {rank} did not count its half of a skipped step: {metrics}")
-    for name, weight in engine.named_weights():
-        torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
+    if not engine.parallel.leads_dp_group:
+        metrics = {}
+    return metrics, all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_rank_packed_equals_unpacked(name, paths):
-    case = CASES[name]
-    part = engine_outcome(case, paths[name], list(range(11)), [(0, 4), (4, 4), (4, 11)])
-    assert_same(join_ranks([part]), reference_outcome(case, paths[name]), case.tolerance)
+@pytest.mark.parametrize("way", ["2 ranks", "dp 2, ulysses 2"])
+def test_nan_on_one_rank_makes_all_skip_the_step_which_counts_once(ranks: RankPool, paths, way):
+    parts = ranks.run(step_with_nan, WAYS[way].ranks, paths["qwen2"], WAYS[way])
+    assert all(unchanged for _, unchanged in parts)
+    metrics = results(merge(metrics for metrics, _ in parts))
+    assert metrics["skipped_steps"] == 1
+    assert "grad_norm" not in metrics
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_packed_and_balanced_equal_unpacked(name, paths, two_ranks):
-    case = CASES[name]
-    assert_same(two_ranks[name], reference_outcome(case, paths[name]), case.tolerance)
+def train_and_save(path: str, way: Way, folder: str) -> dict[str, Tensor]:
+    """On every rank: one step, a checkpoint, one more step under another plan; the weights after it."""
+    engine = build_engine(CASES["qwen2"], path, way.parallel)
+    take_step(engine, way, seed=0)
+    engine.save_checkpoint(folder, step=1)
+    engine.wait_for_checkpoint()
+    take_step(engine, way, seed=1)
+    return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype == "float64"])
-def test_weights_after_the_step_are_those_of_a_hand_written_one(name, paths, two_ranks):
-    expected = reference_outcome(CASES[name], paths[name]).weights
-    for weight_name, weight in expected.items():
-        # Looser than the gradients: a first step of AdamW divides each by its own size, however small.
-        assert relative_error(two_ranks[name].weights[weight_name], weight) < 1e-6, weight_name
+def load_and_train(path: str, way: Way, folder: str) -> dict[str, Tensor]:
+    engine = build_engine(CASES["qwen2"], path, way.parallel)
+    engine.load_checkpoint(folder)
+    take_step(engine, way, seed=2)
+    return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
-@pytest.mark.parametrize("micro_batches", [[(0, 11)], [(0, 5), (5, 11)], [(index, index + 1) for index in range(11)]])
-def test_token_mean_does_not_depend_on_the_number_of_micro_batches(micro_batches, paths):
-    case = CASES["qwen2"]
-    part = engine_outcome(case, paths["qwen2"], list(range(11)), micro_batches)
-    assert_same(join_ranks([part]), reference_outcome(case, paths["qwen2"]), case.tolerance)
+def take_step(engine: Engine, way: Way, seed: int) -> None:
+    share, whole = random_plan(way.dp, seed)[engine.parallel.dp_rank], random_sequences()
+    loss = make_policy_loss(CASES["qwen2"].loss)
+    engine.forward_backward(rows_of(whole, share.rows), share.micro_batches, loss, Denominators.of(whole))
+    engine.optimizer_step()
+
+
+@pytest.mark.parametrize(("before", "after"), [("dp 2, tp 2", "ring 2"), ("2 copies, ring 2", "tp 2")])
+def test_training_goes_on_from_a_checkpoint_under_another_sharding(ranks: RankPool, paths, tmp_path, before, after):
+    folder = str(tmp_path / "checkpoint")
+    expected = ranks.run(train_and_save, WAYS[before].ranks, paths["qwen2"], WAYS[before], folder)[0]
+    for weights in ranks.run(load_and_train, WAYS[after].ranks, paths["qwen2"], WAYS[after], folder):
+        for name, weight in expected.items():
+            assert relative_error(weights[name], weight) < 1e-6, name

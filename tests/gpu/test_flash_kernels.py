@@ -1,0 +1,73 @@
+"""The CUDA kernels that ring attention merges: parts of an attention give the whole, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.workers.model.tiny import relative_error
+from workers.model.flash_kernels import Segments, flash_backward, flash_forward
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is at hand"),
+]
+CUDA = torch.device("cuda")
+SCALE = 0.2
+
+
+def test_two_halves_of_the_keys_give_the_whole_attention_and_its_gradients():
+    """Not causal; segments of unlike length, fewer key heads than query heads."""
+    lengths, generator = [64, 256, 128], torch.Generator(CUDA).manual_seed(0)
+    half, whole = Segments.of(lengths, CUDA), Segments.of([2 * length for length in lengths], CUDA)
+    shapes = [(sum(lengths), 4, 64), (2 * sum(lengths), 2, 64), (2 * sum(lengths), 2, 64), (sum(lengths), 4, 64)]
+    query, key, value, grad = (
+        torch.randn(shape, generator=generator, device=CUDA, dtype=torch.bfloat16) for shape in shapes
+    )
+    is_first = torch.cat([torch.arange(2 * length, device=CUDA) < length for length in lengths])
+    outputs, sums = zip(
+        *(flash_forward(query, key[mask], value[mask], half, half, False, SCALE) for mask in (is_first, ~is_first)),
+        strict=True,
+    )
+    lse = torch.logaddexp(*sums)
+    weights = [(part - lse).exp().transpose(0, 1).unsqueeze(-1) for part in sums]
+    output = sum(weight * part for weight, part in zip(weights, outputs, strict=True)).bfloat16()
+    expected, gradients = in_float32(query, key, value, grad, half, whole)
+    assert relative_error(output.float(), expected) < 2e-2
+    grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for mask in (is_first, ~is_first):
+        part = flash_backward(grad, query, key[mask], value[mask], output, lse, half, half, False, SCALE)
+        grad_query += part[0]
+        grad_key[mask], grad_value[mask] = part[1], part[2]
+    for actual, gradient in zip((grad_query, grad_key, grad_value), gradients, strict=True):
+        assert relative_error(actual.float(), gradient) < 2e-2
+
+
+def test_the_causal_kernel_keeps_segments_apart():
+    segments, generator = Segments.of([96, 32], CUDA), torch.Generator(CUDA).manual_seed(0)
+    query, key, value = (
+        torch.randn(128, 4, 64, generator=generator, device=CUDA, dtype=torch.bfloat16) for _ in range(3)
+    )
+    output, lse = flash_forward(query, key, value, segments, segments, True, SCALE)
+    expected, _ = in_float32(query, key, value, torch.zeros_like(query), segments, segments, causal=True)
+    assert relative_error(output.float(), expected) < 2e-2
+    assert lse.shape == (4, 128)
+
+
+def in_float32(query, key, value, grad, query_segments, key_segments, causal=False):
+    """Output and gradients of the segments one by one, by scaled_dot_product_attention in float32."""
+    inputs = [tensor.float().requires_grad_() for tensor in (query, key, value)]
+    splits = zip(
+        inputs[0].split(query_segments.lengths),
+        inputs[1].split(key_segments.lengths),
+        inputs[2].split(key_segments.lengths),
+        strict=True,
+    )
+    outputs = [
+        F.scaled_dot_product_attention(
+            *(part.transpose(0, 1)[None] for part in parts), is_causal=causal, scale=SCALE, enable_gqa=True
+        )[0].transpose(0, 1)
+        for parts in splits
+    ]
+    output = torch.cat(outputs)
+    output.backward(grad.float())
+    return output.detach(), [tensor.grad for tensor in inputs]

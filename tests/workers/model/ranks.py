@@ -1,0 +1,119 @@
+"""A pool of gloo ranks for the tests that need several processes, spawned once a session.
+
+    results = ranks.run(function, 2, *arguments)         function(*arguments) on ranks 0 and 1; results in rank order
+
+Every call gets a new default process group of exactly that many ranks, so that the function sees what it would see
+under torchrun, and nothing of the calls before it. Function, arguments and results travel as pickles: the function is
+one of a module's top level, DTensors do not travel.
+"""
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 5.0  # for the other ranks to fail too, after which they are taken to wait for the one that did
+TIMEOUT_S = 240.0
+
+
+class RankError(Exception):
+    """A function raised on a rank; the message carries the remote tracebacks."""
+
+
+class RankPool:
+    """Processes that run functions as the ranks of a process group. They start with the first call that needs them."""
+
+    def __init__(self, size: int = 4) -> None:
+        self._size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._calls = 0
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
+        """`function(*arguments)` on `count` ranks, the pool's size at most; its results in rank order.
+
+        Raises RankError if it raises on a rank or takes longer than `TIMEOUT_S`; the pool then starts anew.
+        """
+        self._start()
+        self._calls += 1
+        store = str(Path(self._folder.name) / f"store-{self._calls}")
+        for rank, connection in enumerate(self._connections[:count]):
+            connection.send_bytes(pickle.dumps((function, arguments, store, rank, count)))
+        answers = self._collect(count)
+        failures = [f"rank {rank} of {count}:\n{text}" for rank, (done, text) in answers.items() if not done]
+        if failures or len(answers) < count:
+            silent = sorted(set(range(count)) - set(answers))
+            self.stop()
+            raise RankError("\n".join([*failures, *(f"rank {rank} of {count} gave no answer" for rank in silent)]))
+        return [answers[rank][1] for rank in range(count)]
+
+    def _collect(self, count: int) -> dict[int, tuple[bool, Any]]:
+        """(done, result or traceback) by rank; without the ranks that are stuck once one has failed."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < count:
+            waiting = {self._connections[rank]: rank for rank in range(count) if rank not in answers}
+            failed = any(not done for done, _ in answers.values())
+            ready = wait(list(waiting), GRACE_S if failed else TIMEOUT_S)
+            if not ready:
+                break
+            for connection in ready:
+                try:
+                    answers[waiting[connection]] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    answers[waiting[connection]] = (False, "the process ended")
+        return answers
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        context = multiprocessing.get_context("spawn")
+        for _ in range(self._size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(mine)
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.join()
+            connection.close()
+        self._processes, self._connections = [], []
+
+
+def _serve(connection: Connection) -> None:
+    """Run what comes until the other side is gone."""
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps((True, _run(*pickle.loads(request))))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, rank: int, count: int) -> Any:
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timeout)
+    try:
+        return function(*arguments)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,110 @@
+"""The mesh, what cannot be arranged on it, and gradients that lie on several."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.tiny import save_tiny_model, tiny_config
+from workers.config import LoraConfig, ModelConfig, ParallelConfig
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.engine import Engine
+from workers.model.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape
+from workers.model.tensor_parallel import check_tensor_parallel
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "shape"),
+    [
+        (1, ParallelConfig(), (1, 1, 1, 1)),
+        (8, ParallelConfig(replicate=2), (2, 4, 1, 1)),
+        (16, ParallelConfig(context_parallel=2, tensor_parallel=4), (1, 2, 2, 4)),
+    ],
+)
+def test_ranks_fill_the_mesh(ranks, config, shape):
+    assert mesh_shape(ranks, config) == shape
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "message"),
+    [
+        (6, ParallelConfig(context_parallel=2, tensor_parallel=2), "6 ranks are not a multiple of .* = 4"),
+        (2, ParallelConfig(context_parallel=4), "2 ranks are not a multiple of .* = 4"),
+        (4, ParallelConfig(replicate=3), "replicate=3 does not divide the 4 data-parallel ranks"),
+    ],
+)
+def test_ranks_that_do_not_fill_it_are_refused(ranks, config, message):
+    with pytest.raises(ConfigError, match=message):
+        mesh_shape(ranks, config)
+
+
+def place_on_mesh() -> tuple[int, bool, int, int, int]:
+    parallel = make_parallel(CPU, ParallelConfig(context_parallel=2, replicate=2))
+    context = parallel.context.get_local_rank()
+    return parallel.dp_rank, parallel.leads_dp_group, context, parallel.dp, parallel.sharding.size()
+
+
+def test_ranks_of_a_context_parallel_group_are_neighbours(ranks: RankPool):
+    places = ranks.run(place_on_mesh, 4)
+    assert places == [(0, True, 0, 2, 4), (0, False, 1, 2, 4), (1, True, 0, 2, 4), (1, False, 1, 2, 4)]
+
+
+def clip_on_two_meshes(max_norm: float) -> tuple[float, list[torch.Tensor]]:
+    mesh = make_parallel(CPU, ParallelConfig(tensor_parallel=2)).mesh
+    both, shard = mesh["dp_shard", "tp"], mesh["dp_shard"]
+    placements = [(both, [Shard(0), Shard(1)]), (both, [Shard(0), Replicate()]), (shard, [Shard(0)])]
+    parameters = []
+    for number, (submesh, placement) in enumerate(placements):
+        values = torch.arange(8.0).view(4, 2) + number
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 2), submesh, placement))
+        parameter.grad = distribute_tensor(values, submesh, placement)
+        parameters.append(parameter)
+    norm = clip_gradients(parameters, max_norm)
+    return norm, [full_tensor(parameter.grad) for parameter in parameters]
+
+
+def test_clipping_takes_the_norm_over_all_meshes(ranks: RankPool):
+    values = torch.stack([torch.arange(8.0).view(4, 2) + number for number in range(3)])
+    expected = float(values.norm())
+    for norm, gradients in ranks.run(clip_on_two_meshes, 4, expected / 2):
+        assert norm == pytest.approx(expected)
+        torch.testing.assert_close(torch.stack(gradients), values / 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "error", "message"),
+    [
+        (tiny_config("gemma"), ModelConfig(), UnsupportedModelError, "for llama, mistral, qwen2, qwen3, and .* gemma"),
+        (tiny_config(num_key_value_heads=1), ModelConfig(), ConfigError, "does not divide .* num_key_value_heads=1"),
+        (tiny_config(intermediate_size=47), ModelConfig(), ConfigError, "does not divide .* intermediate_size=47"),
+        (tiny_config(), ModelConfig(lora=LoraConfig(rank=4)), ConfigError, "adapters are not shared"),
+    ],
+)
+def test_models_that_tensor_parallelism_cannot_share_are_refused(config, settings, error, message):
+    with pytest.raises(error, match=message):
+        check_tensor_parallel(config, settings, 2)
+    check_tensor_parallel(config, settings, 1)
+
+
+def refusal(path: str, parallel: ParallelConfig, layout: str) -> str:
+    with pytest.raises((ConfigError, UnsupportedModelError)) as error:
+        Engine(ModelConfig(path=path, layout=layout), optimizer=None, total_steps=1, device="cpu", parallel=parallel)
+    return str(error.value)
+
+
+def test_combinations_that_cannot_be_computed_are_refused_by_every_rank(ranks: RankPool, tmp_path):
+    plain = save_tiny_model(tmp_path / "plain")
+    odd = save_tiny_model(tmp_path / "odd", hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
+    windowed = save_tiny_model(tmp_path / "windowed", "mistral windowed")
+    ring = ParallelConfig(context_parallel=2, context_parallel_method="ring")
+    for path, parallel, layout, message in [
+        (plain, ParallelConfig(context_parallel=2), "padded", "set model.layout=packed"),
+        (plain, ParallelConfig(tensor_parallel=2), "padded", "set model.layout=packed"),
+        (odd, ParallelConfig(context_parallel=2), "packed", "the model has 3; set context_parallel_method=ring"),
+        (windowed, ring, "packed", "causal only, and the model uses sliding_window"),
+    ]:
+        for text in ranks.run(refusal, 2, path, parallel, layout):
+            assert message in text

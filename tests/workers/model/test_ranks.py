@@ -1,0 +1,33 @@
+"""The pool that the multi-process tests run on must not hide a failure."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.model.ranks import RankError, RankPool
+
+
+def sum_of_ranks(offset: int) -> tuple[int, int, torch.Tensor]:
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), total
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no good")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_every_call_sees_a_group_of_its_own_size(ranks: RankPool, count: int):
+    results = ranks.run(sum_of_ranks, count, 10)
+    assert [result[:2] for result in results] == [(rank, count) for rank in range(count)]
+    assert {int(total) for _, _, total in results} == {sum(range(10, 10 + count))}
+
+
+def test_a_rank_that_fails_is_named_though_the_others_wait_for_it():
+    pool = RankPool(size=2)
+    with pytest.raises(RankError, match=r"rank 1 of 2:(.|\n)*ValueError: no good"):
+        pool.run(fail_on_rank_one, 2)
+    pool.stop()

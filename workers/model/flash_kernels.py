@@ -1,0 +1,167 @@
+"""Flash attention with its log-sum-exp in and out, which is what merging the parts of a ring needs.
+
+torch's public functions keep the log-sum-exp to themselves or drop its gradient; the operators below them, which
+torch's own autograd calls, are used here: on CUDA one call for all segments (half precision only), on the CPU one call
+a segment. tests/workers/model/test_context_parallel.py holds them to scaled_dot_product_attention.
+
+Shapes: Q query tokens, T key tokens of all segments; H query heads, K key-value heads (K divides H), D head dimension.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the segments of a ragged tensor lie. bounds: int32 [B + 1] on the device."""
+
+    lengths: list[int]
+    bounds: Tensor
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> "Segments":
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        return cls(lengths, bounds)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_segments: Segments,
+    key_segments: Segments,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention segment by segment; causal only for segments of as many queries as keys.
+
+    query [Q, H, D], key and value [T, K, D] -> (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]).
+    """
+    if query.is_cuda:
+        return _flash_forward_cuda(query, key, value, query_segments, key_segments, causal, scale)
+    outputs, sums = [], []
+    for q, k, v in _segments_on_cpu(query, key, value, query_segments, key_segments):
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        outputs.append(out[0].transpose(0, 1))
+        sums.append(lse[0])
+    return torch.cat(outputs), torch.cat(sums, dim=1)
+
+
+def flash_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query_segments: Segments,
+    key_segments: Segments,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, given out [Q, H, D] and lse [H, Q] of an attention that may have seen more
+    keys than these: the result is then these keys' share of the gradient."""
+    if query.is_cuda:
+        return _flash_backward_cuda(
+            grad_output, query, key, value, output, lse, query_segments, key_segments, causal, scale
+        )
+    grads: list[tuple[Tensor, ...]] = []
+    of_queries = zip(
+        _split(grad_output, query_segments),
+        _split(output, query_segments),
+        lse.split(query_segments.lengths, dim=1),
+        strict=True,
+    )
+    segments = _segments_on_cpu(query, key, value, query_segments, key_segments)
+    for (q, k, v), (grad, out, sums) in zip(segments, of_queries, strict=True):
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads.append(backward(grad, q, k, v, out, sums[None].contiguous(), 0.0, causal, scale=scale))
+    grad_query, grad_key, grad_value = (
+        torch.cat([part[0].transpose(0, 1) for part in parts]) for parts in zip(*grads, strict=True)
+    )
+    return grad_query, _sum_repeats(grad_key, key), _sum_repeats(grad_value, value)
+
+
+def _segments_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, query_segments: Segments, key_segments: Segments
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each segment as (query, key, value) [1, H, L, D]; the CPU kernel wants a key head for every query head."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    parts = _split(query, query_segments), _split(key, key_segments), _split(value, key_segments)
+    return list(zip(*parts, strict=True))
+
+
+def _split(tensor: Tensor, segments: Segments) -> list[Tensor]:
+    """[Q, H, D] -> [1, H, L, D] for each segment."""
+    return [part.transpose(0, 1)[None] for part in tensor.split(segments.lengths)]
+
+
+def _sum_repeats(grad: Tensor, like: Tensor) -> Tensor:
+    """Gradient [T, H, D] of repeated heads -> [T, K, D]."""
+    return grad.view(len(like), like.shape[1], -1, like.shape[2]).sum(2)
+
+
+def _flash_forward_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_segments: Segments,
+    key_segments: Segments,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        query_segments.bounds,
+        key_segments.bounds,
+        query_segments.longest,
+        key_segments.longest,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+    )
+    return output, lse
+
+
+def _flash_backward_cuda(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query_segments: Segments,
+    key_segments: Segments,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of a generator that is not asked
+    return aten._flash_attention_backward(
+        grad_output,
+        query,
+        key,
+        value,
+        output,
+        lse.contiguous(),
+        query_segments.bounds,
+        key_segments.bounds,
+        query_segments.longest,
+        key_segments.longest,
+        0.0,
+        causal,
+        no_dropout,
+        no_dropout,
+        scale=scale,
+    )

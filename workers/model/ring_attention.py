@@ -1,0 +1,225 @@
+"""Zig-zag ring attention: keys and values pass from rank to rank, and every rank attends with its own queries.
+
+    step 0        own keys, causal                        rank r holds segments r and 2n-1-r of every sequence
+    step i        keys of rank s = r - i (mod n)          s < r: all queries see the first half of the keys, no others
+                                                          s > r: the second half of the queries sees all keys
+    every step    send keys and values on to rank r + 1, receive the next, while this step's attention runs
+
+So every rank does the same work at every step, and half of that of two whole chunks. Parts are merged with their
+log-sum-exp (Liu et al. 2023, arXiv:2310.01889; Milakov and Gimelshein 2018, arXiv:1805.02867):
+
+    lse = log(exp(lse_a) + exp(lse_b)),    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+
+Backward walks the ring again: with the out and lse of the whole attention, the flash kernels' backward of one part is
+that part's exact share of the gradient. Gradients of keys and values travel on with their keys and arrive at home.
+
+How long a chunk must be. Let the kernel reach F FLOP/s and a link carry B bytes/s in one direction, at 2 bytes an
+element. A rank that holds two segments of c tokens of a sequence computes 2 (2c)^2 H D FLOPs in a step of the forward
+pass and sends 4 (2c) K D bytes, so that communication hides behind compute if
+
+    c >= (K / H) F / B
+
+F = 5e14 and B = 4.5e11 (NVLink) ask for 1,100 tokens times K / H, or 2,200 K/H tokens of the sequence on a rank;
+B = 5e10 (a 400 Gb/s network card) for 10,000 times K / H. Backward computes 2.5 times as much and sends 3 times as much
+(keys and values, and their gradients in float32), so it asks for 1.2 times that. Shorter sequences are exact all the
+same, and wait; `ulysses` sends less.
+
+Shapes: T tokens on this rank (T/cp of the row), H query heads, K key-value heads (K divides H), D head dimension.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from workers.model.flash_kernels import Segments, flash_backward, flash_forward
+from workers.model.packing import PackedRow
+
+
+def shortest_hidden_chunk(flops_per_s: float, bytes_per_s: float, key_value_share: float = 1.0) -> float:
+    """Tokens c of a chunk from which a step's attention takes as long as its exchange; key_value_share is K / H."""
+    return key_value_share * flops_per_s / bytes_per_s
+
+
+class RingAttention:
+    """The attention of one packed row whose parts lie on the ranks of `group`."""
+
+    def __init__(self, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
+        halves = [length // (2 * group.size()) for length in row.padded_lengths]
+        self._ring = _Ring.of(halves, group, device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return _RingAttention.apply(query, torch.stack([key, value]), scale, self._ring)[None]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One step's attention: which of a rank's queries see which of the keys it holds. Slices of None are all."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+    query_segments: Segments
+    key_segments: Segments
+    causal: bool
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The blocks of a row: against own keys, against those of ranks before, and of ranks after."""
+
+    group: ProcessGroup
+    own: _Block
+    earlier: _Block
+    later: _Block
+
+    @classmethod
+    def of(cls, halves: list[int], group: ProcessGroup, device: torch.device) -> "_Ring":
+        """halves: tokens of one of the two segments that a rank holds of each sequence."""
+        lengths = torch.tensor(halves).repeat_interleave(2)
+        is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
+        first, second = (mask.nonzero().squeeze(1).to(device) for mask in (is_first, ~is_first))
+        half, whole = Segments.of(halves, device), Segments.of([2 * length for length in halves], device)
+        return cls(
+            group,
+            own=_Block(None, None, whole, whole, causal=True),
+            earlier=_Block(None, first, whole, half, causal=False),
+            later=_Block(second, None, half, whole, causal=False),
+        )
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def block(self, step: int) -> _Block:
+        """What this rank computes at `step`, when it holds the keys of rank r - step."""
+        if step == 0:
+            return self.own
+        return self.earlier if step <= self.group.rank() else self.later
+
+    def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Send `tensor` to the next rank; the function returned waits for that of the rank before."""
+        rank, received = self.group.rank(), torch.empty_like(tensor)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(rank + 1) % self.size),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=(rank - 1) % self.size),
+            ]
+        )
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return wait
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key_value: Tensor, scale: float, ring: _Ring) -> Tensor:
+        """query [T, H, D], key_value [2, T, K, D] -> [T, H, D]."""
+        query, key_value = query.contiguous(), key_value.contiguous()
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        output = torch.zeros_like(query, dtype=dtype)
+        lse = torch.full((query.shape[1], query.shape[0]), -torch.inf, dtype=dtype, device=query.device)
+        held = key_value
+        for step in range(ring.size):
+            wait = ring.pass_on(held) if step + 1 < ring.size else None
+            _attend(query, held, scale, ring.block(step), output, lse)
+            held = wait() if wait else held
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key_value, output, lse)
+        ctx.scale, ctx.ring = scale, ring
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key_value, output, lse = ctx.saved_tensors
+        ring, grad_output = ctx.ring, grad_output.contiguous()
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        grad_query = torch.zeros_like(query, dtype=dtype)
+        grad_held = torch.zeros_like(key_value, dtype=dtype)
+        held, wait_for_grad = key_value, None
+        for step in range(ring.size):
+            wait = ring.pass_on(held) if step + 1 < ring.size else None
+            part = _backward(grad_output, query, held, output, lse, ctx.scale, ring.block(step), grad_query)
+            # The gradient of the keys held now comes from the rank before, which held them one step earlier.
+            grad_held = wait_for_grad() if wait_for_grad else grad_held
+            _add(grad_held, ring.block(step).keys, part, dim=1)
+            wait_for_grad = ring.pass_on(grad_held)
+            held = wait() if wait else held
+        grad_key_value = wait_for_grad() if wait_for_grad else grad_held
+        return grad_query.to(query.dtype), grad_key_value.to(key_value.dtype), None, None
+
+
+def _attend(query: Tensor, key_value: Tensor, scale: float, block: _Block, output: Tensor, lse: Tensor) -> None:
+    """Merge one step into `output` [T, H, D] and `lse` [H, T], in place."""
+    key, value = _take(key_value, block.keys, dim=1)
+    query = _take(query, block.queries, dim=0)
+    part, part_lse = flash_forward(query, key, value, block.query_segments, block.key_segments, block.causal, scale)
+    before, before_lse = _take(output, block.queries, dim=0), _take(lse, block.queries, dim=1)
+    merged_lse = torch.logaddexp(before_lse, part_lse)
+    merged = before * _weight(before_lse, merged_lse) + part * _weight(part_lse, merged_lse)
+    _put(output, block.queries, merged, dim=0)
+    _put(lse, block.queries, merged_lse, dim=1)
+
+
+def _backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key_value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+    block: _Block,
+    grad_query: Tensor,
+) -> Tensor:
+    """Add one step's share to `grad_query` in place; returns that of its keys and values [2, keys, K, D]."""
+    key, value = _take(key_value, block.keys, dim=1)
+    rows = [_take(tensor, block.queries, dim=0) for tensor in (grad_output, query, output)]
+    part_query, part_key, part_value = flash_backward(
+        rows[0],
+        rows[1],
+        key,
+        value,
+        rows[2],
+        _take(lse, block.queries, dim=1),
+        block.query_segments,
+        block.key_segments,
+        block.causal,
+        scale,
+    )
+    _add(grad_query, block.queries, part_query, dim=0)
+    return torch.stack([part_key, part_value])
+
+
+def _weight(part_lse: Tensor, lse: Tensor) -> Tensor:
+    """[H, T] -> [T, H, 1]."""
+    return torch.exp(part_lse - lse).transpose(0, 1).unsqueeze(-1)
+
+
+def _take(tensor: Tensor, index: Tensor | None, dim: int) -> Tensor:
+    return tensor if index is None else tensor.index_select(dim, index)
+
+
+def _put(target: Tensor, index: Tensor | None, values: Tensor, dim: int) -> None:
+    if index is None:
+        target.copy_(values)
+    else:
+        target.index_copy_(dim, index, values)
+
+
+def _add(target: Tensor, index: Tensor | None, values: Tensor, dim: int) -> None:
+    values = values.to(target.dtype)
+    if index is None:
+        target.add_(values)
+    else:
+        target.index_add_(dim, index, values)

@@ -1,0 +1,121 @@
+"""Tensor parallelism: the ranks of a group share every matrix, and between matrices every rank holds a part of the row.
+
+    tokens [1, T] --embedding, vocabulary shared--> [1, T/tp, H]      residual stream and norms: own tokens (sequence
+    [1, T/tp, H] --gather--> [1, T, H] --q, k, v: own heads-->        parallel, Korthikanti et al. 2022)
+        attention of own heads --o--> reduce-scatter --> [1, T/tp, H]
+    [1, T/tp, H] --gather--> gate, up: own columns --> down --> reduce-scatter --> [1, T/tp, H]
+    final norm --gather--> [1, T, H] --output layer, vocabulary shared--> log-probs
+
+Shardings are by torch's `parallelize_module` (Shoeybi et al. 2019 for the cuts), and are applied before FSDP2, which
+then shards each rank's part again. T must divide by tp: `balancing.alignment.length_multiple`.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import PreTrainedModel
+
+from workers.config import ModelConfig
+from workers.errors import ConfigError, UnsupportedModelError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose layers are built of the modules in `LAYER_PLAN`, and of nothing else that has parameters."""
+
+
+def check_tensor_parallel(config: Any, settings: ModelConfig, tensor_parallel: int) -> None:
+    """Raise if a Hugging Face model (`config`) cannot be shared by so many ranks.
+
+    UnsupportedModelError for a family whose layers are not known here, ConfigError for sizes that do not divide and for
+    adapters, whose two small matrices are not worth sharing.
+    """
+    if tensor_parallel == 1:
+        return
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"tensor parallelism is for {', '.join(FAMILIES)}, and the model is {config.model_type}; set "
+            "parallel.tensor_parallel=1"
+        )
+    if settings.lora.rank:
+        raise ConfigError("adapters are not shared between ranks; set model.lora.rank=0 or parallel.tensor_parallel=1")
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(config, name)
+        if size % tensor_parallel:
+            raise ConfigError(f"parallel.tensor_parallel={tensor_parallel} does not divide the model's {name}={size}")
+
+
+def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shard a model's parameters over the one dimension of `mesh`, in place.
+
+    Every rank passes the whole model, or its skeleton on the meta device. Afterwards the decoder gives its last hidden
+    state as a DTensor. The output layer is not called but read: its weight is sharded over the vocabulary, tied or not.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    tied = head.weight is decoder.embed_tokens.weight
+    _parallelize(
+        decoder,
+        mesh,
+        {
+            "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+        },
+    )
+    for layer in decoder.layers:
+        present = {name for name, _ in layer.named_modules()}
+        _parallelize(layer, mesh, {name: style for name, style in _layer_plan().items() if name in present})
+    if tied:
+        head.weight = decoder.embed_tokens.weight
+    else:
+        _parallelize(model, mesh, {"lm_head": ColwiseParallel()})
+
+
+def own_vocabulary(head: nn.Module) -> dict[str, Any]:
+    """This rank's part of an output layer, as `linear_log_probs` takes it: weight, bias, and if shared, whose it is."""
+    weight, bias = head.weight, head.bias
+    if not isinstance(weight, DTensor):
+        return {"weight": weight, "bias": bias}
+    mesh, vocabulary = weight.device_mesh, weight.shape[0]
+    rows = -(-vocabulary // mesh.size())  # on every rank but the last ones, which get what is left
+    return {
+        "weight": weight.to_local(),
+        "bias": None if bias is None else bias.to_local(),
+        "group": mesh.get_group(),
+        "first_id": min(mesh.get_local_rank() * rows, vocabulary),
+    }
+
+
+def _layer_plan() -> dict[str, ParallelStyle]:
+    """What is between Shard(1) inputs and outputs gets whole rows; each head is normalised by itself (Qwen3)."""
+    return {
+        "input_layernorm": SequenceParallel(use_local_output=True),
+        "self_attn": _gather_input("hidden_states"),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "post_attention_layernorm": SequenceParallel(use_local_output=True),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def _gather_input(name: str) -> PrepareModuleInput:
+    return PrepareModuleInput(input_kwarg_layouts={name: Shard(1)}, desired_input_kwarg_layouts={name: Replicate()})
+
+
+def _parallelize(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+    # All ranks have the same weights, or none yet (meta device): each keeps its part without communication.
+    parallelize_module(module, mesh, plan, src_data_rank=None)
