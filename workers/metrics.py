@@ -21,21 +21,23 @@ class Metric:
     """One number and how it joins others.
 
     `value` is the running total for SUM, the weighted total for MEAN (divided by `weight` only when read), and the
-    extreme for MAX and MIN. `weight` is the count behind a MEAN (tokens, sequences, steps) and 0 otherwise.
+    extreme for MAX and MIN. `weight` is the number of items behind a MEAN and `count` what they are (`tokens`,
+    `sequences`, `steps`; empty where nothing says); 0 and empty otherwise.
     """
 
     reduction: Reduction
     value: float
     weight: float = 0.0
+    count: str = ""
 
     @staticmethod
     def sum(value: float) -> "Metric":
         return Metric(Reduction.SUM, float(value))
 
     @staticmethod
-    def mean(total: float, weight: float) -> "Metric":
-        """`total` is the sum over `weight` items: `Metric.mean(errors.sum(), errors.numel())`."""
-        return Metric(Reduction.MEAN, float(total), float(weight))
+    def mean(total: float, weight: float, count: str = "") -> "Metric":
+        """`total` is the sum over `weight` items of a kind: `Metric.mean(errors.sum(), len(errors), "tokens")`."""
+        return Metric(Reduction.MEAN, float(total), float(weight), count)
 
     @staticmethod
     def max(value: float) -> "Metric":
@@ -52,14 +54,16 @@ class Metric:
         return self.value / self.weight if self.weight else math.nan
 
     def merged_with(self, other: "Metric") -> "Metric":
-        """Raises ValueError if the two reduce differently."""
+        """Raises ValueError if the two reduce differently, or are means over different kinds of items."""
         if self.reduction is not other.reduction:
             raise ValueError(f"cannot merge a {self.reduction.value} with a {other.reduction.value}")
+        if self.count != other.count:
+            raise ValueError(f"cannot merge a mean over {self.count or 'items'} with one over {other.count or 'items'}")
         if self.reduction is Reduction.MAX:
             return Metric.max(max(self.value, other.value))
         if self.reduction is Reduction.MIN:
             return Metric.min(min(self.value, other.value))
-        return Metric(self.reduction, self.value + other.value, self.weight + other.weight)
+        return Metric(self.reduction, self.value + other.value, self.weight + other.weight, self.count)
 
 
 Metrics = dict[str, Metric]

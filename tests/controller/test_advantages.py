@@ -1,49 +1,246 @@
+"""Every estimator against its paper, group by group in plain Python, and against answers worked out by hand."""
+
+import itertools
+import statistics
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.advantages import grpo, has_signal
+from controller.advantages import ESTIMATORS, estimate, gae, grpo, has_signal, maxrl, pass_at_k, rloo, whiten
+from controller.config import Config
+from controller.config_file import settings as settings_of
+from workers.errors import ConfigError, DataError
+
+EPSILON = 1e-6
+Row = tuple[int, float, int, float]
+"""uid, reward, loss tokens, reward of the greedy response"""
 
 
-def reference(rewards: np.ndarray, uids: np.ndarray, normalize_by_std: bool) -> np.ndarray:
-    """DeepSeekMath, section 4.1.2, group by group."""
-    advantages = np.zeros(len(rewards))
-    for uid in set(uids.tolist()):
-        group = rewards[uids == uid]
-        scale = (np.std(group, ddof=1) if len(group) > 1 else 0.0) + 1e-6 if normalize_by_std else 1.0
-        advantages[uids == uid] = (group - group.mean()) / scale
-    return advantages
+def group_of(rows: list[Row], row: Row) -> list[Row]:
+    return [other for other in rows if other[0] == row[0]]
 
 
-GROUPS = st.lists(st.tuples(st.integers(0, 5), st.floats(-10, 10)), min_size=1, max_size=60)
+def rewards_of(rows: list[Row]) -> list[float]:
+    return [reward for _, reward, _, _ in rows]
 
 
-@given(GROUPS, st.booleans())
-def test_grpo_equals_the_paper_group_by_group(rows: list[tuple[int, float]], by_std: bool) -> None:
-    uids = np.array([str(uid) for uid, _ in rows])
-    rewards = np.array([reward for _, reward in rows])
-    np.testing.assert_allclose(
-        grpo(rewards, uids, normalize_by_std=by_std), reference(rewards, uids, by_std), rtol=1e-6, atol=1e-6
-    )
+def grpo_by_paper(rows: list[Row], row: Row) -> float:
+    rewards = rewards_of(group_of(rows, row))
+    return (row[1] - statistics.fmean(rewards)) / ((statistics.stdev(rewards) if len(rewards) > 1 else 0) + EPSILON)
 
 
-@given(GROUPS, st.randoms())
-def test_row_order_carries_no_meaning(rows: list[tuple[int, float]], rng) -> None:
+def dr_grpo_by_paper(rows: list[Row], row: Row) -> float:
+    return row[1] - statistics.fmean(rewards_of(group_of(rows, row)))
+
+
+def rloo_by_paper(rows: list[Row], row: Row) -> float:
+    others = [other for other in group_of(rows, row) if other is not row]
+    return row[1] - statistics.fmean(rewards_of(others)) if others else 0.0
+
+
+def of_tokens(rows: list[Row], values: list[float], value: float) -> float:
+    """Normalised over all tokens of the batch, one by one."""
+    tokens = [x for row, x in zip(rows, values, strict=True) for _ in range(row[2])]
+    return (value - statistics.fmean(tokens)) / (statistics.pstdev(tokens) + EPSILON)
+
+
+def reinforce_plus_plus_by_paper(rows: list[Row], row: Row) -> float:
+    return of_tokens(rows, rewards_of(rows), row[1])
+
+
+def reinforce_plus_plus_baseline_by_paper(rows: list[Row], row: Row) -> float:
+    return of_tokens(rows, [dr_grpo_by_paper(rows, other) for other in rows], dr_grpo_by_paper(rows, row))
+
+
+def remax_by_paper(rows: list[Row], row: Row) -> float:
+    return row[1] - row[3]
+
+
+def opo_by_paper(rows: list[Row], row: Row) -> float:
+    group = group_of(rows, row)
+    return row[1] - sum(tokens * reward for _, reward, tokens, _ in group) / sum(tokens for _, _, tokens, _ in group)
+
+
+def pass_at_k_by_paper(rows: list[Row], row: Row, k: int = 2) -> float:
+    """Every subset of k by itself."""
+    group = group_of(rows, row)
+    if len(group) <= k:
+        return 0.0
+    subsets = list(itertools.combinations(group, k))
+    best = [max(rewards_of(list(subset))) for subset in subsets]
+    mean, std = statistics.fmean(best), statistics.pstdev(best)
+    own = [(b - mean) / (std + EPSILON) for b, s in zip(best, subsets, strict=True) if any(m is row for m in s)]
+    return statistics.fmean(own)
+
+
+def maxrl_by_paper(rows: list[Row], row: Row) -> float:
+    mean = statistics.fmean(rewards_of(group_of(rows, row)))
+    return (row[1] - mean) / mean if mean else 0.0
+
+
+BY_PAPER: dict[str, Callable[[list[Row], Row], float]] = {
+    "grpo": grpo_by_paper,
+    "dr_grpo": dr_grpo_by_paper,
+    "rloo": rloo_by_paper,
+    "reinforce_plus_plus": reinforce_plus_plus_by_paper,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline_by_paper,
+    "remax": remax_by_paper,
+    "opo": opo_by_paper,
+    "pass_at_k": pass_at_k_by_paper,
+    "maxrl": maxrl_by_paper,
+}
+# Multiples of 1/8: sums of them are exact, so that a group of equal rewards has a deviation of exactly 0.
+REWARD = st.integers(0, 64).map(lambda eighths: eighths / 8)
+ROWS = st.lists(st.tuples(st.integers(0, 4), REWARD, st.integers(1, 20), REWARD), min_size=1, max_size=30)
+
+
+def batch_of(rows: list[Row]) -> dict[str, np.ndarray]:
+    return {
+        "uid": np.array([f"prompt {uid}" for uid, _, _, _ in rows]),
+        "reward": np.array(rewards_of(rows)),
+        "tokens": np.array([tokens for _, _, tokens, _ in rows]),
+        "greedy_reward": np.array([greedy for _, _, _, greedy in rows]),
+    }
+
+
+def test_every_estimator_has_a_reference() -> None:
+    assert set(BY_PAPER) == set(ESTIMATORS)
+
+
+@pytest.mark.parametrize("name", BY_PAPER)
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS)
+def test_the_paper_row_by_row(name: str, rows: list[Row]) -> None:
+    rows = [tuple(row) for row in map(list, rows)]  # equal rows are still different sequences
+    advantages = estimate(name, batch_of(rows), k=2)
+    assert advantages.dtype == np.float64
+    # Deviations near 0 make the division by them the larger part of the error.
+    np.testing.assert_allclose(advantages, [BY_PAPER[name](rows, row) for row in rows], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", BY_PAPER)
+@settings(max_examples=15, deadline=None)
+@given(rows=ROWS, rng=st.randoms())
+def test_row_order_carries_no_meaning(name: str, rows: list[Row], rng) -> None:
     order = list(range(len(rows)))
     rng.shuffle(order)
-    uids = np.array([uid for uid, _ in rows])
-    rewards = np.array([reward for _, reward in rows])
-    np.testing.assert_allclose(grpo(rewards, uids)[order], grpo(rewards[order], uids[order]), rtol=1e-6, atol=1e-9)
+    batch = batch_of(rows)
+    shuffled = estimate(name, {column: values[order] for column, values in batch.items()}, k=3)
+    np.testing.assert_allclose(shuffled, estimate(name, batch, k=3)[order], rtol=1e-9, atol=1e-9)
 
 
-def test_known_answer() -> None:
-    advantages = grpo(np.array([1.0, 0.0, 1.0, 0.0]), np.array(["a", "a", "a", "a"]), epsilon=0.0)
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "maxrl"])
+def test_a_group_of_one_has_no_advantage(name: str) -> None:
+    assert estimate(name, batch_of([(0, 3.0, 5, 0.0)]), k=1) == pytest.approx([0.0])
+
+
+GROUP = {"uid": np.array(["a"] * 4), "reward": np.array([1.0, 0.0, 0.0, 0.0])}
+
+
+def test_grpo_by_hand() -> None:
+    advantages = grpo(np.array([1.0, 0.0, 1.0, 0.0]), np.array(["a"] * 4), epsilon=0.0)
     assert advantages == pytest.approx([0.8660254, -0.8660254, 0.8660254, -0.8660254])
 
 
-def test_a_group_of_one_has_no_advantage() -> None:
-    assert grpo(np.array([3.0]), np.array(["a"])) == pytest.approx([0.0])
+def test_rloo_by_hand() -> None:
+    assert rloo(GROUP["reward"], GROUP["uid"]) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_maxrl_by_hand() -> None:
+    assert maxrl(GROUP["reward"], GROUP["uid"]) == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    assert maxrl(np.zeros(4), GROUP["uid"]).tolist() == [0.0] * 4
+
+
+def test_opo_by_hand() -> None:
+    advantages = estimate("opo", GROUP | {"tokens": np.array([30, 10, 10, 10])})
+    assert advantages == pytest.approx([0.5, -0.5, -0.5, -0.5])  # the baseline is 30 / 60
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    # Of 4 tokens one has reward 1: mean 1/4, deviation sqrt(3)/4.
+    batch = {"uid": np.array(["a", "b"]), "reward": np.array([1.0, 0.0]), "tokens": np.array([1, 3])}
+    assert estimate("reinforce_plus_plus", batch) == pytest.approx([3**0.5, -(3**-0.5)], rel=1e-5)
+    assert estimate("reinforce_plus_plus_baseline", batch).tolist() == [0.0, 0.0]
+
+
+def test_remax_by_hand() -> None:
+    assert estimate("remax", GROUP | {"greedy_reward": np.full(4, 0.25)}).tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_pass_at_k_is_the_papers_analytical_form_for_rewards_0_and_1() -> None:
+    # 4 responses, 1 right, k = 2: half of the 6 pairs pass, deviation 1/2; of the 3 pairs of a wrong one, 1 passes.
+    assert pass_at_k(GROUP["reward"], GROUP["uid"], k=2, epsilon=0.0) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_pass_at_k_of_one_is_grpo_with_the_deviation_of_the_population() -> None:
+    rewards = np.array([1.0, 3.0, 4.0, 8.0])
+    expected = (rewards - rewards.mean()) / rewards.std()
+    assert pass_at_k(rewards, GROUP["uid"], k=1, epsilon=0.0) == pytest.approx(expected)
+
+
+def gae_by_paper(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """The sum of eq. 16, term by term."""
+    after = [*values, 0.0]
+    deltas = [reward + gamma * after[t + 1] - after[t] for t, reward in enumerate(rewards)]
+    return [
+        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas))) for t in range(len(deltas))
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), max_size=8),
+    gamma=st.floats(0.5, 1.0),
+    lam=st.floats(0.0, 1.0),
+    seed=st.integers(0, 99),
+)
+def test_gae_equals_the_paper_on_ragged_rows(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rewards, values = rng.normal(size=(2, sum(lengths)))
+    advantages, returns = gae(rewards, values, np.array(lengths, dtype=np.int64), gamma=gamma, lam=lam)
+    expected, start = [], 0
+    for length in lengths:
+        row = slice(start, start + length)
+        expected += gae_by_paper(rewards[row].tolist(), values[row].tolist(), gamma, lam)
+        start += length
+    np.testing.assert_allclose(advantages, expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(returns, advantages + values)
+
+
+def test_gae_by_hand() -> None:
+    # Sequences of 2 and 1 tokens. delta: 0 + 0.5 * 2 - 1 = 0 and 3 - 2 = 1; A: 0 + 0.5 * 0.5 * 1, 1.
+    advantages, returns = gae(
+        np.array([0.0, 3.0, 5.0]), np.array([1.0, 2.0, 4.0]), np.array([2, 1]), gamma=0.5, lam=0.5
+    )
+    assert advantages.tolist() == [0.25, 1.0, 1.0]
+    assert returns.tolist() == [1.25, 3.0, 5.0]
+
+
+def test_with_lambda_and_gamma_1_the_return_is_the_reward_to_go() -> None:
+    _, returns = gae(np.array([0.0, 0.0, 1.0]), np.array([0.3, 0.9, 0.1]), np.array([3]))
+    assert returns == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_gae_refuses_sizes_that_disagree() -> None:
+    with pytest.raises(DataError, match="3 rewards and 2 values for sequences of 3 tokens"):
+        gae(np.zeros(3), np.zeros(2), np.array([3]))
+
+
+def test_whitened_values_have_mean_0_and_deviation_1() -> None:
+    values = whiten(np.array([1.0, 2.0, 6.0]), epsilon=0.0)
+    assert (values.mean(), values.std()) == pytest.approx((0.0, 1.0))
+
+
+def test_what_cannot_be_estimated_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage=ppo is not an estimator"):
+        estimate("ppo", GROUP)
+    with pytest.raises(DataError, match="needs the column 'tokens'"):
+        estimate("opo", GROUP)
+    with pytest.raises(DataError, match=r"one is -1\.0"):
+        maxrl(np.array([-1.0, 1.0]), np.array(["a", "a"]))
 
 
 def test_signal_is_a_property_of_the_group() -> None:
@@ -51,3 +248,9 @@ def test_signal_is_a_property_of_the_group() -> None:
     assert signal.tolist() == [False] * 5
     signal = has_signal(np.array([1.0, 0.5, 0.0, 0.5, 0.5]), np.array(["a", "b", "a", "b", "c"]))
     assert signal.tolist() == [True, False, True, False, False]
+
+
+def test_the_settings_offer_estimators_that_are_there() -> None:
+    (setting,) = [found for found in settings_of(Config()) if found.key == "algorithm.advantage"]
+    # ReMax needs a greedy response to each prompt, which a step does not sample.
+    assert set(setting.choices) == set(ESTIMATORS) - {"remax"}

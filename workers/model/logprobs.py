@@ -3,12 +3,17 @@
     hidden [N, H] --chunk of n--> logits [n, V] --> log_probs [n], entropy [n]      logits of one chunk exist at a time,
     hidden, weight gradients <--chunk of n-- logits again <-- their gradients       forward and backward
 
-N predicted tokens, H hidden size, V vocabulary.
+    With the vocabulary shared over ranks, each rank has the logits of its own part. What is reduced are the maximum,
+    the sum of exponentials, the target's log-probability and the entropy, [n] each, and the gradient of hidden.
+
+N predicted tokens, H hidden size, V vocabulary (of this rank, where it is shared).
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -21,14 +26,67 @@ def linear_log_probs(
     *,
     temperature: float = 1.0,
     chunk_tokens: int = 2048,
+    softcap: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    first_id: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` and entropy under softmax((hidden @ weight.T + bias) / temperature).
+    """Log-probability of `targets` and entropy under softmax(cap(hidden @ weight.T + bias) / temperature).
+
+        cap(x) = softcap * tanh(x / softcap)      (Gemma 2, Riviere et al. 2024, section 2), or x without a softcap
 
     hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in nats), in
     float32 (float64 for float64 input); both carry gradients to hidden, weight and bias. Memory beyond the inputs and
     their gradients is that of `chunk_tokens` rows of logits.
+
+    group: the ranks that share the vocabulary; None where this process has all of it. Rank by rank, weight and bias are
+    the rows from `first_id` on; hidden and targets are the same on all, and so are the results and the gradient of
+    hidden, the whole of it, provided that all use the results in the same way.
     """
-    return _LinearLogProbs.apply(hidden, weight, bias, targets, float(temperature), chunk_tokens)
+    head = _Head(float(temperature), softcap or None, group, first_id)
+    return _LinearLogProbs.apply(hidden, weight, bias, targets, head, chunk_tokens)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """How logits are made, and what part of them this rank has."""
+
+    temperature: float
+    softcap: float | None
+    group: dist.ProcessGroup | None
+    first_id: int
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Capped and scaled, [n, V]."""
+        logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Derivative of `logits` by those before cap and temperature."""
+        if self.softcap is None:
+            return 1 / self.temperature
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).div_(self.temperature)
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """Over the whole vocabulary, [n]."""
+        if self.group is None:
+            return logits.logsumexp(-1)
+        highest = logits.amax(-1)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
+        return self.sum((logits - highest[:, None]).exp_().sum(-1)).log_().add_(highest)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Over the ranks that share the vocabulary, in place."""
+        if self.group is not None:
+            dist.all_reduce(part, group=self.group)
+        return part
+
+    def own(self, targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """(row of each target in this rank's part, whether it is there), [n] each; the row is 0 where it is not."""
+        rows = targets - self.first_id
+        mine = (rows >= 0) & (rows < size)
+        return rows.where(mine, 0), mine
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -44,41 +102,46 @@ class _LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
+        head: _Head,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-        normalizer, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        normalizer = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        results = torch.empty(2, len(hidden), dtype=dtype, device=hidden.device)
         for rows in _chunks(len(hidden), chunk_tokens):
-            logits = _scaled_logits(hidden[rows], weight, bias, temperature, dtype)
-            normalizer[rows] = logits.logsumexp(-1)
+            logits = head.logits(hidden[rows], weight, bias, dtype)
+            normalizer[rows] = head.logsumexp(logits)
             all_log_probs = logits.sub_(normalizer[rows, None])
-            log_probs[rows] = all_log_probs.gather(-1, targets[rows, None]).squeeze(-1)
-            entropy[rows] = all_log_probs.exp().mul_(all_log_probs).sum(-1).neg_()
+            ids, mine = head.own(targets[rows], len(weight))
+            results[0, rows] = all_log_probs.gather(-1, ids[:, None]).squeeze(-1).where(mine, 0.0)
+            results[1, rows] = all_log_probs.exp().mul_(all_log_probs).sum(-1).neg_()
+        log_probs, entropy = head.sum(results).unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.head, ctx.chunk_tokens = head, chunk_tokens
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return log_probs.clone(), entropy.clone()  # autograd would have both share the memory of one
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dtype = normalizer.dtype
+        head, dtype = ctx.head, normalizer.dtype
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if needs_bias else None
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
-            logits = _scaled_logits(hidden[rows], weight, bias, ctx.temperature, dtype)
+            logits = head.logits(hidden[rows], weight, bias, dtype)
+            slope = head.slope(logits)
+            ids, mine = head.own(targets[rows], len(weight))
             grad_logits = _grad_logits(
                 logits.sub_(normalizer[rows, None]),
-                targets[rows],
+                ids,
+                mine,
                 entropy[rows],
                 None if grad_log_probs is None else grad_log_probs[rows],
                 None if grad_entropy is None else grad_entropy[rows],
-            ).div_(ctx.temperature)
+            ).mul_(slope)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             # In the compute type from here on: the two products below are most of the cost.
@@ -87,13 +150,20 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[rows]
+        if grad_hidden is not None:
+            head.sum(grad_hidden)
         return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None
 
 
 def _grad_logits(
-    log_probs: Tensor, targets: Tensor, entropy: Tensor, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    log_probs: Tensor,
+    ids: Tensor,
+    mine: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the scaled logits [n, V] from log_probs [n, V] of the whole vocabulary and gradients [n]."""
+    """Gradient of the scaled logits [n, V] from log_probs [n, V], the targets of `_Head.own`, and gradients [n]."""
     probs = log_probs.exp()
     if grad_entropy is None:
         grad = torch.zeros_like(probs)
@@ -101,15 +171,8 @@ def _grad_logits(
         grad = log_probs.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[:, None])
     if grad_log_probs is not None:
         grad -= probs.mul_(grad_log_probs[:, None])
-        grad.scatter_add_(-1, targets[:, None], grad_log_probs[:, None])
+        grad.scatter_add_(-1, ids[:, None], grad_log_probs.where(mine, 0.0)[:, None])
     return grad
-
-
-def _scaled_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
-) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
-    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _chunks(size: int, chunk: int) -> list[slice]:

@@ -1,7 +1,9 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import relative_error
 from workers.model.logprobs import linear_log_probs
 
@@ -16,8 +18,18 @@ def inputs(count: int = 13, hidden: int = 5, vocabulary: int = 11) -> tuple[Tens
     return leaf(count, hidden), leaf(vocabulary, hidden), leaf(vocabulary), targets
 
 
-def naive(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float):
-    all_log_probs = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+def naive(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None = None,
+):
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    all_log_probs = (logits / temperature).log_softmax(-1)
     entropy = torch.distributions.Categorical(logits=all_log_probs).entropy()
     return all_log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
@@ -25,12 +37,14 @@ def naive(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_values_and_gradients_equal_the_naive_ones(chunk_tokens, temperature, with_bias):
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_values_and_gradients_equal_the_naive_ones(chunk_tokens, temperature, with_bias, softcap):
     hidden, weight, bias, targets = inputs()
     leaves = [hidden, weight, *([bias] if with_bias else [])]
     used_bias = bias if with_bias else None
-    actual = linear_log_probs(hidden, weight, used_bias, targets, temperature=temperature, chunk_tokens=chunk_tokens)
-    expected = naive(hidden, weight, used_bias, targets, temperature)
+    settings = {"temperature": temperature, "softcap": softcap}
+    actual = linear_log_probs(hidden, weight, used_bias, targets, chunk_tokens=chunk_tokens, **settings)
+    expected = naive(hidden, weight, used_bias, targets, **settings)
     upstream = torch.randn(2, len(targets), dtype=torch.float64)
     gradients = torch.autograd.grad((torch.stack(actual) * upstream).sum(), leaves)
     expected_gradients = torch.autograd.grad((torch.stack(expected) * upstream).sum(), leaves)
@@ -75,3 +89,56 @@ def test_half_precision_input_is_normalised_in_float32():
     assert relative_error(entropy, expected_entropy) < 1e-6
     log_probs.sum().backward()
     assert narrow[0].grad.dtype == narrow[1].grad.dtype == torch.bfloat16
+
+
+def test_torchs_own_fused_loss_agrees():
+    """`F.linear_cross_entropy` has neither entropy nor temperature; where both compute the same they agree."""
+    hidden, weight, bias, targets = inputs()
+    log_probs, _ = linear_log_probs(hidden, weight, bias, targets, chunk_tokens=4)
+    gradients = torch.autograd.grad(-log_probs.mean(), [hidden, weight, bias])
+    expected = torch.nn.functional.linear_cross_entropy(hidden, weight, targets, linear_bias=bias)
+    expected_gradients = torch.autograd.grad(expected, [hidden, weight, bias])
+    torch.testing.assert_close(-log_probs.mean(), expected, rtol=1e-12, atol=1e-12)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+SHARED = {"temperature": 0.6, "softcap": 1.5, "chunk_tokens": 4}
+
+
+def computed_with_a_share(with_bias: bool, entropy_too: bool) -> dict[str, Tensor]:
+    """On each rank: an uneven part of the vocabulary of 11 ids; results, and gradients of what this rank holds."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    first, stop = rank * 11 // count, (rank + 1) * 11 // count
+    hidden, weight, bias, targets = inputs()
+    own = [weight[first:stop].detach().requires_grad_(), bias[first:stop].detach().requires_grad_()]
+    used_bias = own[1] if with_bias else None
+    log_probs, entropy = linear_log_probs(
+        hidden, own[0], used_bias, targets, group=dist.group.WORLD, first_id=first, **SHARED
+    )
+    upstream = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
+    ((log_probs * upstream).sum() + (entropy * upstream.flip(0)).sum() * entropy_too).backward()
+    return {
+        "log_probs": log_probs.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+        "weight": own[0].grad,
+        "bias": own[1].grad if with_bias else torch.zeros(0, dtype=torch.float64),
+    }
+
+
+@pytest.mark.parametrize(("with_bias", "entropy_too"), [(True, True), (False, False)])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_vocabulary_shared_over_ranks_gives_the_same(count: int, with_bias: bool, entropy_too: bool, ranks: RankPool):
+    parts = ranks.run(computed_with_a_share, count, with_bias, entropy_too)
+    hidden, weight, bias, targets = inputs()
+    log_probs, entropy = naive(hidden, weight, bias if with_bias else None, targets, 0.6, 1.5)
+    upstream = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
+    ((log_probs * upstream).sum() + (entropy * upstream.flip(0)).sum() * entropy_too).backward()
+    expected = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad}
+    for part in parts:
+        for name, value in expected.items():
+            torch.testing.assert_close(part[name], value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part["weight"] for part in parts]), weight.grad, rtol=1e-12, atol=1e-12)
+    if with_bias:
+        torch.testing.assert_close(torch.cat([part["bias"] for part in parts]), bias.grad, rtol=1e-12, atol=1e-12)

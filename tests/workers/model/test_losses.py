@@ -1,3 +1,5 @@
+"""What all losses share: normalisers, KL and entropy, custom losses, metrics."""
+
 import itertools
 import math
 
@@ -6,88 +8,129 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.workers.model.loss_cases import computed_in_parts, predictions_of, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
-from workers.config import LossConfig
+from workers.config import POLICY_LOSS_SETTINGS, LossConfig
 from workers.errors import ConfigError, DataError
 from workers.metrics import results
 from workers.model.losses import (
+    POLICY_LOSSES,
     Denominators,
     Predictions,
+    Statistics,
+    group_tokens,
     kl_estimate,
     make_policy_loss,
+    make_sft_loss,
+    mean,
+    per_sequence_loss,
+    policy_loss,
     sft,
     to_metrics,
+    token_weights,
 )
-from workers.model.packing import Sequences, pack
+from workers.model.packing import Sequences
 
-AGGREGATIONS = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]
+AGGREGATIONS = [
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+    "group_mean_token_mean",
+]
+GROUPS = torch.tensor([0, 0, 1, 2, 1, 0, 3, 3, 2, 0, 2])  # sequence 1, alone without loss tokens, shares group 0
 
 
-def predictions_of(sequences: Sequences, log_probs: torch.Tensor) -> Predictions:
-    """As if the model gave `log_probs` [T]; the entropy is made up from them."""
-    row = pack(sequences)
-    chosen = log_probs[row.loss_positions]
-    return Predictions.gather(chosen, 0.5 * chosen**2, sequences, row)
+def config_of(aggregation: str, **others: object) -> LossConfig:
+    constant = 40 if aggregation == "sequence_mean_token_sum_norm" else 0
+    return LossConfig(aggregation=aggregation, constant_length=constant, **others)
 
 
-def loss_by_definition(sequences: Sequences, log_probs: torch.Tensor, config: LossConfig) -> float:
-    """Token by token and sequence by sequence, in plain Python."""
-    sums, counts = [], []
+def grouped(sequences: Sequences) -> Sequences:
+    """With the column that `group_mean_token_mean` reads."""
+    columns = sequences.columns | {"group_tokens": group_tokens(sequences, GROUPS)}
+    return Sequences(sequences.lengths, sequences.tokens, columns)
+
+
+def loss_by_definition(sequences: Sequences, config: LossConfig) -> float:
+    """Token by token, sequence by sequence and group by group, in plain Python."""
+    by_sequence: list[list[float]] = []
     position = 0
     for index, length in enumerate(sequences.lengths.tolist()):
-        losses = []
+        by_sequence.append([])
         for t in range(position, position + length):
             if not sequences.tokens["loss_mask"][t]:
                 continue
-            log_prob = float(log_probs[t])
+            log_prob = float(sequences.tokens["log_probs"][t])
             advantage = float(sequences.columns["advantages"][index])
             ratio = math.exp(log_prob - float(sequences.tokens["old_log_probs"][t]))
             clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
             toward_reference = float(sequences.tokens["reference_log_probs"][t]) - log_prob
             kl = math.exp(toward_reference) - 1 - toward_reference
             surrogate = min(ratio * advantage, clipped * advantage)
-            losses.append(-surrogate - config.entropy_coefficient * 0.5 * log_prob**2 + config.kl_coefficient * kl)
+            entropy = 0.5 * log_prob**2
+            by_sequence[-1].append(-surrogate - config.entropy_coefficient * entropy + config.kl_coefficient * kl)
         position += length
-        if losses:
-            sums.append(sum(losses))
-            counts.append(len(losses))
-    if config.aggregation == "token_mean":
-        return sum(sums) / sum(counts)
+    return aggregate_by_definition(by_sequence, config)
+
+
+def aggregate_by_definition(by_sequence: list[list[float]], config: LossConfig) -> float:
+    def average(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    learned = [losses for losses in by_sequence if losses]
     if config.aggregation == "sequence_mean_token_mean":
-        return sum(s / n for s, n in zip(sums, counts, strict=True)) / len(sums)
-    return sum(sums) / len(sums)
+        return average([average(losses) for losses in learned])
+    if config.aggregation == "sequence_mean_token_sum":
+        return average([sum(losses) for losses in learned])
+    if config.aggregation == "sequence_mean_token_sum_norm":
+        return average([sum(losses) / config.constant_length for losses in learned])
+    if config.aggregation == "group_mean_token_mean":
+        groups = [[] for _ in range(4)]
+        for group, losses in zip(GROUPS.tolist(), by_sequence, strict=True):
+            groups[group] += losses
+        return average([average(losses) for losses in groups])
+    return average([loss for losses in learned for loss in losses])
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_ppo_clip_equals_its_definition(aggregation):
-    sequences = random_sequences()
-    log_probs = sequences.tokens["old_log_probs"] + 0.5 * torch.randn(sequences.num_tokens, dtype=torch.float64)
-    config = LossConfig(
-        aggregation=aggregation, clip_low=0.1, clip_high=0.3, entropy_coefficient=0.01, kl_coefficient=0.05
-    )
-    loss, statistics = make_policy_loss(config)(predictions_of(sequences, log_probs), Denominators.of(sequences))
-    assert float(loss) == pytest.approx(loss_by_definition(sequences, log_probs, config), rel=1e-12)
+def test_loss_with_entropy_and_kl_equals_its_definition(aggregation):
+    sequences = grouped(with_log_probs(random_sequences()))
+    config = config_of(aggregation, clip_low=0.1, clip_high=0.3, entropy_coefficient=0.01, kl_coefficient=0.05)
+    denominators = Denominators.of(sequences, GROUPS)
+    predictions = predictions_of(sequences, sequences.tokens["log_probs"])
+    loss, statistics = make_policy_loss(config)(predictions, denominators)
+    assert float(loss) == pytest.approx(loss_by_definition(sequences, config), rel=1e-12)
     assert results(to_metrics([statistics]))["loss"] == pytest.approx(float(loss))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(AGGREGATIONS), st.lists(st.integers(0, 11), max_size=4), st.integers(0, 5))
 def test_loss_and_metrics_do_not_depend_on_how_the_mini_batch_is_cut(aggregation, cuts, seed):
-    sequences = random_sequences(seed=seed)
-    log_probs = sequences.tokens["old_log_probs"] + 0.3
-    loss_function = make_policy_loss(LossConfig(aggregation=aggregation, kl_coefficient=0.1))
-    denominators = Denominators.of(sequences)
-    ends = sequences.lengths.cumsum(0).tolist()
-    edges = sorted([0, 11, *cuts])
-    losses, statistics = [], []
-    for start, stop in itertools.pairwise(edges):
-        first, last = [0, *ends][start], [0, *ends][stop]
-        loss, part = loss_function(predictions_of(sequences.slice(start, stop), log_probs[first:last]), denominators)
-        losses.append(float(loss))
-        statistics.append(part)
-    whole, whole_statistics = loss_function(predictions_of(sequences, log_probs), denominators)
-    assert sum(losses) == pytest.approx(float(whole), rel=1e-12)
-    assert results(to_metrics(statistics)) == pytest.approx(results(to_metrics([whole_statistics])), rel=1e-12)
+    sequences = grouped(with_log_probs(random_sequences(seed=seed)))
+    loss_function = make_policy_loss(config_of(aggregation, kl_coefficient=0.1))
+    denominators = Denominators.of(sequences, GROUPS)
+    loss, _, statistics = computed_in_parts(sequences, cuts, loss_function, denominators)
+    whole, _, whole_statistics = computed_in_parts(sequences, [], loss_function, denominators)
+    assert loss == pytest.approx(whole, rel=1e-12)
+    assert results(to_metrics(statistics)) == pytest.approx(results(to_metrics(whole_statistics)), rel=1e-12)
+
+
+def test_weights_by_hand():
+    predictions = tokens_of([0.0] * 4, [3, 1], group_tokens=[4.0] * 4)
+    denominators = Denominators(tokens=8, sequences=4, groups=2)
+    weights = {name: token_weights(predictions, denominators, name, constant_length=10) for name in AGGREGATIONS}
+    assert weights["token_mean"].tolist() == [1 / 8] * 4
+    assert weights["sequence_mean_token_mean"].tolist() == pytest.approx([1 / 12, 1 / 12, 1 / 12, 1 / 4])
+    assert weights["sequence_mean_token_sum"].tolist() == [1 / 4] * 4
+    assert weights["sequence_mean_token_sum_norm"].tolist() == [1 / 40] * 4
+    assert weights["group_mean_token_mean"].tolist() == [1 / 8] * 4
+
+
+def test_auto_takes_the_normaliser_that_the_loss_states():
+    assert make_policy_loss(LossConfig("gspo")).aggregation == "sequence_mean_token_mean"
+    assert make_policy_loss(LossConfig("ppo_clip")).aggregation == "token_mean"
+    assert make_policy_loss(LossConfig("gspo", aggregation="token_mean")).aggregation == "token_mean"
 
 
 def test_metrics_count_tokens_not_micro_batches():
@@ -96,37 +139,12 @@ def test_metrics_count_tokens_not_micro_batches():
     log_probs = sequences.tokens["rollout_log_probs"] + torch.linspace(-1, 1, sequences.num_tokens, dtype=torch.float64)
     expected = (sequences.tokens["rollout_log_probs"] - log_probs).abs()[mask]
     _, statistics = make_policy_loss(LossConfig())(predictions_of(sequences, log_probs), Denominators.of(sequences))
+    assert statistics["entropy"].count == "tokens"
     metrics = results(to_metrics([statistics]))
     assert metrics["rollout_mismatch_mean"] == pytest.approx(float(expected.mean()))
     assert metrics["rollout_mismatch_max"] == pytest.approx(float(expected.max()))
     log_ratio = (log_probs - sequences.tokens["old_log_probs"])[mask]
     assert metrics["approximate_kl"] == pytest.approx(float((log_ratio.neg().exp() - 1 + log_ratio).mean()))
-
-
-def test_clip_bounds_are_separate_and_depend_on_the_sign_of_the_advantage():
-    old = torch.zeros(4)
-    log_probs = torch.tensor([1.5, 0.5, 1.5, 0.5]).log().requires_grad_()
-    predictions = Predictions(
-        log_probs,
-        torch.zeros(4),
-        {"old_log_probs": old, "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0])},
-        torch.full((4,), 4.0),
-    )
-    loss, statistics = make_policy_loss(LossConfig(clip_low=0.2, clip_high=0.4))(predictions, Denominators(4, 1))
-    loss.backward()
-    assert loss.item() == pytest.approx(-(1.4 + 0.5 - 1.5 - 0.8) / 4)
-    # Rising above 1 + high with a good token, falling below 1 - low with a bad one: no gradient.
-    assert log_probs.grad.ne(0).tolist() == [False, True, True, False]
-    assert results(to_metrics([statistics]))["clip_fraction"] == 0.5
-
-
-def test_without_old_log_probs_the_gradient_is_the_policy_gradient():
-    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    advantages = torch.tensor([1.0, -2.0, 0.5])
-    predictions = Predictions(log_probs, torch.zeros(3), {"advantages": advantages}, torch.full((3,), 3.0))
-    loss, _ = make_policy_loss(LossConfig())(predictions, Denominators(3, 1))
-    loss.backward()
-    torch.testing.assert_close(log_probs.grad, -advantages / 3)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -136,20 +154,34 @@ def test_kl_estimators_are_unbiased(estimator):
     torch.testing.assert_close((p * kl_estimate((q / p).log(), estimator)).sum(), exact)
 
 
-def test_k2_is_half_the_squared_log_ratio():
-    assert kl_estimate(torch.tensor([3.0]), "k2").item() == 4.5
+def test_kl_estimators_by_hand():
+    log_ratio = torch.tensor([-2.0], dtype=torch.float64)
+    values = {name: kl_estimate(log_ratio, name).item() for name in ("k1", "k2", "k3", "absolute")}
+    assert values == pytest.approx({"k1": 2.0, "k2": 2.0, "k3": math.exp(-2) + 1, "absolute": 2.0})
 
 
-def test_sft_is_the_mean_negative_log_likelihood():
-    sequences = random_sequences()
-    log_probs = -torch.rand(sequences.num_tokens, dtype=torch.float64)
-    loss, _ = sft(predictions_of(sequences, log_probs), Denominators.of(sequences))
-    assert float(loss) == pytest.approx(-float(log_probs[sequences.tokens["loss_mask"]].mean()))
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_sft_is_the_negative_log_likelihood_under_its_normaliser(aggregation):
+    sequences = grouped(with_log_probs(random_sequences()))
+    config = config_of(aggregation)
+    by_sequence = [
+        (-log_probs[mask]).tolist()
+        for log_probs, mask in zip(
+            sequences.tokens["log_probs"].split(sequences.lengths.tolist()),
+            sequences.tokens["loss_mask"].split(sequences.lengths.tolist()),
+            strict=True,
+        )
+    ]
+    loss_function = sft if aggregation == "token_mean" else make_sft_loss(aggregation, config.constant_length)
+    loss, _, _ = computed_in_parts(sequences, [3, 7], loss_function, Denominators.of(sequences, GROUPS))
+    assert loss == pytest.approx(aggregate_by_definition(by_sequence, config), rel=1e-12)
 
 
-def test_denominators_count_only_sequences_that_have_a_loss_token():
+def test_denominators_count_only_what_has_a_loss_token():
     sequences = random_sequences()
     assert Denominators.of(sequences) == Denominators(sequences.num_loss_tokens, len(sequences) - 1)
+    alone = torch.arange(len(sequences))
+    assert Denominators.of(sequences, alone).groups == len(sequences) - 1
 
 
 def test_a_mini_batch_without_loss_tokens_is_refused():
@@ -157,17 +189,132 @@ def test_a_mini_batch_without_loss_tokens_is_refused():
         Denominators(0, 0)
 
 
+def packed_form(predictions: Predictions, config: LossConfig) -> tuple[torch.Tensor, Statistics]:
+    """Something that needs its whole sequence: log-probs against the sequence's mean."""
+    centred = predictions.log_probs - predictions.sequence_mean(predictions.log_probs)
+    return -predictions["advantages"] * centred.exp(), {"spread": mean(centred.abs())}
+
+
+def one_by_one(sequence: Predictions, config: LossConfig) -> tuple[torch.Tensor, Statistics]:
+    centred = sequence.log_probs - sequence.log_probs.mean()
+    return -sequence["advantages"] * centred.exp(), {"spread": mean(centred.abs())}
+
+
+policy_loss("test_packed", aggregation="sequence_mean_token_mean")(packed_form)
+policy_loss("test_one_by_one", aggregation="sequence_mean_token_mean")(per_sequence_loss(one_by_one))
+
+
+@policy_loss("test_of_a_sequence", aggregation="sequence_mean_token_mean")
+@per_sequence_loss
+def of_a_sequence(sequence: Predictions, config: LossConfig) -> tuple[torch.Tensor, Statistics]:
+    """One number a sequence."""
+    return -sequence["advantages"][0] * sequence.log_probs.sum(), {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    yield
+    for name in ("test_packed", "test_one_by_one", "test_of_a_sequence"):
+        del POLICY_LOSSES[name]
+
+
+@pytest.mark.parametrize("aggregation", ["auto", "token_mean"])
+def test_p6_a_custom_loss_sees_the_packed_row_or_whole_sequences_one_by_one(aggregation):
+    sequences = with_log_probs(random_sequences())
+    outcomes = []
+    for name, cuts in itertools.product(["test_packed", "test_one_by_one"], [[], [2, 2, 9]]):
+        loss_function = make_policy_loss(LossConfig(name, aggregation=aggregation, entropy_coefficient=0.1))
+        loss, gradients, statistics = computed_in_parts(sequences, cuts, loss_function, Denominators.of(sequences))
+        outcomes.append((loss, torch.cat(gradients), results(to_metrics(statistics))))
+    for loss, gradient, metrics in outcomes[1:]:
+        assert loss == pytest.approx(outcomes[0][0], rel=1e-12)
+        torch.testing.assert_close(gradient, outcomes[0][1], rtol=1e-12, atol=1e-14)
+        assert metrics == pytest.approx(outcomes[0][2], rel=1e-12)
+
+
+def test_p6_one_number_a_sequence_is_averaged_over_sequences():
+    sequences = with_log_probs(random_sequences())
+    loss, _, _ = computed_in_parts(
+        sequences, [5], make_policy_loss(LossConfig("test_of_a_sequence")), Denominators.of(sequences)
+    )
+    expected = []
+    for index in range(len(sequences)):
+        part = sequences.slice(index, index + 1)
+        if part.num_loss_tokens:
+            log_probs = part.tokens["log_probs"][part.tokens["loss_mask"]]
+            expected.append(-float(part.columns["advantages"]) * float(log_probs.sum()))
+    assert loss == pytest.approx(sum(expected) / len(expected), rel=1e-12)
+
+
+def test_p6_sequences_come_whole_and_in_order():
+    sequences = with_log_probs(random_sequences())
+    predictions = predictions_of(sequences, sequences.tokens["log_probs"])
+    parts = list(predictions.sequences())
+    assert [len(part) for part in parts] == [n for n in predictions.sequence_lengths.tolist() if n]
+    torch.testing.assert_close(torch.cat([part.log_probs for part in parts]), predictions.log_probs, rtol=0, atol=0)
+    assert all(part["advantages"].unique().numel() == 1 for part in parts)
+
+
+def test_a_custom_loss_is_found_by_its_path():
+    config = LossConfig("custom", function=f"{__name__}:of_a_sequence")
+    assert make_policy_loss(config).loss is POLICY_LOSSES["test_of_a_sequence"]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("", "must be module:function"),
+        (f"{__name__}:gone", "cannot be loaded: module"),
+        ("no.such.module:loss", "cannot be loaded: No module named"),
+        (f"{__name__}:one_by_one", "does not state its normaliser"),
+    ],
+)
+def test_a_custom_loss_that_cannot_be_used_is_refused(function, message):
+    with pytest.raises(ConfigError, match=message):
+        make_policy_loss(LossConfig("custom", function=function))
+
+
+def test_a_loss_of_the_wrong_shape_is_refused():
+    policy_loss("test_wrong_shape", aggregation="token_mean")(lambda predictions, config: (torch.zeros(1), {}))
+    try:
+        with pytest.raises(DataError, match=r"test_wrong_shape gave losses of shape \(1,\) for 3 tokens"):
+            make_policy_loss(LossConfig("test_wrong_shape"))(tokens_of([0.0] * 3), Denominators(3, 1))
+    finally:
+        del POLICY_LOSSES["test_wrong_shape"]
+
+
 def test_a_missing_column_is_named():
-    predictions = Predictions(torch.zeros(1), torch.zeros(1), {"advantages": torch.ones(1)}, torch.ones(1))
     with pytest.raises(DataError, match="reference_log_probs"):
-        make_policy_loss(LossConfig(kl_coefficient=0.1))(predictions, Denominators(1, 1))
+        make_policy_loss(LossConfig(kl_coefficient=0.1))(tokens_of([0.0], advantages=[1.0]), Denominators(1, 1))
+    with pytest.raises(DataError, match=r"Denominators\.groups"):
+        token_weights(tokens_of([0.0]), Denominators(1, 1), "group_mean_token_mean")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LossConfig(name="ppo"), "ppo_clip"),
+        (LossConfig("reinforce", clip_low=0.1), "clip_low=0.1 has no effect on algorithm.loss.name=reinforce"),
+        (LossConfig("gspo", dual_clip=3.0), "dual_clip=3.0 has no effect"),
+        (LossConfig(function="a:b"), "function=a:b has no effect"),
+        (LossConfig(dual_clip=0.5), "dual_clip=0.5 must be above 1"),
+        (LossConfig("clip_cov", clip_cov_low=5.0), "is not below clip_cov_high"),
+        (LossConfig(constant_length=9), "constant_length=9 has no effect"),
+    ],
+)
+def test_settings_without_meaning_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        make_policy_loss(config)
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ConfigError, match="ppo_clip"):
-        make_policy_loss(LossConfig(name="ppo"))
-    predictions = Predictions(torch.zeros(1), torch.zeros(1), {"advantages": torch.ones(1)}, torch.ones(1))
     with pytest.raises(ConfigError, match="aggregation=median"):
-        make_policy_loss(LossConfig(aggregation="median"))(predictions, Denominators(1, 1))
+        token_weights(tokens_of([0.0]), Denominators(1, 1), "median")
+    with pytest.raises(ConfigError, match="constant_length=0"):
+        token_weights(tokens_of([0.0]), Denominators(1, 1), "sequence_mean_token_sum_norm")
     with pytest.raises(ConfigError, match="kl_estimator=k4"):
         kl_estimate(torch.zeros(1), "k4")
+
+
+def test_every_loss_of_the_settings_is_registered():
+    assert set(POLICY_LOSS_SETTINGS) <= set(POLICY_LOSSES)

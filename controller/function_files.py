@@ -1,0 +1,49 @@
+"""Functions that settings name, `module:function` or `path/file.py:function`, found in source without running it."""
+
+import re
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from symtable import symtable
+from typing import Any
+
+from workers.errors import ConfigError
+
+
+def check_function(key: str, name: str, *, in_file: bool = True) -> None:
+    """Find `module:function`, or with `in_file` `path/file.py:function`, without importing it; `key` names the setting.
+
+    Raises ConfigError if the name is malformed, the file is not there or does not compile, or lacks the function.
+    """
+    match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
+    if match is None or (match.group(1).endswith(".py") and not in_file):
+        forms = "module:function or path/file.py:function" if in_file else "module:function"
+        raise ConfigError(f"{key}={name!r} must be {forms}.")
+    place, function = match.groups()
+    path = Path(place) if place.endswith(".py") else _module_file(place)
+    if path is None or not path.is_file():
+        what = f"file {place}" if place.endswith(".py") else f"module {place} in the working directory or installed"
+        raise ConfigError(f"{key}={name!r}: there is no {what}.")
+    try:
+        names = symtable(path.read_text(encoding="utf-8"), str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}={name!r}: {path} is not valid Python: {error}.") from None
+    if function not in names.get_identifiers() or not _is_bound(names, function):
+        raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
+
+
+def _module_file(name: str) -> Path | None:
+    """Where a module's source lies, found as `import` would, but without running its packages."""
+    path: list[str] | None = [str(Path.cwd()), *sys.path]
+    for part in name.split("."):
+        # By its last name alone: of a dotted one, a namespace package would look its parent up in sys.modules.
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _is_bound(names: Any, function: str) -> bool:
+    symbol = names.lookup(function)
+    return bool(symbol.is_assigned() or symbol.is_imported())

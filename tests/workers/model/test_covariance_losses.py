@@ -1,0 +1,160 @@
+"""Clip-Cov and KL-Cov: which tokens are held back, over any order, cut and number of ranks, and what it costs them."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.model.loss_cases import in_order, tokens_of, with_log_probs
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
+from workers.config import LossConfig, ModelConfig, OptimizerConfig
+from workers.errors import DataError
+from workers.metrics import results
+from workers.model.engine import Engine
+from workers.model.losses import Denominators, hold_back, make_policy_loss, to_metrics
+from workers.model.packing import Sequences
+
+CONFIGS = {
+    "kl_cov": LossConfig("kl_cov", covariance_fraction=0.1),
+    "clip_cov": LossConfig("clip_cov", covariance_fraction=0.1, clip_cov_low=0.1, clip_cov_high=2.0),
+}
+ORDER = [7, 2, 10, 0, 5, 1, 3, 9, 6, 8, 4]
+
+
+def covariances(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+    """(covariance of every loss token as the paper defines it, `loss_mask`)."""
+    mask = sequences.tokens["loss_mask"]
+    log_probs = sequences.tokens["old_log_probs"][mask]
+    advantages = sequences.columns["advantages"].repeat_interleave(sequences.lengths)[mask]
+    return (log_probs - log_probs.mean()) * (advantages - advantages.mean()), mask
+
+
+def held_back_of(sequences: Sequences, config: LossConfig) -> torch.Tensor:
+    (part,) = hold_back([sequences], Denominators.of(sequences), config)
+    return part.tokens["held_back"]
+
+
+def test_kl_cov_holds_back_the_highest_covariances():
+    sequences = random_sequences()
+    covariance, mask = covariances(sequences)
+    count = int(0.1 * len(covariance))
+    expected = torch.zeros(len(covariance), dtype=torch.bool)
+    expected[covariance.topk(count).indices] = True
+    held_back = held_back_of(sequences, CONFIGS["kl_cov"])
+    assert torch.equal(held_back[mask], expected)
+    assert not held_back[~mask].any()
+
+
+def test_clip_cov_draws_its_share_from_the_band():
+    sequences = random_sequences()
+    covariance, mask = covariances(sequences)
+    drawn = held_back_of(sequences, CONFIGS["clip_cov"])[mask]
+    assert int(drawn.sum()) == int(0.1 * len(covariance))
+    assert ((covariance[drawn] > 0.1) & (covariance[drawn] < 2.0)).all()
+    # A draw, not a ranking: neither the lowest nor the highest of the band.
+    band = covariance[(covariance > 0.1) & (covariance < 2.0)].sort().values
+    assert not torch.equal(covariance[drawn].sort().values, band[: int(drawn.sum())])
+    assert not torch.equal(covariance[drawn].sort().values, band[-int(drawn.sum()) :])
+
+
+def test_clip_cov_draws_evenly():
+    """Over many batches the drawn tokens are a uniform sample of the band, by covariance and by position."""
+    config = LossConfig("clip_cov", covariance_fraction=0.05, clip_cov_low=0.0, clip_cov_high=9.0)
+    ranks = []
+    for seed in range(150):
+        sequences = random_sequences(seed=seed)
+        covariance, mask = covariances(sequences)
+        band = (covariance > 0) & (covariance < 9.0)
+        drawn = held_back_of(sequences, config)[mask][band]
+        ranks.append((covariance[band].argsort().argsort().double() / (int(band.sum()) - 1))[drawn])
+    mean_rank, count = float(torch.cat(ranks).mean()), len(torch.cat(ranks))
+    assert abs(mean_rank - 0.5) < 4 * math.sqrt(1 / 12 / count)
+
+
+def test_without_a_candidate_nothing_is_held_back():
+    sequences = random_sequences()
+    sequences.columns["advantages"].fill_(1.0)
+    assert not held_back_of(sequences, CONFIGS["kl_cov"]).any()
+    assert not held_back_of(sequences, CONFIGS["clip_cov"]).any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_neither_order_nor_cut_changes_what_is_held_back(name):
+    sequences = random_sequences()
+    expected = held_back_of(sequences, CONFIGS[name]).split(sequences.lengths.tolist())
+    shuffled = in_order(sequences, ORDER)
+    parts = [shuffled.slice(0, 4), shuffled.slice(4, 4), shuffled.slice(4, 11)]
+    prepared = hold_back(parts, Denominators.of(sequences), CONFIGS[name])
+    actual = torch.cat([part.tokens["held_back"] for part in prepared])
+    assert torch.equal(actual, torch.cat([expected[row] for row in ORDER]))
+
+
+def hold_back_on_a_rank(name: str) -> dict[int, torch.Tensor]:
+    rank, sequences = dist.get_rank(), random_sequences()
+    rows = [row for row in range(len(sequences)) if row % 3 == rank] if rank < 2 else []
+    if rank == 0:
+        rows += [row for row in range(len(sequences)) if row % 3 == 2]
+    parts = [in_order(sequences, rows)] if rows else [sequences.slice(0, 0)]
+    prepared = hold_back(parts, Denominators.of(sequences), CONFIGS[name], [dist.group.WORLD])
+    return dict(zip(rows, prepared[0].tokens["held_back"].split(prepared[0].lengths.tolist()), strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_ranks_draw_the_line_together(name, ranks: RankPool):
+    """Three ranks, one of them without work."""
+    sequences = random_sequences()
+    expected = held_back_of(sequences, CONFIGS[name]).split(sequences.lengths.tolist())
+    by_row = {row: held for part in ranks.run(hold_back_on_a_rank, 3, name) for row, held in part.items()}
+    assert sorted(by_row) == list(range(len(sequences)))
+    for row, held in by_row.items():
+        assert torch.equal(held, expected[row]), row
+
+
+def of_tokens(config: LossConfig) -> tuple[float, list[float], dict[str, float]]:
+    """Ratios 2 and 3, advantages 1 and -1; the second token is held back."""
+    predictions = tokens_of([math.log(2), math.log(3)], old_log_probs=[0.0, 0.0], advantages=[1.0, -1.0])
+    predictions.columns["held_back"] = torch.tensor([False, True])
+    loss, statistics = make_policy_loss(config)(predictions, Denominators(2, 1))
+    loss.backward()
+    return loss.item(), predictions.log_probs.grad.tolist(), results(to_metrics([statistics]))
+
+
+def test_clip_cov_by_hand():
+    loss, gradient, metrics = of_tokens(LossConfig("clip_cov", clip_high=9.0))
+    assert loss == pytest.approx(-2 / 2)
+    assert gradient == pytest.approx([-1.0, 0.0])
+    assert metrics["held_back_fraction"] == 0.5
+
+
+def test_kl_cov_by_hand():
+    loss, gradient, metrics = of_tokens(LossConfig("kl_cov", kl_cov_coefficient=0.5))
+    assert loss == pytest.approx((-2 + 3 + 0.5 * math.log(3)) / 2)
+    assert gradient == pytest.approx([-1.0, (3 + 0.5) / 2])
+    assert metrics["held_back_fraction"] == 0.5
+
+
+def test_missing_columns_are_named():
+    sequences = with_log_probs(random_sequences())
+    del sequences.tokens["old_log_probs"]
+    with pytest.raises(DataError, match="old_log_probs"):
+        held_back_of(sequences, CONFIGS["kl_cov"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_engine_holds_back_over_the_whole_mini_batch(name, tmp_path):
+    path, sequences = save_tiny_model(tmp_path), random_sequences()
+    gradients, metrics = [], []
+    for micro_batches in ([(0, 11)], [(0, 4), (4, 4), (4, 11)]):
+        engine = Engine(
+            ModelConfig(path=path, dtype="float64"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
+        )
+        passed = engine.forward_backward(
+            sequences, micro_batches, make_policy_loss(CONFIGS[name]), Denominators.of(sequences)
+        )
+        metrics.append(results(passed))
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in engine.module.parameters()]))
+    assert metrics[0]["held_back_fraction"] > 0
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-9)
+    assert relative_error(gradients[1], gradients[0]) < 1e-9

@@ -1,0 +1,219 @@
+"""Every policy loss against its paper, one sequence at a time in float64, and against answers worked out by hand."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.workers.model.loss_cases import computed_in_parts, in_order, tokens_of, with_log_probs
+from tests.workers.model.tiny import random_sequences
+from workers.config import LossConfig
+from workers.metrics import results
+from workers.model.losses import POLICY_LOSSES, Denominators, make_policy_loss, prepare, to_metrics
+from workers.model.packing import Sequences
+
+Reference = Callable[[Tensor, Tensor, float, LossConfig], Tensor]
+"""Of one sequence: (log_probs [n], old_log_probs [n], advantage, settings) -> loss of each token [n]."""
+
+
+def reinforce(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
+    return -advantage * log_probs
+
+
+def ppo_clip(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
+    losses = []
+    for ratio in (log_probs - old).exp():
+        bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+        objective = min(ratio * advantage, bounded * advantage)
+        if config.dual_clip and advantage < 0:
+            objective = max(objective, config.dual_clip * advantage)
+        losses.append(-torch.as_tensor(objective, dtype=torch.float64))
+    return torch.stack(losses)
+
+
+def cispo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
+    weights = [min(max(math.exp(d), 1 - config.clip_low), 1 + config.clip_high) for d in (log_probs - old).tolist()]
+    return -torch.tensor(weights, dtype=torch.float64) * advantage * log_probs
+
+
+def gspo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
+    """The sequence form, eq. 5: one number, repeated so that the mean over its tokens is that number."""
+    ratio = (log_probs.sum().exp() / old.sum().exp()) ** (1 / len(log_probs))
+    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return -torch.minimum(ratio * advantage, bounded * advantage).expand(len(log_probs))
+
+
+def gmpo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
+    """As a product of token objectives |min(r A, clip(r, e^-low, e^high) A)|, its |y|-th root, and the sign of A."""
+    ratio = (log_probs - old).exp()
+    bounded = ratio.clamp(math.exp(-config.clip_low), math.exp(config.clip_high))
+    objectives = torch.minimum(ratio * advantage, bounded * advantage).abs()
+    return -(objectives.prod() ** (1 / len(log_probs)) * math.copysign(1.0, advantage)).expand(len(log_probs))
+
+
+def sapo(log_probs: Tensor, old: Tensor, advantage: float, config: LossConfig) -> Tensor:
+    tau = config.sapo_tau_positive if advantage > 0 else config.sapo_tau_negative
+    gate = 1 / (1 + (-tau * ((log_probs - old).exp() - 1)).exp())
+    return -gate * 4 / tau * advantage
+
+
+REFERENCES: dict[str, Reference] = {
+    "reinforce": reinforce,
+    "ppo_clip": ppo_clip,
+    "cispo": cispo,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+}
+CONFIGS = {
+    "reinforce": LossConfig("reinforce"),
+    "ppo_clip": LossConfig("ppo_clip", clip_low=0.1, clip_high=0.3),
+    "dual clip": LossConfig("ppo_clip", clip_low=0.1, clip_high=0.3, dual_clip=1.5),
+    "cispo": LossConfig("cispo", clip_low=1.0, clip_high=0.3),
+    "gspo": LossConfig("gspo", clip_low=0.01, clip_high=0.02),
+    "gmpo": LossConfig("gmpo", clip_low=0.4, clip_high=0.4),
+    "sapo": LossConfig("sapo", sapo_tau_positive=1.1, sapo_tau_negative=2.3),
+}
+OWN = {"gspo": "sequence_mean_token_mean", "gmpo": "sequence_mean_token_mean", "sapo": "sequence_mean_token_mean"}
+
+
+def by_paper(sequences: Sequences, config: LossConfig) -> tuple[float, list[Tensor]]:
+    """Loss under the paper's normaliser, and the gradient of each sequence's `log_probs`."""
+    whole = sequences.tokens["log_probs"].clone().requires_grad_()
+    losses = []
+    for index, log_probs in enumerate(whole.split(sequences.lengths.tolist())):
+        part = sequences.slice(index, index + 1)
+        mask = part.tokens["loss_mask"]
+        if mask.any():
+            old, advantage = part.tokens["old_log_probs"][mask], float(part.columns["advantages"])
+            losses.append(REFERENCES[config.name](log_probs[mask], old, advantage, config))
+    if OWN.get(config.name) == "sequence_mean_token_mean":
+        loss = torch.stack([token_losses.mean() for token_losses in losses]).mean()
+    else:
+        loss = torch.cat(losses).mean()
+    loss.backward()
+    return loss.item(), list(whole.grad.split(sequences.lengths.tolist()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_gradient_are_those_of_the_paper(name, seed):
+    sequences = with_log_probs(random_sequences(seed=seed), seed)
+    expected, expected_gradients = by_paper(sequences, CONFIGS[name])
+    loss_function = make_policy_loss(CONFIGS[name])
+    loss, gradients, _ = computed_in_parts(sequences, [4], loss_function, Denominators.of(sequences))
+    assert loss == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(torch.cat(gradients), torch.cat(expected_gradients), rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@settings(max_examples=12, deadline=None)
+@given(cuts=st.lists(st.integers(0, 11), max_size=4), order=st.permutations(range(11)), seed=st.integers(0, 3))
+def test_neither_order_nor_cut_changes_loss_gradient_or_metrics(name, cuts, order, seed):
+    sequences = with_log_probs(random_sequences(seed=seed), seed)
+    # Settings under which the covariance losses hold some tokens back.
+    held = {"covariance_fraction": 0.1} if "cov" in name else {}
+    held |= {"clip_cov_low": 0.1} if name == "clip_cov" else {}
+    loss_function = make_policy_loss(LossConfig(name, **held))
+    denominators = Denominators.of(sequences)
+
+    def computed(rows: Sequences, at: list[int]):
+        (prepared,) = prepare(loss_function, [rows], denominators)
+        return computed_in_parts(prepared, at, loss_function, denominators)
+
+    whole, gradients, statistics = computed(sequences, [])
+    loss, cut_gradients, cut_statistics = computed(in_order(sequences, list(order)), cuts)
+    assert loss == pytest.approx(whole, rel=1e-9)
+    assert results(to_metrics(cut_statistics)) == pytest.approx(results(to_metrics(statistics)), rel=1e-9)
+    for position, row in enumerate(order):
+        torch.testing.assert_close(cut_gradients[position], gradients[row], rtol=1e-9, atol=1e-14)
+
+
+def loss_and_gradient(config: LossConfig, log_probs: list[float], lengths: list[int], **columns: list[float]):
+    predictions = tokens_of(log_probs, lengths, **columns)
+    loss, statistics = make_policy_loss(config)(predictions, Denominators(len(log_probs), len(lengths)))
+    loss.backward()
+    return loss.item(), predictions.log_probs.grad.tolist(), results(to_metrics([statistics]))
+
+
+def logs(*values: float) -> list[float]:
+    return [math.log(value) for value in values]
+
+
+def test_reinforce_by_hand():
+    loss, gradient, _ = loss_and_gradient(LossConfig("reinforce"), [-1.0, -2.0], [2], advantages=[3.0, -1.0])
+    assert loss == pytest.approx(0.5)  # (3 - 2) / 2
+    assert gradient == pytest.approx([-1.5, 0.5])
+
+
+def test_ppo_clip_bounds_are_separate_and_depend_on_the_sign_of_the_advantage():
+    loss, gradient, metrics = loss_and_gradient(
+        LossConfig(clip_low=0.2, clip_high=0.4),
+        logs(1.5, 0.5, 1.5, 0.5),
+        [4],
+        old_log_probs=[0.0] * 4,
+        advantages=[1.0, 1.0, -1.0, -1.0],
+    )
+    assert loss == pytest.approx(-(1.4 + 0.5 - 1.5 - 0.8) / 4)
+    # Rising above 1 + high with a good token, falling below 1 - low with a bad one: no gradient.
+    assert gradient == pytest.approx([0.0, -0.125, 0.375, 0.0])
+    assert metrics["clip_fraction"] == 0.5
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_alone():
+    loss, gradient, metrics = loss_and_gradient(
+        LossConfig(dual_clip=3.0), logs(5.0, 2.0), [2], old_log_probs=[0.0] * 2, advantages=[-2.0, -2.0]
+    )
+    assert loss == pytest.approx((3 * 2 + 2 * 2) / 2)  # ratio 5 counts as 3, ratio 2 as it is
+    assert gradient == pytest.approx([0.0, 2.0])
+    assert metrics["dual_clip_fraction"] == 0.5
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    loss, gradient, metrics = loss_and_gradient(
+        LossConfig("cispo", clip_high=0.5), logs(3.0, 1.2), [2], old_log_probs=[0.0] * 2, advantages=[1.0, 1.0]
+    )
+    assert loss == pytest.approx(-(1.5 * math.log(3.0) + 1.2 * math.log(1.2)) / 2)
+    assert gradient == pytest.approx([-0.75, -0.6])
+    assert metrics["clip_fraction"] == 0.5
+
+
+def test_gspo_clips_whole_sequences():
+    # Geometric means: sqrt(4 * 1) = 2, above 1.2, and sqrt(1.21 / 1.21) = 1.
+    loss, gradient, metrics = loss_and_gradient(
+        LossConfig("gspo"), logs(4.0, 1.0, 1.21, 1 / 1.21), [2, 2], old_log_probs=[0.0] * 4, advantages=[1.0] * 4
+    )
+    assert loss == pytest.approx(-(1.2 + 1.0) / 2)
+    assert gradient == pytest.approx([0.0, 0.0, -0.25, -0.25])  # -s A / (sequences * tokens)
+    assert metrics["clip_fraction"] == 0.5
+
+
+def test_gmpo_clips_tokens_before_the_mean():
+    # Log-ratios 1 and -0.2 with bound 0.4: mean of 0.4 and -0.2 is 0.1.
+    loss, gradient, _ = loss_and_gradient(
+        LossConfig("gmpo", clip_low=0.4, clip_high=0.4), [1.0, -0.2], [2], old_log_probs=[0.0] * 2, advantages=[2.0] * 2
+    )
+    assert loss == pytest.approx(-2 * math.exp(0.1))
+    assert gradient == pytest.approx([0.0, -math.exp(0.1)])
+
+
+def test_sapo_has_the_policy_gradient_on_policy_and_fades_away_from_it():
+    config = LossConfig("sapo", sapo_tau_positive=2.0)
+    loss, gradient, metrics = loss_and_gradient(config, [0.0], [1], old_log_probs=[0.0], advantages=[1.0])
+    assert (loss, gradient[0], metrics["sapo_gate"]) == pytest.approx((-1.0, -1.0, 1.0))  # sigmoid(0) * 4 / 2
+    _, gradient, _ = loss_and_gradient(config, logs(3.0), [1], old_log_probs=[0.0], advantages=[1.0])
+    gate = 1 / (1 + math.exp(-2 * 2))
+    assert gradient[0] == pytest.approx(-3 * 4 * gate * (1 - gate))
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "cispo", "gspo", "gmpo", "sapo"])
+def test_without_old_log_probs_the_gradient_is_the_policy_gradient(name):
+    advantages = [1.0, 1.0, -2.0]
+    _, gradient, _ = loss_and_gradient(
+        LossConfig(name, aggregation="token_mean"), [-1.0, -2.0, -3.0], [2, 1], advantages=advantages
+    )
+    assert gradient == pytest.approx([-advantage / 3 for advantage in advantages])

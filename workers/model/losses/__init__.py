@@ -1,0 +1,75 @@
+"""Losses that do not depend on how a mini-batch is cut.
+
+    Predictions of one micro-batch --loss function + Denominators of the mini-batch--> (loss, statistics)
+
+A loss function returns the micro-batch's SUM already divided by the mini-batch's global denominators. The sum of these
+over micro-batches and ranks is the loss, and the sum of their gradients its gradient, however the batch was cut.
+
+    predictions.py   what a loss reads: the packed row, or whole sequences one by one
+    aggregation.py   denominators, and how token losses become one number
+    registry.py      from LossConfig to the function; how to register a loss of one's own
+    token_ratio.py   reinforce, ppo_clip, cispo, sapo        sequence_ratio.py   gspo, gmpo
+    covariance.py    clip_cov, kl_cov                        supervised.py       sft
+    correction.py    sampler against trainer: weights, rejection, metrics        kl.py   estimators
+    value.py         loss of a critic
+"""
+
+from workers.model.losses.aggregation import Denominators, aggregate, group_tokens, token_weights
+from workers.model.losses.correction import correction_weights, rollout_mismatch
+from workers.model.losses.covariance import clip_cov, hold_back, kl_cov
+from workers.model.losses.kl import kl_estimate
+from workers.model.losses.predictions import Predictions
+from workers.model.losses.registry import (
+    POLICY_LOSSES,
+    LossFunction,
+    PolicyLoss,
+    PolicyObjective,
+    make_policy_loss,
+    per_sequence_loss,
+    policy_loss,
+    prepare,
+)
+from workers.model.losses.sequence_ratio import gmpo, gspo
+from workers.model.losses.statistics import Statistic, Statistics, mean, to_metrics, total
+from workers.model.losses.supervised import make_sft_loss, sft
+from workers.model.losses.token_ratio import cispo, ppo_clip, reinforce, sapo
+from workers.model.losses.value import ValueLossFunction, ValuePredictions, explained_variance, make_value_loss
+
+__all__ = [
+    "POLICY_LOSSES",
+    "Denominators",
+    "LossFunction",
+    "PolicyLoss",
+    "PolicyObjective",
+    "Predictions",
+    "Statistic",
+    "Statistics",
+    "ValueLossFunction",
+    "ValuePredictions",
+    "aggregate",
+    "cispo",
+    "clip_cov",
+    "correction_weights",
+    "explained_variance",
+    "gmpo",
+    "group_tokens",
+    "gspo",
+    "hold_back",
+    "kl_cov",
+    "kl_estimate",
+    "make_policy_loss",
+    "make_sft_loss",
+    "make_value_loss",
+    "mean",
+    "per_sequence_loss",
+    "policy_loss",
+    "ppo_clip",
+    "prepare",
+    "reinforce",
+    "rollout_mismatch",
+    "sapo",
+    "sft",
+    "to_metrics",
+    "token_weights",
+    "total",
+]

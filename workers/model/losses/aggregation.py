@@ -1,0 +1,109 @@
+"""How token losses become one number: by denominators of the whole mini-batch, known before the first forward pass.
+
+    loss = sum over tokens of weight_t * loss_t        weight_t from `Denominators`, never from the micro-batch
+
+Since the weights do not depend on the cut, the sum over micro-batches and ranks is the mini-batch's loss, however it
+was cut.
+
+N predicted tokens of a micro-batch, B sequences.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.errors import ConfigError, DataError
+from workers.model.losses.predictions import PackedTokens
+from workers.model.packing import Sequences
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts of the whole mini-batch, over all micro-batches and ranks, known before the first forward pass.
+
+    tokens: tokens with `loss_mask`. sequences: sequences with at least one of them. groups: groups (equal `uid`) with
+    at least one of them; None where nobody counted, which only `group_mean_token_mean` minds.
+
+    Raises DataError unless positive.
+    """
+
+    tokens: float
+    sequences: float
+    groups: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens <= 0 or self.sequences <= 0 or (self.groups is not None and self.groups <= 0):
+            raise DataError(
+                f"a mini-batch has {self.tokens} loss tokens in {self.sequences} sequences: nothing to learn"
+            )
+
+    @classmethod
+    def of(cls, sequences: Sequences, groups: Tensor | None = None) -> "Denominators":
+        """Those of a mini-batch that one process holds as a whole. groups: int [B], the group of each sequence."""
+        owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.lengths)
+        learned = owner[sequences.tokens["loss_mask"].cpu()].unique()
+        return cls(sequences.num_loss_tokens, len(learned), None if groups is None else len(groups[learned].unique()))
+
+
+def group_tokens(sequences: Sequences, groups: Tensor) -> Tensor:
+    """The column `group_tokens` of a mini-batch: loss tokens in the group of each sequence, int64 [B].
+
+    groups: int64 [B], the group of each sequence, numbered from 0.
+    """
+    ends = sequences.lengths.cumsum(0)
+    counted = torch.cat([ends.new_zeros(1), sequences.tokens["loss_mask"].cpu().cumsum(0)])
+    in_sequence = counted[ends] - counted[ends - sequences.lengths]
+    return groups.new_zeros(int(groups.max()) + 1).index_add_(0, groups, in_sequence)[groups]
+
+
+def token_weights(
+    predictions: PackedTokens, denominators: Denominators, aggregation: str, constant_length: int = 0
+) -> Tensor:
+    """Weight of each token's loss, float64 [N], so that the aggregate is their weighted sum over the whole mini-batch.
+
+    token_mean                     1 / tokens                                      DAPO's, Yu et al. 2025, section 3.3
+    sequence_mean_token_mean       1 / (sequences * tokens of its sequence)        GRPO's, Shao et al. 2024, eq. 3
+    sequence_mean_token_sum        1 / sequences                                   the policy gradient's own
+    sequence_mean_token_sum_norm   1 / (sequences * constant_length)               Dr. GRPO's, Liu et al. 2025
+    group_mean_token_mean          1 / (groups * tokens of its group)              DAPO's eq. 8, a group at a time
+
+    `group_mean_token_mean` reads the column `group_tokens`, the loss tokens of the sequence's group in this mini-batch.
+
+    Raises ConfigError for another name or a norm without `constant_length`, DataError where groups are not counted.
+    """
+    ones = torch.ones(len(predictions), dtype=torch.float64, device=predictions.sequence_index.device)
+    if aggregation == "token_mean":
+        return ones / denominators.tokens
+    if aggregation == "sequence_mean_token_mean":
+        return ones / (denominators.sequences * predictions.sequence_tokens)
+    if aggregation == "sequence_mean_token_sum":
+        return ones / denominators.sequences
+    if aggregation == "sequence_mean_token_sum_norm":
+        return ones / (denominators.sequences * _positive(constant_length))
+    if aggregation == "group_mean_token_mean":
+        if denominators.groups is None:
+            raise DataError("aggregation=group_mean_token_mean needs Denominators.groups, the groups of the mini-batch")
+        return ones / (denominators.groups * predictions["group_tokens"])
+    raise ConfigError(f"aggregation={aggregation} is not a known aggregation")
+
+
+def aggregate(
+    losses: Tensor,
+    predictions: PackedTokens,
+    denominators: Denominators,
+    aggregation: str,
+    constant_length: int = 0,
+) -> Tensor:
+    """The micro-batch's share, 0-d, of the aggregate of token losses [N]; see `token_weights`."""
+    weights = token_weights(predictions, denominators, aggregation, constant_length)
+    return (losses * weights.to(losses.dtype)).sum()
+
+
+def _positive(constant_length: int) -> int:
+    if constant_length <= 0:
+        raise ConfigError(
+            f"aggregation=sequence_mean_token_sum_norm divides by constant_length={constant_length}; set it above 0, "
+            "such as to the longest response"
+        )
+    return constant_length

@@ -1,0 +1,94 @@
+"""Rollout correction: the sampler and the trainer are two programs, and their log-probs of a token differ.
+
+    rollout_log_probs (sampler), old_log_probs (trainer, same weights) --> weight of each token's loss, and metrics
+
+With rho_t = pi_old(y_t) / pi_rollout(y_t), the importance weight that makes samples of one stand for samples of the
+other. Where the batch has no `old_log_probs`, the policy before its only update is the old one: rho_t of the current
+log-probs. Weights carry no gradient. Denominators stay those of the whole mini-batch: a rejected token counts, as 0,
+because its rejection is not known before the forward pass.
+
+N predicted tokens.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from workers.config import RolloutCorrectionConfig
+from workers.errors import ConfigError
+from workers.metrics import Reduction
+from workers.model.losses.kl import kl_estimate
+from workers.model.losses.predictions import Predictions
+from workers.model.losses.statistics import Statistics, extreme, mean
+
+
+def correction_weights(predictions: Predictions, config: RolloutCorrectionConfig) -> tuple[Tensor | None, Statistics]:
+    """Weight of each token's policy loss [N], None where nothing is corrected, and the metrics of the correction.
+
+        weights=token        min(rho_t, cap)                     truncated importance sampling, Yao et al. 2025
+        weights=sequence     min(prod_t rho_t, cap)              of the whole sequence: less bias, more variance
+        rejection=token      0 unless low <= rho_t <= high       IcePop, Ling team 2025
+        rejection=sequence   0 unless low <= (prod_t rho_t)^(1/n) <= high, n its tokens    Liu et al. 2025
+
+    Both may be set: the weights multiply. Needs `rollout_log_probs`. Raises ConfigError for an unknown name.
+    """
+    if config.weights == config.rejection == "none":
+        return None, {}
+    log_ratio = log_ratio_to_rollout(predictions)
+    importance = _importance(predictions, log_ratio, config)
+    kept = _kept(predictions, log_ratio, config).to(log_ratio.dtype)
+    weights = importance * kept
+    statistics = {
+        "rollout_kl": mean(kl_estimate(log_ratio, "k3")),
+        "rollout_chi_square": mean(log_ratio.exp().square() - 1),
+        "rollout_rejected_fraction": mean(1 - kept),
+        "rollout_weight_mean": mean(weights),
+        **extreme("rollout_weight_max", weights, Reduction.MAX),
+        **extreme("rollout_weight_min", weights, Reduction.MIN),
+    }
+    if config.weights != "none":
+        statistics["rollout_truncated_fraction"] = mean((importance >= config.cap).to(log_ratio.dtype))
+    return weights, statistics
+
+
+def log_ratio_to_rollout(predictions: Predictions) -> Tensor:
+    """log rho_t [N], without gradient."""
+    current = predictions.log_probs.detach()
+    return predictions.columns.get("old_log_probs", current) - predictions["rollout_log_probs"]
+
+
+def _importance(predictions: Predictions, log_ratio: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    if config.weights == "none":
+        return torch.ones_like(log_ratio)
+    if config.weights not in ("token", "sequence"):
+        raise ConfigError(
+            f"algorithm.loss.rollout_correction.weights={config.weights} is not one of none, token, sequence"
+        )
+    if config.weights == "sequence":
+        log_ratio = predictions.sequence_sum(log_ratio)
+    # Truncated before the exponential, which a long sequence would overflow.
+    return log_ratio.clamp(max=math.log(config.cap)).exp()
+
+
+def _kept(predictions: Predictions, log_ratio: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    if config.rejection == "none":
+        return torch.ones_like(log_ratio, dtype=torch.bool)
+    if config.rejection not in ("token", "sequence"):
+        raise ConfigError(
+            f"algorithm.loss.rollout_correction.rejection={config.rejection} is not one of none, token, sequence"
+        )
+    if config.rejection == "sequence":
+        log_ratio = predictions.sequence_mean(log_ratio)
+    return (log_ratio >= math.log(config.rejection_low)) & (log_ratio <= math.log(config.rejection_high))
+
+
+def rollout_mismatch(predictions: Predictions) -> Statistics:
+    """How far the log-probs that the rollout engine reported lie from the trainer's, where the batch has them."""
+    if "rollout_log_probs" not in predictions.columns:
+        return {}
+    difference = (predictions["rollout_log_probs"] - predictions.log_probs.detach()).abs()
+    return {
+        "rollout_mismatch_mean": mean(difference),
+        **extreme("rollout_mismatch_max", difference, Reduction.MAX),
+    }

@@ -1,0 +1,109 @@
+"""What a model says of the predicted tokens of a micro-batch, beside the columns at the same tokens.
+
+    log_probs, entropy [N] + columns of the micro-batch --gather--> Predictions --sequences()--> one for each sequence
+
+A loss takes them as they are, one row of all tokens, or asks for whole sequences one by one. A sequence is always
+whole: it is never cut over micro-batches, and under context parallelism its log-probs have been gathered.
+
+N predicted tokens (those with `loss_mask`), B sequences of the micro-batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from workers.errors import DataError
+from workers.model.packing import ModelInput, Sequences
+
+Tokens = TypeVar("Tokens", bound="PackedTokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTokens:
+    """Columns at the N predicted tokens of a micro-batch; what `Predictions` and `ValuePredictions` share.
+
+    columns: name -> [N]; per-sequence columns repeat on each token. sequence_index: int64 [N], ascending, the sequence
+    each token belongs to, 0 to num_sequences - 1; a sequence may have none.
+    """
+
+    columns: dict[str, Tensor]
+    sequence_index: Tensor
+    num_sequences: int
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A column [N]. Raises DataError if the batch does not have it."""
+        if name not in self.columns:
+            raise DataError(f"the loss needs the column {name!r}; the batch has {sorted(self.columns)}")
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        return len(self.sequence_index)
+
+    @cached_property
+    def sequence_lengths(self) -> Tensor:
+        """Predicted tokens of each sequence, int64 [B]."""
+        return torch.bincount(self.sequence_index, minlength=self.num_sequences)
+
+    @cached_property
+    def sequence_tokens(self) -> Tensor:
+        """Predicted tokens of the sequence that each token belongs to, int64 [N]."""
+        return self.sequence_lengths[self.sequence_index]
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """Sum of [N] over the tokens of each sequence, at each of its tokens again: [N]."""
+        sums = values.new_zeros(self.num_sequences).index_add(0, self.sequence_index, values)
+        return sums[self.sequence_index]
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Mean of [N] over the tokens of each sequence, at each of its tokens again: [N]."""
+        return self.sequence_sum(values) / self.sequence_tokens.to(values.dtype)
+
+    def _part(self: Tokens, start: int, stop: int, **outputs: Tensor) -> Tokens:
+        return replace(
+            self,
+            columns={name: values[start:stop] for name, values in self.columns.items()},
+            sequence_index=torch.zeros_like(self.sequence_index[start:stop]),
+            num_sequences=1,
+            **outputs,
+        )
+
+    def _bounds(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the tokens of every sequence that has any."""
+        start = 0
+        for length in self.sequence_lengths.tolist():
+            if length:
+                yield start, start + length
+            start += length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions(PackedTokens):
+    """Of a language model.
+
+    log_probs, entropy: float32 [N] (float64 for a float64 model), with gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+
+    @classmethod
+    def gather(cls, log_probs: Tensor, entropy: Tensor, sequences: Sequences, rows: ModelInput) -> "Predictions":
+        """Join the model's outputs [N] with the columns of `sequences`, the micro-batch laid out in `rows`."""
+        return cls(log_probs=log_probs, entropy=entropy, **columns_at(sequences, rows, log_probs.device))
+
+    def sequences(self) -> Iterator["Predictions"]:
+        """Each sequence that has a predicted token by itself, in order."""
+        for start, stop in self._bounds():
+            yield self._part(start, stop, log_probs=self.log_probs[start:stop], entropy=self.entropy[start:stop])
+
+
+def columns_at(sequences: Sequences, rows: ModelInput, device: torch.device) -> dict[str, Any]:
+    """The fields of `PackedTokens` for `sequences`, the micro-batch laid out in `rows`, on `device`."""
+    owner = rows.sequence_index
+    columns = {name: values[owner].to(device) for name, values in sequences.columns.items()}
+    columns |= {name: values[rows.loss_positions].to(device) for name, values in sequences.tokens.items()}
+    return {"columns": columns, "sequence_index": owner.to(device), "num_sequences": len(sequences)}

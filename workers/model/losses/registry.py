@@ -1,0 +1,203 @@
+"""From `LossConfig` to the function that the engine calls for every micro-batch.
+
+    Predictions --policy loss--> [N] --* rollout correction--> + KL - entropy --aggregate by Denominators--> loss
+
+A policy loss is the first arrow alone: a registered function from predictions to token losses [N], which states its
+normaliser, the aggregation it takes where the settings leave it at `auto`. The rest is the same for all of them.
+
+To add one of your own, give `algorithm.loss.name=custom` and `algorithm.loss.function=module:function`, the function
+decorated in one of two forms:
+
+    @policy_loss("mine", aggregation="token_mean")                    @policy_loss("mine", aggregation="token_mean")
+    def mine(predictions, config):                                    @per_sequence_loss
+        return -predictions["advantages"] * predictions.log_probs, {} def mine(sequence, config): ...
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.config import POLICY_LOSS_SETTINGS, LossConfig
+from workers.errors import ConfigError, DataError
+from workers.model.losses.aggregation import Denominators, aggregate
+from workers.model.losses.correction import correction_weights, rollout_mismatch
+from workers.model.losses.kl import kl_estimate
+from workers.model.losses.predictions import Predictions
+from workers.model.losses.statistics import Statistics, joined, mean, total
+from workers.model.packing import Sequences
+
+TokenLosses = Callable[[Predictions, LossConfig], tuple[Tensor, Statistics]]
+LossFunction = Callable[[Predictions, Denominators], tuple[Tensor, Statistics]]
+"""Gives a micro-batch's SUM, already divided by the mini-batch's denominators, and what there is to log."""
+
+
+Preparation = Callable[
+    [Sequence[Sequences], Denominators, LossConfig, Sequence[dist.ProcessGroup]],
+    list[Sequences],
+]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A registered loss: token losses [N] from predictions, the aggregation that is its own, and its preparation."""
+
+    function: TokenLosses
+    aggregation: str
+    prepare: Preparation | None = None
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+
+
+def policy_loss(
+    name: str, *, aggregation: str, prepare: Preparation | None = None
+) -> Callable[[TokenLosses], TokenLosses]:
+    """Register a policy loss under the name that `algorithm.loss.name` selects.
+
+    aggregation: its normaliser, one of those in `token_weights`; used where `algorithm.loss.aggregation` is `auto`.
+    prepare: for a loss that needs numbers of the whole mini-batch: called on every rank before the first forward pass
+    with the rank's micro-batches, gives them back with further columns.
+    """
+
+    def register(function: TokenLosses) -> TokenLosses:
+        POLICY_LOSSES[name] = PolicyLoss(function, aggregation, prepare)
+        return function
+
+    return register
+
+
+def per_sequence_loss(function: TokenLosses) -> TokenLosses:
+    """Let a policy loss see whole sequences one by one (`Predictions` of one sequence, N its predicted tokens).
+
+    It returns token losses [N], or a 0-d loss of the whole sequence, which then stands at each of its tokens: under
+    `sequence_mean_token_mean` the aggregate is the mean of these over sequences. Its statistics are joined.
+    """
+
+    def packed(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
+        losses, statistics = [predictions.log_probs[:0]], []
+        for sequence in predictions.sequences():
+            loss, parts = function(sequence, config)
+            losses.append(loss.expand(len(sequence)))
+            statistics.append(parts)
+        return torch.cat(losses), joined(statistics)
+
+    return packed
+
+
+def make_policy_loss(config: LossConfig) -> "PolicyObjective":
+    """The registered loss with its settings bound.
+
+    Raises ConfigError if no loss has that name, or a setting of `config` means nothing or does nothing for it.
+    """
+    _check_values(config)
+    if config.name == "custom":
+        return PolicyObjective(_custom(config.function), config)
+    if config.name not in POLICY_LOSSES:
+        raise ConfigError(
+            f"algorithm.loss.name={config.name} is not a policy loss; known are custom and {sorted(POLICY_LOSSES)}"
+        )
+    _check_settings_have_effect(config)
+    return PolicyObjective(POLICY_LOSSES[config.name], config)
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """A policy loss, and what is the same for all: rollout correction, KL to the reference, entropy, aggregation.
+
+        loss = sum_t weight_t (c_t L_t + c_kl KL_t - c_entropy H_t)
+
+    L_t: the registered loss; c_t: see `correction_weights`; KL_t: see `kl_estimate`; H_t: entropy in nats; weight_t:
+    see `token_weights`. Needs `reference_log_probs` if kl_coefficient > 0, beside what the loss itself needs.
+    """
+
+    loss: PolicyLoss
+    config: LossConfig
+
+    @property
+    def aggregation(self) -> str:
+        """The normaliser: the setting, or the loss's own where that is `auto`."""
+        return self.loss.aggregation if self.config.aggregation == "auto" else self.config.aggregation
+
+    def __call__(self, predictions: Predictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+        config = self.config
+        losses, statistics = self.loss.function(predictions, config)
+        if losses.shape != predictions.log_probs.shape:
+            raise DataError(
+                f"policy loss {config.function or config.name} gave losses of shape {tuple(losses.shape)} for "
+                f"{len(predictions)} tokens; it must give one a token"
+            )
+        statistics = statistics | {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
+        weights, corrections = correction_weights(predictions, config.rollout_correction)
+        if weights is not None:
+            losses = losses * weights
+        if config.entropy_coefficient:
+            losses = losses - config.entropy_coefficient * predictions.entropy
+        if config.kl_coefficient or "reference_log_probs" in predictions.columns:
+            kl = kl_estimate(predictions["reference_log_probs"] - predictions.log_probs, config.kl_estimator)
+            losses = losses + config.kl_coefficient * kl
+            statistics["reference_kl"] = mean(kl)
+        loss = aggregate(losses, predictions, denominators, self.aggregation, config.constant_length)
+        return loss, {"loss": total(loss), **statistics, **corrections}
+
+
+def prepare(
+    loss_function: Callable[..., tuple[Tensor, Statistics]],
+    parts: Sequence[Sequences],
+    denominators: Denominators,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> Sequence[Sequences]:
+    """The micro-batches of this rank with the columns that the loss adds from the whole mini-batch, if it adds any.
+
+    groups: together the data-parallel ranks, which all call; none for one process.
+    """
+    if isinstance(loss_function, PolicyObjective) and loss_function.loss.prepare is not None:
+        return loss_function.loss.prepare(parts, denominators, loss_function.config, groups)
+    return parts
+
+
+def _custom(path: str) -> PolicyLoss:
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise ConfigError(f"algorithm.loss.function={path!r} must be module:function")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"algorithm.loss.function={path!r} cannot be loaded: {error}") from error
+    for loss in POLICY_LOSSES.values():
+        if loss.function is function:
+            return loss
+    raise ConfigError(
+        f"algorithm.loss.function={path!r} does not state its normaliser; decorate it with "
+        "@policy_loss(NAME, aggregation=...)"
+    )
+
+
+def _check_values(config: LossConfig) -> None:
+    if 0 < config.dual_clip <= 1:
+        raise ConfigError(f"algorithm.loss.dual_clip={config.dual_clip} must be above 1, or 0 for no dual clip")
+    if config.clip_cov_low >= config.clip_cov_high:
+        raise ConfigError(
+            f"algorithm.loss.clip_cov_low={config.clip_cov_low} is not below clip_cov_high={config.clip_cov_high}"
+        )
+    if config.constant_length and config.aggregation != "sequence_mean_token_sum_norm":
+        raise ConfigError(
+            f"algorithm.loss.constant_length={config.constant_length} has no effect without "
+            "algorithm.loss.aggregation=sequence_mean_token_sum_norm; set that, or remove it"
+        )
+
+
+def _check_settings_have_effect(config: LossConfig) -> None:
+    used = POLICY_LOSS_SETTINGS.get(config.name)
+    if used is None:  # registered by a user: it may read any of them
+        return
+    particular = {name for names in POLICY_LOSS_SETTINGS.values() for name in names} | {"function"}
+    for field in fields(config):
+        if field.name in particular - set(used) and getattr(config, field.name) != field.default:
+            raise ConfigError(
+                f"algorithm.loss.{field.name}={getattr(config, field.name)} has no effect on "
+                f"algorithm.loss.name={config.name}; remove it"
+            )

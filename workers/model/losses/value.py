@@ -1,0 +1,88 @@
+"""Loss of a critic: values V_t of the state before token t against returns R_t.
+
+    values [N] + columns `returns`, `old_values` --value loss--> [N] --aggregate by Denominators--> loss
+
+N predicted tokens.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.config import ValueLossConfig
+from workers.metrics import Metric
+from workers.model.losses.aggregation import Denominators, aggregate
+from workers.model.losses.predictions import PackedTokens, columns_at
+from workers.model.losses.statistics import Statistics, mean, total
+from workers.model.packing import ModelInput, Sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValuePredictions(PackedTokens):
+    """Of a model with a value head. values: float32 [N] (float64 for a float64 model), with gradient."""
+
+    values: Tensor
+
+    @classmethod
+    def gather(cls, values: Tensor, sequences: Sequences, rows: ModelInput) -> "ValuePredictions":
+        """Join the model's values [N] with the columns of `sequences`, the micro-batch laid out in `rows`."""
+        return cls(values=values, **columns_at(sequences, rows, values.device))
+
+
+ValueLossFunction = Callable[[ValuePredictions, Denominators], tuple[Tensor, Statistics]]
+
+
+def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
+    """Squared error, clipped as in PPO2 (Dhariwal et al. 2017, OpenAI Baselines) where `config.clip` is above 0.
+
+        L_t = 1/2 max((V_t - R_t)^2, (V_old_t + clip(V_t - V_old_t, -clip, clip) - R_t)^2)
+        without clip:   L_t = 1/2 (V_t - R_t)^2
+
+    Needs `returns`, and with a clip `old_values`, those before the first update on the batch. Normaliser:
+    config.aggregation. The statistics let `explained_variance` be exact over micro-batches and ranks.
+    """
+
+    def value_loss(predictions: ValuePredictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
+        values, returns = predictions.values, predictions["returns"]
+        losses, statistics = 0.5 * (values - returns).square(), value_statistics(values, returns)
+        if config.clip:
+            change = values - predictions["old_values"]
+            clipped = predictions["old_values"] + change.clamp(-config.clip, config.clip)
+            clipped_losses = 0.5 * (clipped - returns).square()
+            statistics["value_clip_fraction"] = mean((clipped_losses > losses).to(losses.dtype))
+            losses = torch.maximum(losses, clipped_losses)
+        loss = aggregate(losses, predictions, denominators, config.aggregation)
+        return loss, {"loss": total(loss), **statistics}
+
+    return value_loss
+
+
+def value_statistics(values: Tensor, returns: Tensor) -> Statistics:
+    """Means over tokens of values, returns and their squares, in float64 because variances are small differences."""
+    returns, errors = returns.double(), (returns - values).detach().double()
+    return {
+        "values": mean(values.double()),
+        "returns": mean(returns),
+        "returns_square": mean(returns.square()),
+        "value_error": mean(errors),
+        "value_error_square": mean(errors.square()),
+    }
+
+
+def explained_variance(metrics: Mapping[str, Metric]) -> float:
+    """1 - Var(R - V) / Var(R) over all tokens that the merged metrics of `value_statistics` stand for.
+
+    1 is a perfect critic, 0 one that knows the mean return at best; NaN where all returns are equal.
+    """
+
+    def variance(name: str) -> float:
+        return metrics[f"{name}_square"].result() - metrics[name].result() ** 2
+
+    of_returns = variance("returns")
+    # Rounding leaves a little of equal returns.
+    if of_returns <= 1e-12 * metrics["returns_square"].result():
+        return math.nan
+    return 1 - variance("value_error") / of_returns
