@@ -27,3 +27,11 @@ class WorkerError(BallastError):
 
 class RolloutError(BallastError):
     """Generation cannot go on: no engine is left, or none answers."""
+
+
+class CheckpointError(BallastError):
+    """A checkpoint is torn, foreign, of another model, or could not be written; names its folder."""
+
+
+class NonFiniteError(BallastError):
+    """Loss or gradients were NaN or infinite in too many optimiser steps in a row; names the sequences."""

@@ -1,50 +1,67 @@
 """The training engine that every role uses: forward-only log-probs, forward and backward, optimiser step, weights out.
 
-    Sequences --slice--> micro-batch --pack--> PackedCausalLM --> log_probs, entropy --loss function--> backward
+    Sequences --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
                   (once a micro-batch; gradients are reduced over ranks in the last one)
     optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> Hugging Face names
 
 It needs torch and transformers only, and runs in a plain process, under torchrun, or inside an actor. Calls are
-collective: every rank makes the same calls with the same number of micro-batches.
+collective: every rank makes the same calls with the same number of micro-batches. Ranks that share sequences or layers
+(`parallel.py`) get the same sequences and return the same results; a caller counts those of one of them.
 
 T tokens and B sequences of this rank.
 """
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.config import ModelConfig, OptimizerConfig
+from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, DataError
 from workers.metrics import Metric, Metrics
-from workers.model.attention import choose_backend, packed_attention
+from workers.model.checkpoint import Checkpointer
+from workers.model.input_checks import check_sequences, check_tokenizer, max_positions
+from workers.model.layout import Layout
+from workers.model.loading import Source
+from workers.model.lora import adapter_weights, add_adapters, merged_weights, without_adapters, write_adapters
 from workers.model.losses import (
     Denominators,
     LossFunction,
     Predictions,
     Statistics,
+    ValueLossFunction,
+    ValuePredictions,
     mean,
+    prepare,
     rollout_mismatch,
     to_metrics,
 )
-from workers.model.model import compute_dtype, load_model, load_tokenizer
+from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
 from workers.model.optimizer import make_optimizer, make_schedule
-from workers.model.packing import PackedRow, Sequences, pack
+from workers.model.packing import ModelInput, Sequences
 from workers.model.parallel import (
     clip_gradients,
-    data_parallel_mesh,
     fsdp_modules,
     full_tensor,
+    make_parallel,
     reshard,
     shard_model,
 )
+from workers.model.skipping import SkipPolicy
+from workers.model.tensor_parallel import check_tensor_parallel, share_model
+from workers.model.values import load_value_model
 
 MicroBatch = tuple[int, int]
+
+LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
+"""Of each head, what loads the model with it."""
 
 
 class Engine:
@@ -52,8 +69,10 @@ class Engine:
 
     model_config: what to load and how to compute it. optimizer: None for a frozen model. total_steps: optimiser steps
     of the run, for the schedule. temperature: divides the logits, in log-probs and loss alike; that of the rollouts.
+    parallel: how the ranks of the process group share sequences and layers; None shards parameters over all of them.
+    head: `lm` gives log-probs, `value` values, for a critic (`values.py`); losses go with it.
 
-    Raises ConfigError or UnsupportedModelError if the model cannot be loaded or packed, before any collective call.
+    Raises ConfigError or UnsupportedModelError, on every rank alike, if the model cannot be loaded or packed.
     """
 
     def __init__(
@@ -66,31 +85,52 @@ class Engine:
         cpu_offload: bool = False,
         reshard_after_forward: bool = True,
         temperature: float = 1.0,
+        parallel: ParallelConfig | None = None,
+        head: str = "lm",
     ) -> None:
+        if head not in LOADERS:
+            raise ConfigError(f"head={head} is not one of {', '.join(LOADERS)}")
         self.device = torch.device(device)
         self.temperature = temperature
         self.reshard_after_forward = reshard_after_forward
         dtype = compute_dtype(model_config.dtype, self.device)
         self.dtype = dtype
-        self.attention_backend = choose_backend(model_config.attention, self.device, dtype)
         self.tokenizer = load_tokenizer(model_config.path)
+        self.parallel = make_parallel(self.device, parallel)
         # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
-        self.module = load_model(model_config, torch.promote_types(dtype, torch.float32))
+        parameter_dtype = torch.promote_types(dtype, torch.float32)
+        source = Source(partial(LOADERS[head], model_config, parameter_dtype))
+        self.module = source.module
+        self.model_config, self.head = model_config, head
+        if head == "value" and self.parallel.tensor.size() > 1:
+            raise ConfigError("a value head is not shared between ranks; set parallel.tensor_parallel=1")
+        check_tensor_parallel(self.module.model.config, model_config, self.parallel.tensor.size())
+        self.layout = Layout(model_config, self.parallel, self.module, self.device, dtype)
+        self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
+        self.positions = max_positions(self.module.model.config)
+        check_tokenizer(self.tokenizer, self.vocabulary, model_config.path)
         self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.module.requires_grad_(optimizer is not None)
-        self.mesh = data_parallel_mesh(self.device)
+        # A frozen engine is a reference: the base model, which adapters leave as it is.
+        self.has_adapters = optimizer is not None and model_config.lora.rank > 0
+        if self.has_adapters:
+            source.change(lambda module: add_adapters(module.model, model_config.lora))
+        if self.parallel.tensor.size() > 1:
+            share_model(self.module.model, self.parallel.tensor)
         shard_model(
             self.module,
             self.module.layers,
-            self.mesh,
+            self.parallel.sharding,
             compute_dtype=dtype,
             cpu_offload=cpu_offload,
             reshard_after_forward=reshard_after_forward,
         )
+        source.fill(self.device, cpu_offload=cpu_offload)
         self.optimizer_config = optimizer
         if optimizer is not None:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
+            self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
 
     @torch.no_grad()
     def log_probs(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
@@ -100,24 +140,56 @@ class Engine:
         micro-batch without work. Returns float32 [T] on the CPU, 0 where nothing is predicted, and the metrics
         `entropy` and, if the batch has `rollout_log_probs`, `rollout_mismatch_mean` and `_max`.
 
-        Raises DataError if the micro-batches leave a row out or name one twice.
+        Raises ConfigError for an engine with a value head, DataError if the micro-batches leave a row out or name one
+        twice.
         """
+
+        def read(predictions: Any) -> tuple[Tensor, Statistics]:
+            return predictions.log_probs, {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
+
+        self._check_head("lm")
+        return self._forward_only(sequences, micro_batches, read)
+
+    @torch.no_grad()
+    def values(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
+        """Value of the state before every token with `loss_mask`, forward only; otherwise like `log_probs`.
+
+        Its metric is `values`, their mean. Raises ConfigError for an engine without a value head.
+        """
+        self._check_head("value")
+        return self._forward_only(
+            sequences, micro_batches, lambda found: (found.values, {"values": mean(found.values)})
+        )
+
+    def _forward_only(
+        self,
+        sequences: Sequences,
+        micro_batches: Sequence[MicroBatch],
+        read: Callable[[Any], tuple[Tensor, Statistics]],
+    ) -> tuple[Tensor, Metrics]:
+        """read: predictions of a micro-batch -> (what is kept of them [N], statistics)."""
+        check_sequences(sequences, self.vocabulary, self.positions)
         _check_micro_batches(micro_batches, len(sequences), complete=True)
         result = torch.zeros(sequences.num_tokens, dtype=torch.float32)
         statistics: list[Statistics] = []
         for start, stop in micro_batches:
             predictions, row = self._predict(sequences.slice(start, stop))
             first = int(sequences.lengths[:start].sum())
-            result[first + row.loss_positions] = predictions.log_probs.float().cpu()
-            statistics.append({"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)})
+            kept, measured = read(predictions)
+            result[first + row.loss_positions] = kept.float().cpu()
+            statistics.append(measured)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
         return result, to_metrics(statistics)
+
+    def _check_head(self, head: str) -> None:
+        if self.head != head:
+            raise ConfigError(f"this engine has head={self.head!r}, and log_probs need 'lm', values 'value'")
 
     def forward_backward(
         self,
         sequences: Sequences,
         micro_batches: Sequence[MicroBatch],
-        loss_function: LossFunction,
+        loss_function: LossFunction | ValueLossFunction,
         denominators: Denominators,
     ) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters' gradients; returns the loss function's metrics.
@@ -132,27 +204,33 @@ class Engine:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
         if not micro_batches:
             raise DataError("a mini-batch needs at least one micro-batch on every rank, if only an empty one")
+        check_sequences(sequences, self.vocabulary, self.positions)
         _check_micro_batches(micro_batches, len(sequences), complete=False)
+        data_parallel = [self.parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard")]
+        parts = prepare(loss_function, [sequences.slice(*rows) for rows in micro_batches], denominators, data_parallel)
         statistics: list[Statistics] = []
         for index, (start, stop) in enumerate(micro_batches):
             self._reduce_gradients_in_next_backward(index == len(micro_batches) - 1)
-            predictions, _ = self._predict(sequences.slice(start, stop))
-            loss, parts = loss_function(predictions, denominators)
+            predictions, _ = self._predict(parts[index])
+            loss, measured = loss_function(predictions, denominators)
+            self.skip_policy.watch(sequences, start, stop, loss)
             loss.backward()
-            statistics.append(parts)
+            statistics.append(measured)
         return to_metrics(statistics)
 
     def optimizer_step(self) -> Metrics:
         """Clip, update, advance the schedule, clear the gradients.
 
-        A gradient with NaN or infinity leaves parameters and optimiser state as they are, on every rank alike, and is
-        counted. Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped,
+        A loss or gradient with NaN or infinity leaves parameters and optimiser state as they are, on every rank alike,
+        and is counted. Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped,
         `grad_norm` (before clipping).
+
+        Raises NonFiniteError, naming the sequences, after `optimizer.max_skipped_steps` skipped steps in a row.
         """
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
         norm = clip_gradients(list(self.module.parameters()), self.optimizer_config.max_grad_norm)
-        finite = torch.tensor(norm).isfinite().item()
+        finite = self.skip_policy.takes_step(norm, self.device)
         learning_rate = self.schedule.get_last_lr()[0]
         if finite:
             self.optimizer.step()
@@ -160,7 +238,7 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {
             "learning_rate": Metric.mean(learning_rate, 1),
-            "skipped_steps": Metric.sum(0 if finite else 1 / self.mesh.size()),
+            "skipped_steps": Metric.sum(0 if finite else 1 / self.parallel.dp),
         }
         return metrics | ({"grad_norm": Metric.mean(norm, 1)} if finite else {})
 
@@ -171,9 +249,66 @@ class Engine:
         list without it would leave that copy at the old weights without a word.
         """
         reshard(self.module)
+        if self.has_adapters:
+            yield from merged_weights(self.module.model, self.device)
+            return
         # A state dict lists tied weights under both names, unlike named_parameters.
         for name, weight in self.module.model.state_dict().items():
             yield name, full_tensor(weight.to(self.device)).detach()
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, the engine is the base model: with LoRA, the policy is its own reference.
+
+        Raises ConfigError for an engine without adapters.
+        """
+        self._check_adapters("be its own reference")
+        with without_adapters(self.module.model):
+            yield
+
+    def save_adapters(self, path: str | Path) -> None:
+        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks return when they stand."""
+        self._check_adapters("save adapters")
+        reshard(self.module)
+        keep = dist.get_rank() == 0
+        every = adapter_weights(self.module.model, self.device)
+        weights = {name: weight.cpu() for name, weight in every if keep}
+        if keep:
+            write_adapters(self.module.model, weights, Path(path))
+        dist.barrier()
+
+    def _check_adapters(self, what: str) -> None:
+        if not self.has_adapters:
+            raise ConfigError(f"an engine without adapters cannot {what}; set model.lora.rank")
+
+    @cached_property
+    def checkpointer(self) -> Checkpointer:
+        """What saves and loads the training state; collective when first used. Raises ConfigError if frozen."""
+        if self.optimizer_config is None:
+            raise ConfigError("this engine is frozen: it was built without an optimizer and has no state to save")
+        return Checkpointer(self.module, self.optimizer, self.schedule, self.device)
+
+    def save_checkpoint(
+        self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, score: float | None = None
+    ) -> None:
+        """Begin to save what training needs to go on, in the background; see `Checkpointer.save`. Collective.
+
+        extra: the caller's own state, a JSON object; it stands or falls with the checkpoint.
+        """
+        checkpointer = self.checkpointer
+        numbers = {"skipped_in_a_row": self.skip_policy.in_a_row}
+        checkpointer.save(path, step=step, engine=numbers, extra=extra, score=score)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no save is under way; collective. Raises CheckpointError if the last one failed."""
+        self.checkpointer.wait()
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, see `Checkpointer.load`; returns the caller's `extra`. Collective."""
+        manifest = self.checkpointer.load(path)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skip_policy.in_a_row = manifest.engine["skipped_in_a_row"]
+        return manifest.extra
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write model and tokenizer in Hugging Face format; collective, rank 0 writes, all ranks return when it stands.
@@ -198,17 +333,16 @@ class Engine:
         unfinished.rename(path)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _predict(self, micro_batch: Sequences) -> tuple[Predictions, PackedRow]:
-        row = pack(micro_batch)
-        log_probs, entropy = self.module(
-            input_ids=row.input_ids.to(self.device),
-            position_ids=row.position_ids.to(self.device),
-            predicting=(row.loss_positions - 1).to(self.device),
-            targets=row.targets.to(self.device),
-            attention=packed_attention(self.attention_backend, row, self.device),
-            temperature=self.temperature,
-        )
-        return Predictions.gather(log_probs, entropy, micro_batch, row), row
+    def _predict(self, micro_batch: Sequences) -> tuple[Any, ModelInput]:
+        """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
+        laid_out = self.layout.lay_out(micro_batch)
+        if self.head == "value":
+            arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
+            values = laid_out.whole(self.module(**arguments))
+            return ValuePredictions.gather(values, micro_batch, laid_out.rows), laid_out.rows
+        outputs = self.module(**laid_out.arguments, temperature=self.temperature)
+        log_probs, entropy = laid_out.whole(torch.stack(outputs, dim=-1)).unbind(-1)
+        return Predictions.gather(log_probs, entropy, micro_batch, laid_out.rows), laid_out.rows
 
     def _reduce_gradients_in_next_backward(self, reduce: bool) -> None:
         """Between the micro-batches of a mini-batch gradients add up locally, and gathered parameters may stay."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from workers.config import OptimizerConfig
@@ -45,11 +45,37 @@ def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -
     """Share of the peak learning rate at optimiser step `step`, counted from 0.
 
     Warm-up takes equal stairs up from 0, without a step at 0, which would be a step for nothing. Then, with progress x
-    from 0 to 1: constant 1, linear 1 - x, cosine (1 + cos(pi x)) / 2.
+    from 0 to 1 and the final ratio m: constant 1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2.
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return 1.0
     progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
-    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    remaining = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.final_learning_rate_ratio + (1.0 - config.final_learning_rate_ratio) * remaining
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """AdamW's tensors of every parameter; before the first step those that it would start from, put in place.
+
+    A checkpoint holds the same tensors whenever it is written, and is read into them before there was any step.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    return {parameter: optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def resume_schedule(schedule: LambdaLR, steps: int) -> None:
+    """Put the schedule, and the learning rates of its optimiser, to where `steps` optimiser steps have brought them."""
+    rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    position = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
+    schedule.load_state_dict(schedule.state_dict() | position)
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -8,7 +8,7 @@ from workers.errors import ConfigError, DataError
 from workers.metrics import results
 from workers.model.engine import Engine
 from workers.model.losses import Denominators, make_policy_loss, sft
-from workers.model.parallel import data_parallel_mesh
+from workers.model.parallel import make_parallel
 
 ALL = [(0, 11)]
 
@@ -125,9 +125,9 @@ def test_training_takes_a_part_of_the_rows_but_none_twice(path):
 
 
 def test_one_process_without_a_group_gets_a_mesh_of_one():
-    mesh = data_parallel_mesh(torch.device("cpu"))
-    assert mesh.mesh_dim_names == ("dp",)
-    assert mesh.size() == 1
+    parallel = make_parallel(torch.device("cpu"))
+    assert parallel.mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "cp", "tp")
+    assert parallel.mesh.size() == parallel.sharding.size() == parallel.dp == 1
 
 
 def test_number_of_parameters_counts_tied_weights_once(path):

@@ -3,7 +3,7 @@ import torch
 
 from workers.config import OptimizerConfig
 from workers.errors import ConfigError
-from workers.model.optimizer import learning_rate_factor, make_optimizer, make_schedule
+from workers.model.optimizer import learning_rate_factor, make_optimizer, make_schedule, resume_schedule
 
 
 def factors(config: OptimizerConfig, total_steps: int) -> list[float]:
@@ -25,6 +25,27 @@ def test_warm_up_rises_in_equal_stairs_and_starts_above_zero():
 def test_linear_and_cosine_fall_from_the_peak_towards_zero():
     assert factors(OptimizerConfig(schedule="linear"), 4) == pytest.approx([1, 0.75, 0.5, 0.25])
     assert factors(OptimizerConfig(schedule="cosine"), 4) == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-6)
+
+
+def test_linear_and_cosine_end_at_the_final_ratio_and_stay_there():
+    ends_high = {"final_learning_rate_ratio": 0.2, "total_steps": 4}
+    assert factors(OptimizerConfig(schedule="linear", **ends_high), 6) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert factors(OptimizerConfig(schedule="cosine", **ends_high), 6) == pytest.approx(
+        [1, 0.2 + 0.8 * 0.853553, 0.6, 0.2 + 0.8 * 0.146447, 0.2, 0.2], abs=1e-6
+    )
+
+
+def test_a_schedule_resumes_where_it_was_and_goes_on_as_if_it_had_never_stopped():
+    config = OptimizerConfig(schedule="cosine", warmup_steps=2)
+    optimizer = make_optimizer([torch.nn.Parameter(torch.ones(2, 2))], config)
+    schedule = make_schedule(optimizer, config, 8)
+    resume_schedule(schedule, 3)
+    used = []
+    for _ in range(5):
+        used.append(optimizer.param_groups[0]["lr"] / config.learning_rate)
+        optimizer.step()
+        schedule.step()
+    assert used == factors(config, 8)[3:]
 
 
 def test_the_configured_end_wins_over_the_length_of_the_run_and_holds_after_it():

@@ -1,0 +1,384 @@
+"""Checkpoints: what comes back is what was saved, on any number of ranks; what is not whole is refused by name."""
+
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
+from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.errors import CheckpointError, ConfigError, DataError
+from workers.model.checkpoint_folder import (
+    MANIFEST,
+    StoredFile,
+    best_complete,
+    latest_complete,
+    prune,
+    read_manifest,
+    verify_files,
+)
+from workers.model.engine import Engine
+from workers.model.losses import Denominators, sft
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1)
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def build(model: str, **settings: object) -> Engine:
+    return Engine(
+        ModelConfig(path=model, dtype="float64"), optimizer=OPTIMIZER, total_steps=10, device="cpu", **settings
+    )
+
+
+def train(engine: Engine, steps: range) -> list[float]:
+    """One optimiser step for each of `steps` on every rank's share of that step's batch; this rank's learning rates."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    rates = []
+    for step in steps:
+        whole = random_sequences(COUNT, seed=step)
+        share = COUNT // size
+        mine = whole.slice(rank * share, (rank + 1) * share)
+        engine.forward_backward(mine, [(0, share)], sft, Denominators.of(whole))
+        rates.append(engine.optimizer_step()["learning_rate"].result())
+    return rates
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in engine.named_weights()}
+
+
+@pytest.fixture
+def saved(model, tmp_path) -> Path:
+    """A checkpoint of step 2, saved by one rank."""
+    engine = build(model)
+    train(engine, range(2))
+    engine.save_checkpoint(tmp_path / "step-2", step=2, extra={"position": [3, 4]})
+    engine.wait_for_checkpoint()
+    return tmp_path / "step-2"
+
+
+def test_training_goes_on_while_a_save_is_written_and_the_checkpoint_is_of_the_moment_it_began(model, tmp_path):
+    engine = build(model)
+    train(engine, range(2))
+    before = weights(engine)
+    engine.save_checkpoint(tmp_path / "step-2", step=2)
+    train(engine, range(2, 5))
+    expected = weights(engine)
+    resumed = build(model)
+    engine.wait_for_checkpoint()
+    resumed.load_checkpoint(tmp_path / "step-2")
+    for name, weight in resumed.named_weights():
+        assert torch.equal(weight, before[name]), name
+    rates = train(resumed, range(2, 5))
+    assert rates == pytest.approx([OPTIMIZER.learning_rate * factor for factor in (1, 0.9619398, 0.8535534)], rel=1e-6)
+    for name, weight in resumed.named_weights():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_a_checkpoint_before_the_first_step_changes_nothing_in_what_follows(model, tmp_path):
+    plain, saving, resumed = build(model), build(model), build(model)
+    saving.save_checkpoint(tmp_path / "step-0", step=0)
+    saving.wait_for_checkpoint()
+    resumed.load_checkpoint(tmp_path / "step-0")
+    for engine in (plain, saving, resumed):
+        train(engine, range(3))
+    for name, weight in plain.named_weights():
+        assert torch.equal(weight, dict(saving.named_weights())[name])
+        assert torch.equal(weight, dict(resumed.named_weights())[name])
+
+
+def save_on_ranks(model: str, path: Path) -> list[float]:
+    engine = build(model)
+    train(engine, range(2))
+    torch.manual_seed(dist.get_rank())
+    engine.save_checkpoint(path, step=2, extra={"prompts": 96})
+    draws = torch.rand(3).tolist()
+    engine.wait_for_checkpoint()
+    return draws
+
+
+def load_on_ranks(model: str, path: Path) -> tuple[dict[str, torch.Tensor], dict, list[float]]:
+    engine = build(model)
+    extra = engine.load_checkpoint(path)
+    draws = torch.rand(3).tolist()
+    train(engine, range(2, 4))
+    return weights(engine), extra, draws
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 4), (4, 1), (2, 2)])
+def test_a_checkpoint_is_read_by_another_number_of_ranks(model, tmp_path, ranks: RankPool, writers, readers):
+    draws = ranks.run(save_on_ranks, writers, model, tmp_path / "step-2")
+    results = ranks.run(load_on_ranks, readers, model, tmp_path / "step-2")
+    engine = build(model)
+    train(engine, range(4))
+    for name, weight in engine.named_weights():
+        assert relative_error(results[0][0][name], weight) < 1e-9, name
+    assert all(extra == {"prompts": 96} for _, extra, _ in results)
+    # The same random numbers follow only where every rank has a state of its own to go on from.
+    same = [result[2] for result in results] == draws
+    assert same == (writers == readers)
+
+
+def one_step(model: str, parallel: ParallelConfig, save_as: Path | None, go_on_from: Path | None) -> torch.Tensor:
+    """Log-probs of the whole batch after one optimiser step, from the start or from a checkpoint."""
+    engine = build(model, parallel=parallel)
+    if go_on_from is not None:
+        engine.load_checkpoint(go_on_from)
+    whole, share = random_sequences(COUNT), COUNT // engine.parallel.dp
+    mine = whole.slice(engine.parallel.dp_rank * share, (engine.parallel.dp_rank + 1) * share)
+    engine.forward_backward(mine, [(0, share)], sft, Denominators.of(whole))
+    engine.optimizer_step()
+    if save_as is not None:
+        engine.save_checkpoint(save_as, step=1)
+        engine.wait_for_checkpoint()
+    return engine.log_probs(whole, [(0, COUNT)])[0]
+
+
+@pytest.mark.parametrize("setting", ["tensor_parallel", "context_parallel", "replicate"])
+def test_a_checkpoint_is_read_under_another_parallelism(tmp_path, ranks: RankPool, setting):
+    """Four ranks, two of them for the setting, and one rank: either goes on from what the other saved."""
+    model = save_tiny_model(tmp_path / "model", vocab_size=40)
+    alone, shared = ParallelConfig(), ParallelConfig(**{setting: 2})
+    one_step(model, alone, tmp_path / "alone", None)
+    expected = one_step(model, alone, None, tmp_path / "alone")
+    ranks.run(one_step, 4, model, shared, tmp_path / "shared", None)
+    found = ranks.run(one_step, 4, model, shared, None, tmp_path / "alone")
+    found.append(one_step(model, alone, None, tmp_path / "shared"))
+    for log_probs in found:
+        torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=1e-6)
+
+
+def fail_on_a_full_disk(model: str, path: Path) -> str:
+    """Rank 1 may not write more than 4 KiB to a file, once; then it may."""
+    engine = build(model)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    engine.save_checkpoint(path, step=1)
+    try:
+        engine.wait_for_checkpoint()
+    except CheckpointError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    engine.save_checkpoint(path, step=1)
+    engine.wait_for_checkpoint()
+    return message
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_at_the_next_call_and_the_next_one_works(
+    model, tmp_path, ranks: RankPool
+):
+    messages = ranks.run(fail_on_a_full_disk, 2, model, tmp_path / "step-1")
+    for message in messages:
+        assert re.fullmatch(r".*step-1 could not be saved: rank 1: OSError: .*File too large.*", message)
+    assert read_manifest(tmp_path / "step-1").world_size == 2
+    assert os.listdir(tmp_path) == ["step-1"]  # nothing is left of the failed one
+
+
+def test_a_failed_save_is_also_told_to_the_next_save(model, tmp_path):
+    engine = build(model)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        engine.save_checkpoint(tmp_path / "step-1", step=1)
+        with pytest.raises(CheckpointError, match="step-1 could not be saved"):
+            engine.save_checkpoint(tmp_path / "step-2", step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert latest_complete(tmp_path) is None
+
+
+def test_a_complete_checkpoint_is_not_overwritten_and_a_torn_one_is(model, saved):
+    engine = build(model)
+    with pytest.raises(CheckpointError, match="step-2 holds a complete checkpoint already"):
+        engine.save_checkpoint(saved, step=2)
+    (saved / MANIFEST).unlink()
+    engine.save_checkpoint(saved, step=7)
+    engine.wait_for_checkpoint()
+    assert read_manifest(saved).step == 7
+
+
+def shard_of(saved: Path) -> Path:
+    return next(iter(sorted(saved.glob("*.safetensors"))))
+
+
+def test_a_torn_checkpoint_is_refused_by_name(model, saved):
+    engine = build(model)
+    shard = shard_of(saved)
+    whole = shard.read_bytes()
+    before = weights(engine)
+    flipped = bytearray(whole)
+    flipped[-5] ^= 1
+    for content, message in (
+        (whole[:-1], f"step-2 is torn: {shard.name} has {len(whole) - 1} bytes and should have {len(whole)}"),
+        (bytes(flipped), f"step-2 is torn: the contents of {shard.name} are not what was written"),
+    ):
+        shard.write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            engine.load_checkpoint(saved)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"step-2 is torn: {shard.name} has no bytes"):
+        engine.load_checkpoint(saved)
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is no complete checkpoint: it has no manifest.json"),
+        ("{", "is no checkpoint: its manifest.json is not readable"),
+        ("[]", "is no checkpoint: its manifest.json is not readable"),
+        ('{"format": "theirs"}', "is no checkpoint of this version"),
+        ('{"format": "ballast checkpoint 1", "files": {}}', "is no checkpoint: its manifest.json is not readable"),
+    ],
+)
+def test_a_foreign_folder_is_refused_by_name(model, tmp_path, content, message):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    if content is not None:
+        (folder / MANIFEST).write_text(content)
+    with pytest.raises(CheckpointError, match=f"theirs {message}"):
+        build(model).load_checkpoint(folder)
+    assert latest_complete(tmp_path) is None
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_names_the_first_difference(tmp_path, saved):
+    other = build(save_tiny_model(tmp_path / "other", intermediate_size=64))
+    with pytest.raises(CheckpointError, match=r"step-2 is of another model.*down_proj.* has shape \(32, 48\) there"):
+        other.load_checkpoint(saved)
+
+
+class Malicious:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+def test_nothing_in_a_checkpoint_is_ever_unpickled(model, saved, tmp_path):
+    """Also not where DCP itself keeps a pickle, nor where we keep JSON, nor in place of a file of tensors."""
+    target = tmp_path / "executed"
+    attack = pickle.dumps(Malicious(target))
+    pickle.loads(attack)  # it works
+    target.rmdir()
+    engine = build(model)
+    assert not [path for path in saved.iterdir() if path.suffix not in (".json", ".safetensors")]
+    shard, manifest = shard_of(saved), json.loads((saved / MANIFEST).read_text())
+    for name in (".metadata", "__0_0.distcp", shard.name):
+        (saved / name).write_bytes(attack)
+        with pytest.raises(CheckpointError, match="step-2 is torn"):
+            engine.load_checkpoint(saved)
+        # Even if the manifest vouches for it.
+        manifest["files"][name] = asdict(StoredFile.of(saved / name))
+        (saved / MANIFEST).write_text(json.dumps(manifest))
+        if name == shard.name:
+            with pytest.raises(CheckpointError):
+                engine.load_checkpoint(saved)
+        else:
+            engine.load_checkpoint(saved)
+    (saved / MANIFEST).write_bytes(attack)
+    with pytest.raises(CheckpointError, match="not readable"):
+        engine.load_checkpoint(saved)
+    assert not target.exists()
+
+
+def test_latest_complete_skips_what_is_torn_and_names_it(model, tmp_path, caplog):
+    engine = build(model)
+    for step in (1, 2, 10):
+        engine.save_checkpoint(tmp_path / f"step-{step}", step=step)
+    engine.wait_for_checkpoint()
+    assert latest_complete(tmp_path) == tmp_path / "step-10"
+    shard = shard_of(tmp_path / "step-10")
+    shard.write_bytes(shard.read_bytes()[:100])
+    with caplog.at_level(logging.WARNING):
+        assert latest_complete(tmp_path) == tmp_path / "step-2"
+    assert f"step-10 is torn: {shard.name} has 100 bytes" in caplog.text
+    assert latest_complete(tmp_path / "nowhere") is None
+
+
+def test_the_last_n_and_the_best_are_kept(model, tmp_path):
+    engine = build(model)
+    for step, score in ((1, 0.25), (2, 0.75), (3, None), (4, 0.5), (5, 0.25)):
+        engine.save_checkpoint(tmp_path / f"step-{step}", step=step, score=score)
+    engine.wait_for_checkpoint()
+    prune(tmp_path, keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-4", "step-5"]
+    assert best_complete(tmp_path) == tmp_path / "step-2"
+    with pytest.raises(DataError, match="keep_last=0"):
+        prune(tmp_path, keep_last=0)
+
+
+@pytest.mark.parametrize("extra", [{"a": {1, 2}}, {"a": (1, 2)}, {1: "a"}, {"a": float("nan")}])
+def test_what_json_does_not_carry_is_refused_at_once(model, tmp_path, extra):
+    with pytest.raises(DataError, match="the caller's part of a checkpoint"):
+        build(model).save_checkpoint(tmp_path / "step-1", step=1, extra=extra)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_frozen_engine_has_nothing_to_save(model, tmp_path):
+    engine = Engine(ModelConfig(path=model, dtype="float32"), optimizer=None, total_steps=0, device="cpu")
+    with pytest.raises(ConfigError, match="frozen"):
+        engine.save_checkpoint(tmp_path / "step-1", step=1)
+    with pytest.raises(ConfigError, match="frozen"):
+        engine.load_checkpoint(tmp_path / "step-1")
+
+
+def save_until_killed(model: str, folder: Path) -> None:
+    engine = build(model)
+    done = latest_complete(folder)
+    if done is not None:
+        engine.load_checkpoint(done)
+    for step in itertools.count(read_manifest(done).step + 1 if done else 1):
+        engine.save_checkpoint(folder / f"step-{step}", step=step)
+        engine.wait_for_checkpoint()
+        (folder / f"acknowledged-{step}").touch()
+        prune(folder, keep_last=2)
+
+
+def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(model, tmp_path):
+    """SIGKILL at random moments; every time what was told to be complete is, and the next process goes on from it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["workers.model.engine"])
+    moments, last = random.Random(0), 0
+    for _ in range(6):
+        process = context.Process(target=save_until_killed, args=(model, tmp_path))
+        process.start()
+        wait_for(lambda last=last: (tmp_path / f"acknowledged-{last + 1}").exists(), process)
+        time.sleep(moments.uniform(0.0, 0.15))
+        process.kill()
+        process.join()
+        acknowledged = max(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("acknowledged-*"))
+        latest = latest_complete(tmp_path)
+        manifest = read_manifest(latest)
+        assert acknowledged <= manifest.step <= acknowledged + 1
+        verify_files(latest, manifest, manifest.files)
+        last = manifest.step
+    build(model).load_checkpoint(latest_complete(tmp_path))
+
+
+def wait_for(condition: Callable[[], bool], process: multiprocessing.process.BaseProcess) -> None:
+    while not condition():
+        assert process.is_alive(), f"the process that saves ended with {process.exitcode}"
+        time.sleep(0.01)

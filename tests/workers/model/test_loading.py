@@ -1,0 +1,113 @@
+"""Loading onto several ranks, of which one reads the files, gives every rank exactly what a plain load would."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.test_checkpoint import train
+from tests.workers.model.tiny import random_sequences, save_tiny_model
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig
+from workers.errors import ConfigError
+from workers.model.engine import Engine
+from workers.model.model import load_model
+from workers.model.values import load_value_model
+
+ALL = [(0, 11)]
+
+
+def build(model: str, lora: LoraConfig, **settings: object) -> Engine:
+    config = ModelConfig(path=model, dtype="float64", lora=lora)
+    return Engine(config, optimizer=OptimizerConfig(learning_rate=1e-2), total_steps=10, device="cpu", **settings)
+
+
+def load_and_train(model: str, lora: LoraConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor, int, torch.Tensor]:
+    """Weights as loaded, log-probs, number of parameters, and the output layer after an update."""
+    _spoil_free_memory()
+    engine = build(model, lora)
+    assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float64}
+    loaded = {name: weight.clone() for name, weight in engine.named_weights()}
+    log_probs, _ = engine.log_probs(random_sequences(), ALL)
+    train(engine, range(1))
+    return loaded, log_probs, engine.num_parameters, dict(engine.named_weights())["lm_head.weight"].clone()
+
+
+def _spoil_free_memory() -> None:
+    """What is not filled must not look right by chance: the allocator's next blocks hold NaN."""
+    spoiled = [torch.full((size,), torch.nan, dtype=torch.float64) for size in (4, 8, 32, 48, 1024) for _ in range(50)]
+    del spoiled
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "lora"),
+    [
+        ("qwen2", True, LoraConfig()),
+        ("llama", False, LoraConfig()),
+        ("qwen3", True, LoraConfig(rank=2)),
+    ],
+    ids=["tied", "untied", "adapters"],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_one_rank_that_reads_for_all_equals_a_plain_load(tmp_path, ranks: RankPool, family, tied, lora, count):
+    model = save_tiny_model(tmp_path / "model", family, tie_word_embeddings=tied)
+    expected = load_and_train(model, lora)
+    for loaded, log_probs, num_parameters, head in ranks.run(load_and_train, count, model, lora):
+        assert loaded.keys() == expected[0].keys()
+        assert all(torch.equal(weight, expected[0][name]) for name, weight in loaded.items())
+        torch.testing.assert_close(log_probs, expected[1], rtol=1e-6, atol=1e-6)
+        assert num_parameters == expected[2]
+        torch.testing.assert_close(head, expected[3], rtol=1e-9, atol=1e-12)
+
+
+def test_a_skeleton_takes_no_memory(tmp_path):
+    config = ModelConfig(path=save_tiny_model(tmp_path))
+    for load in (load_model, load_value_model):
+        skeleton, whole = load(config, torch.float32, skeleton=True), load(config, torch.float32)
+        assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
+        shapes = [{name: weight.shape for name, weight in m.state_dict().items()} for m in (skeleton, whole)]
+        assert shapes[0] == shapes[1]
+
+
+def error_of_loading(model: str) -> str:
+    try:
+        build(model, LoraConfig())
+    except ConfigError as error:
+        return str(error)
+    return "none"
+
+
+def test_what_is_wrong_with_the_files_is_raised_on_every_rank(tmp_path, ranks: RankPool):
+    path = save_tiny_model(tmp_path)
+    weights = load_file(f"{path}/model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
+    for message in ranks.run(error_of_loading, 2, path):
+        assert "lacks 1 weights, the first is model.norm.weight" in message
+
+
+def peak_growth(model: str) -> int:
+    """Bytes by which this process's largest resident size grows while the engine is built."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = _status("VmHWM")
+    engine = build(model, LoraConfig())
+    assert engine.num_parameters > 5e6
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's own peak of a process")
+def test_ranks_that_do_not_read_hold_little_more_than_their_shards(tmp_path, ranks: RankPool):
+    """A model of 47 MB over four ranks: 12 MB of shards, and the few tensors that are being handed out."""
+    model = save_tiny_model(tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    peaks = ranks.run(peak_growth, 4, model)
+    assert all(peak < 0.8 * size for peak in peaks[1:])

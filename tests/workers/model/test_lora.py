@@ -1,0 +1,198 @@
+"""Adapters alone are trained, and merged they are the same model."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.test_checkpoint import train, weights
+from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig
+from workers.errors import CheckpointError, ConfigError
+from workers.model.engine import Engine
+from workers.model.lora import add_adapters
+from workers.model.losses import Denominators, sft
+from workers.model.parallel import full_tensor
+
+# Rank 3 over 2 and 4 processes: shards of unequal size, and on the last of 4 none.
+LORA = LoraConfig(rank=3, alpha=6.0)
+ALL = [(0, 11)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def build(model: str, lora: LoraConfig = LORA, dtype: str = "float64") -> Engine:
+    config = ModelConfig(path=model, dtype=dtype, lora=lora)
+    return Engine(config, optimizer=OptimizerConfig(learning_rate=3e-2), total_steps=10, device="cpu")
+
+
+def base(model: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+
+
+def masked_log_probs(module: torch.nn.Module) -> torch.Tensor:
+    """As `Engine.log_probs` gives them, but of transformers' own forward pass, float64 [T]."""
+    sequences = random_sequences()
+    with torch.no_grad():
+        outputs = [log_probs for log_probs, _ in unpacked_log_probs(module, sequences)]
+    return torch.cat(outputs) * sequences.tokens["loss_mask"]
+
+
+def float64_log_probs(engine: Engine) -> torch.Tensor:
+    """The engine's log-probs before they are rounded to float32, through its loss function."""
+    seen = []
+
+    def look(predictions, denominators):
+        seen.append(predictions.log_probs.detach())
+        return sft(predictions, denominators)
+
+    sequences = random_sequences()
+    engine.forward_backward(sequences, ALL, look, Denominators.of(sequences))
+    engine.module.zero_grad()
+    result = torch.zeros(sequences.num_tokens, dtype=torch.float64)
+    result[sequences.tokens["loss_mask"]] = seen[0]
+    return result
+
+
+def test_only_adapters_get_gradients_and_change(model):
+    engine = build(model)
+    before = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    sequences = random_sequences()
+    engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))
+    with_gradient = {name for name, parameter in engine.module.named_parameters() if parameter.grad is not None}
+    adapters = {name for name in before if "lora_" in name}
+    assert with_gradient == adapters
+    assert len(adapters) == 2 * 2 * 7  # A and B, layers, q k v o gate up down
+    train(engine, range(3))
+    for name, parameter in engine.module.named_parameters():
+        changed = bool((full_tensor(parameter) != full_tensor(before[name])).any())
+        assert changed == (name in adapters), name
+
+
+def test_it_begins_as_the_base_model_and_learns(model):
+    engine = build(model)
+    assert relative_error(float64_log_probs(engine), masked_log_probs(base(model))) < 1e-9
+    sequences = random_sequences()
+    losses = []
+    for _ in range(30):
+        losses.append(engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences))["loss"].result())
+        engine.optimizer_step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_merged_weights_are_the_adapted_model(model, tmp_path):
+    engine = build(model)
+    train(engine, range(3))
+    adapted = float64_log_probs(engine)
+    assert relative_error(adapted, masked_log_probs(base(model))) > 1e-3
+    merged = base(model)
+    sent = weights(engine)
+    assert sent.keys() == merged.state_dict().keys()
+    merged.load_state_dict(sent)
+    assert relative_error(masked_log_probs(merged), adapted) < 1e-9
+    engine.save_pretrained(tmp_path / "merged")
+    assert relative_error(masked_log_probs(base(str(tmp_path / "merged"))), adapted) < 1e-9
+
+
+def test_adapters_are_written_as_peft_reads_them(model, tmp_path):
+    engine = build(model)
+    train(engine, range(3))
+    engine.save_adapters(tmp_path / "adapters")
+    loaded = peft.PeftModel.from_pretrained(base(model), tmp_path / "adapters").eval()
+    assert relative_error(masked_log_probs(loaded), float64_log_probs(engine)) < 1e-9
+
+
+def test_without_adapters_the_policy_is_its_own_reference(model):
+    """Also as the very first pass, and training goes on afterwards as if nothing had been."""
+    engine, undisturbed = build(model), build(model)
+    sequences = random_sequences()
+    expected = masked_log_probs(base(model)).float()
+    for _ in range(2):
+        with engine.without_adapters():
+            reference, _ = engine.log_probs(sequences, ALL)
+        torch.testing.assert_close(reference, expected, rtol=1e-6, atol=1e-6)
+        train(engine, range(2))
+        train(undisturbed, range(2))
+    assert torch.equal(float64_log_probs(engine), float64_log_probs(undisturbed))
+
+
+def on_ranks(model: str, path: Path) -> dict[str, torch.Tensor]:
+    """Two steps, a checkpoint, and another engine that goes on from it for one more."""
+    engine = build(model)
+    train(engine, range(2))
+    engine.save_checkpoint(path, step=2)
+    engine.wait_for_checkpoint()
+    return weights(resumed_on_ranks(model, path))
+
+
+def resumed_on_ranks(model: str, path: Path) -> Engine:
+    engine = build(model)
+    engine.load_checkpoint(path)
+    train(engine, range(2, 3))
+    return engine
+
+
+def last_weights(model: str, path: Path) -> dict[str, torch.Tensor]:
+    return weights(resumed_on_ranks(model, path))
+
+
+def test_ranks_and_checkpoints_hold_adapters_alone_and_change_nothing(model, tmp_path, ranks: RankPool):
+    engine = build(model)
+    train(engine, range(3))
+    expected = weights(engine)
+    path = tmp_path / "step-2"
+    for found in (ranks.run(on_ranks, 2, model, path)[0], ranks.run(last_weights, 4, model, path)[3]):
+        for name, weight in expected.items():
+            assert relative_error(found[name], weight) < 1e-9, name
+    stored = {name for file in path.glob("*.safetensors") for name in load_file(file)}
+    assert all(".lora_" in name or name.startswith("random.") for name in stored)
+    with pytest.raises(CheckpointError, match="of another model or other trained parameters"):
+        build(model, LoraConfig(rank=2)).load_checkpoint(path)
+
+
+def test_a_frozen_engine_has_no_adapters(model):
+    config = ModelConfig(path=model, dtype="float64", lora=LORA)
+    engine = Engine(config, optimizer=None, total_steps=0, device="cpu")
+    assert not [name for name, _ in engine.module.named_parameters() if "lora" in name]
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank"), engine.without_adapters():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraConfig(rank=0), r"model\.lora\.rank=0 makes no adapter"),
+        (
+            LoraConfig(rank=2, target_modules="q_proj, w_pack"),
+            r"Qwen2ForCausalLM has no linear module 'w_pack'.*q_proj",
+        ),
+        (LoraConfig(rank=2, target_modules="lm_head"), "no linear module 'lm_head'"),
+        (LoraConfig(rank=2, target_modules=""), "no linear module ''"),
+    ],
+)
+def test_what_makes_no_adapter_is_refused_by_name(model, lora, message):
+    with pytest.raises(ConfigError, match=message):
+        add_adapters(base(model), lora)
+
+
+def test_target_modules_are_those_named(model):
+    engine = build(model, LoraConfig(rank=2, target_modules="q_proj,v_proj"))
+    adapted = {
+        name.split(".lora_")[0].rpartition(".")[2] for name, p in engine.module.named_parameters() if p.requires_grad
+    }
+    assert adapted == {"q_proj", "v_proj"}
+
+
+def test_adapters_compute_in_bfloat16_and_are_kept_in_float32(model):
+    engine = build(model, dtype="bfloat16")
+    train(engine, range(1))
+    assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
+    assert dist.get_world_size() == 1

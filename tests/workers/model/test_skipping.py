@@ -1,0 +1,145 @@
+"""Steps that are not a number, and input that a model would take without a word."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.model.tiny import VOCABULARY, random_sequences, save_tiny_model
+from workers.config import ModelConfig, OptimizerConfig
+from workers.errors import ConfigError, DataError, NonFiniteError
+from workers.model.engine import Engine
+from workers.model.input_checks import max_positions
+from workers.model.losses import Denominators, Predictions, sft
+from workers.model.packing import Sequences
+
+ALL = [(0, 5), (5, 11)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def build(model: str, max_skipped_steps: int = 10) -> Engine:
+    optimizer = OptimizerConfig(learning_rate=1e-2, max_skipped_steps=max_skipped_steps)
+    return Engine(ModelConfig(path=model, dtype="float64"), optimizer=optimizer, total_steps=10, device="cpu")
+
+
+def without_number(value: float):
+    """The supervised loss, plus `value` in the micro-batch of the spoiled sequence: its gradient stays finite."""
+
+    def loss_function(predictions: Predictions, denominators: Denominators):
+        loss, statistics = sft(predictions, denominators)
+        return (loss + value if predictions.columns["spoiled"].any() else loss), statistics
+
+    return loss_function
+
+
+def gradient_without_number(predictions: Predictions, denominators: Denominators):
+    loss, statistics = sft(predictions, denominators)
+    return loss + (predictions.log_probs * 0).abs().pow(0.5).sum(), statistics
+
+
+def spoil(sequences: Sequences, row: int) -> Sequences:
+    columns = {**sequences.columns, "spoiled": torch.arange(len(sequences)) == row}
+    return Sequences(sequences.lengths, sequences.tokens, columns)
+
+
+def skip_twice_and_go_on(model: str) -> tuple[list[float], bool]:
+    """On every rank; only the last rank's batch is bad, in the loss alone: its gradient is finite."""
+    engine = build(model, max_skipped_steps=3)
+    sequences = random_sequences()
+    bad = spoil(sequences, 7 if dist.get_rank() == dist.get_world_size() - 1 else -1)
+    denominators = Denominators.of(sequences)
+    before = {name: weight.clone() for name, weight in engine.named_weights()}
+    skipped = []
+    for loss in (without_number(torch.inf), without_number(torch.nan)):
+        engine.forward_backward(bad, ALL, loss, denominators)
+        skipped.append(engine.optimizer_step()["skipped_steps"].value * dist.get_world_size())
+    unchanged = all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
+    for loss in (sft, without_number(torch.nan), without_number(torch.nan)):  # a good one starts the count again
+        engine.forward_backward(bad, ALL, loss, denominators)
+        skipped.append(engine.optimizer_step()["skipped_steps"].value * dist.get_world_size())
+    engine.forward_backward(bad, ALL, without_number(torch.nan), denominators)
+    with pytest.raises(NonFiniteError) as error:
+        engine.optimizer_step()
+    return skipped, unchanged, str(error.value)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loss_without_number_on_one_rank_skips_the_step_on_all_and_too_many_stop_the_run(model, ranks, count):
+    for skipped, unchanged, message in ranks.run(skip_twice_and_go_on, count, model):
+        assert skipped == [1, 1, 0, 1, 1]
+        assert unchanged
+        assert message.startswith(
+            "3 optimiser steps in a row were skipped (optimizer.max_skipped_steps=3); in the last, the loss was NaN or "
+            f"infinite for rank {count - 1}: row 5, row 6, row 7, row 8, row 9, row 10;"
+        )
+
+
+def test_a_gradient_without_number_is_skipped_though_the_loss_is_finite_and_names_all_sequences_by_uid(model):
+    engine = build(model, max_skipped_steps=1)
+    sequences = random_sequences()
+    uids = Sequences(sequences.lengths, sequences.tokens, {**sequences.columns, "uid": torch.arange(70, 81)})
+    metrics = engine.forward_backward(uids, ALL, gradient_without_number, Denominators.of(sequences))
+    assert torch.isfinite(torch.tensor(metrics["loss"].value))
+    with pytest.raises(NonFiniteError, match=r"the gradient, with a finite loss.*rank 0: uid 70, .*uid 77 and 3 more"):
+        engine.optimizer_step()
+
+
+def test_the_count_of_skipped_steps_is_part_of_a_checkpoint(model, tmp_path):
+    engine, resumed = build(model, max_skipped_steps=2), build(model, max_skipped_steps=2)
+    bad = spoil(random_sequences(), 0)
+    denominators = Denominators.of(bad)
+    engine.forward_backward(bad, ALL, without_number(torch.nan), denominators)
+    engine.optimizer_step()
+    engine.save_checkpoint(tmp_path / "step-1", step=1)
+    engine.wait_for_checkpoint()
+    resumed.load_checkpoint(tmp_path / "step-1")
+    resumed.forward_backward(bad, ALL, without_number(torch.nan), denominators)
+    with pytest.raises(NonFiniteError, match="2 optimiser steps in a row"):
+        resumed.optimizer_step()
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    path = save_tiny_model(tmp_path, vocab_size=VOCABULARY - 2)
+    with pytest.raises(ConfigError, match=rf"gives 't{VOCABULARY - 1}' the id 36, but the model embeds 35 tokens"):
+        build(path)
+
+
+@pytest.mark.parametrize("bad_id", [-1, VOCABULARY])
+def test_an_id_outside_the_vocabulary_names_its_sequence(model, bad_id):
+    sequences = random_sequences()
+    sequences.tokens["input_ids"][int(sequences.lengths[:4].sum())] = bad_id
+    for call in (
+        lambda engine: engine.log_probs(sequences, ALL),
+        lambda engine: engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences)),
+    ):
+        with pytest.raises(
+            DataError, match=f"sequence 4 holds the id {bad_id}, and the model embeds {VOCABULARY} tokens"
+        ):
+            call(build(model))
+
+
+def test_m2_a_sequence_longer_than_the_model_takes_is_refused_by_name(model):
+    row = {"input_ids": torch.ones(129, dtype=torch.int64), "loss_mask": torch.arange(129) > 5}
+    short = {name: values[:9] for name, values in row.items()}
+    with pytest.raises(DataError, match=r"sequence 1 has 129 tokens and the model takes 128"):
+        build(model).log_probs(Sequences.from_list([short, row]), [(0, 2)])
+
+
+def test_a_stretched_rotary_embedding_has_no_limit_of_its_own():
+    import transformers
+
+    assert max_positions(transformers.Qwen2Config(max_position_embeddings=64)) == 64
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    assert max_positions(transformers.Qwen2Config(max_position_embeddings=64, rope_parameters=yarn)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("input_ids", torch.float32), ("loss_mask", torch.float32), ("input_ids", torch.bfloat16)]
+)
+def test_numbers_with_a_fraction_are_no_ids_and_no_mask(name, dtype):
+    row = {"input_ids": torch.arange(4), "loss_mask": torch.arange(4) > 0}
+    with pytest.raises(DataError, match=f"column '{name}' must be of torch.*, it is of {dtype}"):
+        Sequences.from_list([row | {name: row[name].to(dtype)}])

@@ -1,0 +1,210 @@
+"""What makes a folder a checkpoint: a manifest of all its files, and a name that appears only when they stand.
+
+    .step-30.unfinished-9c1f --files, fsync--> manifest.json, fsync --rename--> step-30 --prune--> last n and best
+
+A crash at any moment leaves a hidden folder that nobody reads, or a complete checkpoint; never one in between. What
+carries a checkpoint's name and is torn all the same (a failing disk, a copy cut short) is refused by name.
+
+Needs neither torch nor the engine: a driver looks for the checkpoint to resume from before anything is started.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.errors import CheckpointError, DataError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = "ballast checkpoint 1"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as it was written: its size in bytes and its SHA-256 in hex."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> "StoredFile":
+        with path.open("rb") as file:
+            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    step: the caller's count, by which checkpoints are ordered. score: by which the best is kept, higher is better.
+    world_size: ranks that wrote it. engine: the engine's own numbers. extra: the caller's, any JSON object.
+    """
+
+    step: int
+    world_size: int
+    engine: dict[str, Any]
+    extra: dict[str, Any]
+    score: float | None
+    files: dict[str, StoredFile]
+
+
+def check_json(extra: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `extra` as JSON gives it back. Raises DataError if that would not be the same."""
+    try:
+        copy = json.loads(json.dumps(extra))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the caller's part of a checkpoint must be JSON: {error}.") from None
+    if copy != extra:
+        raise DataError("the caller's part of a checkpoint changes in JSON: use lists and text keys, and no NaN.")
+    return dict(copy)
+
+
+def unfinished_folder(path: Path) -> Path:
+    """A hidden name beside `path` under which to write; a new one at every call."""
+    return path.with_name(f".{path.name}.unfinished-{secrets.token_hex(4)}")
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove what saves that never ended have left in `folder`; call it while none is under way."""
+    for path in folder.glob(".*.unfinished-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def check_free(path: Path) -> None:
+    """Raise CheckpointError if a complete checkpoint stands at `path`; a torn one may be replaced."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return
+    raise CheckpointError(f"{path} holds a complete checkpoint already; save under another name or remove it.")
+
+
+def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
+    """Complete what was written to `unfinished` and give it its name. The files themselves are on disk already.
+
+    Raises CheckpointError if a file is not there as its rank wrote it: the ranks do not share the folder.
+    """
+    for name, stored in manifest.files.items():
+        if not (unfinished / name).is_file() or (unfinished / name).stat().st_size != stored.size:
+            raise CheckpointError(
+                f"{unfinished / name} was written and is not seen here; use a folder all nodes share."
+            )
+    with (unfinished / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump({"format": FORMAT, **asdict(manifest)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(unfinished)
+    if path.exists():  # torn, by check_free
+        remove(path)
+    unfinished.rename(path)
+    _sync_folder(path.parent)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`, whose files are all there in their full size.
+
+    Raises CheckpointError, naming `path`, if it is no checkpoint or not all of one. Contents are not read:
+    `verify_files` does that.
+    """
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if content.pop("format") != FORMAT:
+            raise CheckpointError(f"{path} is no checkpoint of this version: its {MANIFEST} does not say {FORMAT!r}.")
+        files = {name: StoredFile(**stored) for name, stored in content.pop("files").items()}
+        manifest = Manifest(**content, files=files)
+        if not isinstance(manifest.step, int) or not isinstance(manifest.world_size, int):
+            raise TypeError("step and world_size must be whole numbers")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is no complete checkpoint: it has no {MANIFEST}.") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} is not readable ({error}).") from None
+    _check_listing(path, manifest)
+    return manifest
+
+
+def _check_listing(path: Path, manifest: Manifest) -> None:
+    """The folder holds the files of the manifest and no others, so that nothing foreign is ever opened."""
+    found = {entry.name: entry.stat().st_size for entry in path.iterdir() if entry.name != MANIFEST}
+    wanted = {name: stored.size for name, stored in manifest.files.items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise CheckpointError(
+                f"{path} is torn: {name} has {found.get(name, 'no')} bytes and should have {wanted.get(name, 'none')}."
+            )
+
+
+def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read the files `names` and compare checksums. Raises CheckpointError that names the first torn one."""
+    for name in names:
+        if StoredFile.of(path / name) != manifest.files[name]:
+            raise CheckpointError(f"{path} is torn: the contents of {name} are not what was written.")
+
+
+def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
+    """The complete checkpoints in `folder`, by rising step; what is torn or foreign is named in a warning."""
+    found = []
+    for path in _visible(Path(folder)):
+        try:
+            found.append((path, read_manifest(path)))
+        except CheckpointError as error:
+            log.warning("not resumable: %s", error)
+    return sorted(found, key=lambda entry: (entry[1].step, entry[0].name))
+
+
+def latest_complete(folder: str | Path) -> Path | None:
+    """The complete checkpoint with the highest step in `folder`; None if there is none."""
+    checkpoints = complete(folder)
+    return checkpoints[-1][0] if checkpoints else None
+
+
+def best_complete(folder: str | Path) -> Path | None:
+    """The complete checkpoint with the highest score, of equals the latest; None if none has a score."""
+    return _best(complete(folder))
+
+
+def _best(checkpoints: list[tuple[Path, Manifest]]) -> Path | None:
+    scored = [(manifest.score, manifest.step, path) for path, manifest in checkpoints if manifest.score is not None]
+    return max(scored)[2] if scored else None
+
+
+def prune(folder: str | Path, keep_last: int) -> None:
+    """Remove all but the last `keep_last` complete checkpoints and the best one, whether or not a save is under way.
+
+    What is torn or foreign stays, for a person to look at. Raises DataError if nothing would be left.
+    """
+    if keep_last < 1:
+        raise DataError(f"keep_last={keep_last} would remove the checkpoint to resume from; keep 1 or more.")
+    checkpoints = complete(folder)
+    best = _best(checkpoints)
+    for path, _ in checkpoints[:-keep_last]:
+        if path != best:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder in a way that never shows a part of it under its name."""
+    doomed = unfinished_folder(path)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _sync_folder(path: Path) -> None:
+    """Put the folder's entries, not only its files' contents, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

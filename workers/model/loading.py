@@ -1,0 +1,93 @@
+"""Weights onto ranks without a copy of the model on each: one rank reads the files, all others hold their shards only.
+
+    rank 0   files --load_model--> whole model, host memory --\\
+                                                               broadcast, a few tensors at a time
+    every rank   skeleton, meta device --shard--> empty shards <--/ keeps its part of each
+
+Rank 0 reads for all, rather than every rank its own slices: families whose files differ from their modules (fused
+experts) are converted by transformers while it loads, and need whole tensors.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from workers.errors import BallastError
+from workers.model.model import PackedModel
+
+Packed = TypeVar("Packed", bound=PackedModel)
+Result = TypeVar("Result", covariant=True)
+
+
+class Load(Protocol[Result]):
+    """`load_model` or `load_value_model` with the model they load."""
+
+    def __call__(self, *, skeleton: bool = False) -> Result: ...
+
+
+class Source(Generic[Packed]):
+    """A model on its way to its ranks: `module` is to be changed and sharded, and then filled.
+
+    A process alone loads `module` as it is, and has nothing to fill. Collective; what goes wrong on rank 0 is raised by
+    all, as `load` does.
+    """
+
+    def __init__(self, load: Load[Packed]) -> None:
+        self._whole = _on_rank_zero(load)
+        alone = dist.get_world_size() == 1
+        self.module: Packed = self._whole if alone and self._whole else load(skeleton=True)
+
+    def change(self, function: Callable[[Packed], None]) -> None:
+        """Apply `function`, which adds parameters, to every copy of the model; rank 0's values are those that stay."""
+        function(self.module)
+        if self._whole is not None and self._whole is not self.module:
+            function(self._whole)
+
+    def fill(self, device: torch.device, *, cpu_offload: bool) -> None:
+        """Give the sharded `module` memory and the values that rank 0 has read, and let go of the whole model.
+
+        device: that of the computation; with `cpu_offload` parameters stay in host memory.
+        """
+        whole, self._whole = self._whole, None
+        if whole is self.module:
+            return
+        self.module.to_empty(device=torch.device("cpu") if cpu_offload else device)
+        _tie_again(self.module.model)
+        state = whole.state_dict() if whole else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.module, state, options=options)
+        _fill_buffers(self.module, dict(whole.named_buffers()) if whole else {}, device)
+
+
+def _tie_again(model: Any) -> None:
+    """New memory has parted the weights that the family ties (output layer and embedding)."""
+    for target, source in model.all_tied_weights_keys.items():
+        owner, _, name = target.rpartition(".")
+        setattr(model.get_submodule(owner), name, model.get_parameter(source))
+
+
+def _fill_buffers(skeleton: nn.Module, values: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Buffers that no state dict holds (rotary frequencies) would keep what was in memory before."""
+    for name, buffer in list(skeleton.named_buffers()):
+        value = values[name].to(device) if values else torch.empty_like(buffer, device=device)
+        dist.broadcast(value, src=0)
+        owner, _, attribute = name.rpartition(".")
+        setattr(skeleton.get_submodule(owner), attribute, value)
+
+
+def _on_rank_zero(load: Load[Packed]) -> Packed | None:
+    loaded, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            loaded = load()
+        except BallastError as error:
+            problem = error
+    problems: list[BallastError | None] = [problem]
+    dist.broadcast_object_list(problems, src=0)
+    if problems[0] is not None:
+        raise problems[0]
+    return loaded
