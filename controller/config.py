@@ -8,6 +8,7 @@ property of `Config`, so that nobody repeats the rule. Relative paths are relati
 
 import importlib.metadata
 import itertools
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -125,8 +126,22 @@ class RewardConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage: str = setting("grpo", "Advantage estimator (`controller.advantages`).", choices=("grpo",))
-    normalize_by_std: bool = setting(True, "Divide a group's centred rewards by their standard deviation.")
+    advantage: str = setting(
+        "grpo",
+        "Advantage estimator; formulas stand in `controller.advantages`.",
+        choices=(
+            "grpo",
+            "dr_grpo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "opo",
+            "pass_at_k",
+            "maxrl",
+        ),
+    )
+    normalize_by_std: bool = setting(True, "Divide a group's centred rewards by their standard deviation (grpo).")
+    pass_k: int = setting(4, "Responses of which pass_at_k rewards the best; below samples_per_prompt.", minimum=1)
     groups_without_signal: str = setting(
         "keep",
         "Groups of equal rewards, whose advantages are 0: `keep` them, `drop` them, or `replace` them by new prompts "
@@ -245,6 +260,23 @@ class Config:
         if self.data.validation:
             responses.append(self.validation.sampling.max_new_tokens)
         return self.rollout.max_model_tokens or self.data.max_prompt_tokens + max(responses)
+
+    @property
+    def training_workers(self) -> int:
+        """Worker actors of the policy, and of the reference: those that share a model, for each data-parallel rank."""
+        parallel = self.policy.parallel
+        return self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
+
+    @property
+    def length_multiple(self) -> int:
+        """Tokens that a sequence is padded to a multiple of, for kernels and for the ranks that share it."""
+        # Here, because the balancing package takes longer to import than all else that a mistyped key needs.
+        from balancing.alignment import length_multiple
+
+        parallel = self.policy.parallel
+        return math.lcm(
+            self.model.length_multiple, length_multiple(parallel.context_parallel, parallel.tensor_parallel)
+        )
 
     @property
     def forward_max_tokens(self) -> int:

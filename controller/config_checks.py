@@ -9,16 +9,14 @@ What a cluster can give is known only to Ray and is checked when the placement g
 import math
 import os
 import re
-import sys
-from importlib.machinery import PathFinder
-from pathlib import Path
-from symtable import symtable
 from typing import Any
 
 from controller.config import Config
 from controller.config_file import settings, value_of
+from controller.function_files import check_function
 from controller.model_files import ModelFiles, read_model_files
 from controller.records import iter_records
+from workers.config import POLICY_LOSS_SETTINGS
 from workers.errors import ConfigError, DataError
 
 
@@ -27,6 +25,7 @@ def check(config: Config) -> None:
     _check_settings_have_effect(config)
     _check_run(config)
     _check_batch(config)
+    _check_loss(config)
     _check_optimizer(config)
     _check_sampling(config)
     _check_overlong(config)
@@ -34,16 +33,82 @@ def check(config: Config) -> None:
     _check_devices(config)
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
+    _check_parallel(config, model)
     _check_reference(config, model)
     _check_data(config, model)
     _check_rewards(config)
 
 
+LOSS_SETTING_READERS = {
+    setting: [loss for loss, names in POLICY_LOSS_SETTINGS.items() if setting in names]
+    for setting in dict.fromkeys(name for names in POLICY_LOSS_SETTINGS.values() for name in names)
+}
+"""The policy losses that read a setting, by setting."""
+
 NO_EFFECT_WITHOUT = (
     (
         "batch.mini_batches above 1 (the only update of a step starts where the samples came from: all ratios are 1)",
         lambda c: c.batch.mini_batches > 1,
-        ("policy.forward_max_tokens", "algorithm.loss.clip_low", "algorithm.loss.clip_high"),
+        (
+            "policy.forward_max_tokens",
+            "algorithm.loss.clip_low",
+            "algorithm.loss.clip_high",
+            "algorithm.loss.dual_clip",
+            "algorithm.loss.sapo_tau_",
+        ),
+    ),
+    *(
+        (
+            f"algorithm.loss.name={' or '.join(readers)}",
+            lambda c, readers=readers: c.algorithm.loss.name in (*readers, "custom"),
+            (f"algorithm.loss.{name}",),
+        )
+        for name, readers in LOSS_SETTING_READERS.items()
+    ),
+    (
+        "algorithm.advantage=grpo",
+        lambda c: c.algorithm.advantage == "grpo",
+        ("algorithm.normalize_by_std",),
+    ),
+    (
+        "algorithm.advantage=pass_at_k",
+        lambda c: c.algorithm.advantage == "pass_at_k",
+        ("algorithm.pass_k",),
+    ),
+    (
+        "algorithm.loss.name=custom",
+        lambda c: c.algorithm.loss.name == "custom",
+        ("algorithm.loss.function",),
+    ),
+    (
+        "algorithm.loss.aggregation=sequence_mean_token_sum_norm",
+        lambda c: c.algorithm.loss.aggregation == "sequence_mean_token_sum_norm",
+        ("algorithm.loss.constant_length",),
+    ),
+    (
+        "algorithm.loss.rollout_correction.weights=token or sequence",
+        lambda c: c.algorithm.loss.rollout_correction.weights != "none",
+        ("algorithm.loss.rollout_correction.cap",),
+    ),
+    (
+        "algorithm.loss.rollout_correction.rejection=token or sequence",
+        lambda c: c.algorithm.loss.rollout_correction.rejection != "none",
+        ("algorithm.loss.rollout_correction.rejection_",),
+    ),
+    (
+        "policy.parallel.context_parallel above 1",
+        lambda c: c.policy.parallel.context_parallel > 1,
+        ("policy.parallel.context_parallel_method",),
+    ),
+    (
+        "policy.parallel.context_parallel_method=ulysses (ring has kernels of its own)",
+        lambda c: c.policy.parallel.context_parallel_method == "ulysses",
+        ("model.attention",),
+    ),
+    (
+        "model.gradient_checkpointing",
+        lambda c: c.model.gradient_checkpointing,
+        ("model.activation_offload",),
     ),
     (
         "engines on CPUs",
@@ -63,7 +128,12 @@ NO_EFFECT_WITHOUT = (
     (
         "policy.optimizer.schedule=linear or cosine",
         lambda c: c.policy.optimizer.schedule != "constant",
-        ("policy.optimizer.total_steps",),
+        ("policy.optimizer.total_steps", "policy.optimizer.final_learning_rate_ratio"),
+    ),
+    (
+        "model.lora.rank above 0",
+        lambda c: c.model.lora.rank > 0,
+        ("model.lora.alpha", "model.lora.target_modules"),
     ),
     (
         "data.validation",
@@ -93,7 +163,13 @@ NO_EFFECT_WITHOUT = (
     (
         "GPUs",
         lambda c: c.uses_gpus,
-        ("policy.cpu_offload", "reference.cpu_offload", "rollout.memory_fraction", "rollout.enforce_eager"),
+        (
+            "model.activation_offload",
+            "policy.cpu_offload",
+            "reference.cpu_offload",
+            "rollout.memory_fraction",
+            "rollout.enforce_eager",
+        ),
     ),
 )
 """(what is needed, whether it is there, keys or sections that do nothing without it)"""
@@ -131,12 +207,8 @@ def _check_run(config: Config) -> None:
 
 
 def _check_batch(config: Config) -> None:
-    samples, sequences = config.rollout.samples_per_prompt, config.sequences_per_step
-    if config.algorithm.advantage == "grpo" and samples == 1:
-        raise ConfigError(
-            "rollout.samples_per_prompt=1 leaves algorithm.advantage=grpo nothing to compare: every advantage is 0; "
-            "set it to 2 or more."
-        )
+    sequences = config.sequences_per_step
+    _check_advantage(config)
     product = f"batch.prompts_per_step * rollout.samples_per_prompt = {sequences} sequences"
     if config.batch.mini_batches > sequences:
         raise ConfigError(
@@ -147,6 +219,48 @@ def _check_batch(config: Config) -> None:
         raise ConfigError(
             f"policy.ranks={config.policy.ranks} is more than the {smallest} sequences of a mini-batch ({product} over "
             f"batch.mini_batches={config.batch.mini_batches}); lower ranks or mini_batches, or sample more."
+        )
+
+
+def _check_advantage(config: Config) -> None:
+    algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
+    compares_groups = algorithm.advantage != "reinforce_plus_plus"
+    if compares_groups and samples == 1:
+        raise ConfigError(
+            f"rollout.samples_per_prompt=1 leaves algorithm.advantage={algorithm.advantage} nothing to compare: every "
+            "advantage is 0; set it to 2 or more."
+        )
+    if algorithm.advantage == "pass_at_k" and samples <= algorithm.pass_k:
+        raise ConfigError(
+            f"algorithm.pass_k={algorithm.pass_k} is not below rollout.samples_per_prompt={samples}: every advantage "
+            "is 0; lower it, or sample more."
+        )
+    if algorithm.groups_without_signal != "keep" and not compares_groups:
+        raise ConfigError(
+            f"algorithm.groups_without_signal={algorithm.groups_without_signal} with algorithm.advantage="
+            f"{algorithm.advantage} leaves out sequences that have an advantage; remove it."
+        )
+
+
+def _check_loss(config: Config) -> None:
+    loss = config.algorithm.loss
+    if loss.name == "custom":
+        check_function("algorithm.loss.function", loss.function, in_file=False)
+    if loss.name in ("clip_cov", "kl_cov") and config.batch.mini_batches == 1:
+        raise ConfigError(
+            f"algorithm.loss.name={loss.name} chooses tokens by their old log-probs, which one update a step does not "
+            "compute; set batch.mini_batches to 2 or more."
+        )
+    if loss.aggregation == "sequence_mean_token_sum_norm" and not loss.constant_length:
+        raise ConfigError(
+            "algorithm.loss.aggregation=sequence_mean_token_sum_norm divides by algorithm.loss.constant_length, which "
+            "is 0; set it, such as to rollout.sampling.max_new_tokens."
+        )
+    if 0 < loss.dual_clip <= 1:
+        raise ConfigError(f"algorithm.loss.dual_clip={loss.dual_clip} must be above 1, or 0 for no dual clip.")
+    if loss.clip_cov_low >= loss.clip_cov_high:
+        raise ConfigError(
+            f"algorithm.loss.clip_cov_low={loss.clip_cov_low} is not below clip_cov_high={loss.clip_cov_high}."
         )
 
 
@@ -189,13 +303,18 @@ def _check_caps(config: Config) -> None:
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
         f"rollout.sampling.max_new_tokens={config.rollout.sampling.max_new_tokens} = {longest} tokens"
     )
+    multiple, sharing = config.length_multiple, config.policy.parallel.context_parallel
+    if longest % multiple:
+        longest += multiple - longest % multiple
+        parts += f", {longest} as a multiple of {multiple}"
     caps = {"policy.max_tokens": config.policy.max_tokens, "policy.forward_max_tokens": config.forward_max_tokens}
     if config.uses_reference:
         caps["reference.forward_max_tokens"] = config.reference_max_tokens
     for key, cap in caps.items():
-        if cap < longest:
+        if cap * sharing < longest:
+            times = f" times policy.parallel.context_parallel={sharing}" if sharing > 1 else ""
             raise ConfigError(
-                f"{key}={cap} is below the longest possible sequence, {parts}; raise the cap or lower either."
+                f"{key}={cap}{times} is below the longest possible sequence, {parts}; raise the cap or lower either."
             )
     needed = config.data.max_prompt_tokens + max(
         config.rollout.sampling.max_new_tokens,
@@ -223,22 +342,60 @@ def _check_devices(config: Config) -> None:
             "or resources.device=cpu."
         )
     engine_gpus = config.rollout.replicas * config.rollout.tensor_parallel
-    if placement == "colocated" and engine_gpus > config.policy.ranks:
+    if placement == "colocated" and engine_gpus > config.training_workers:
         raise ConfigError(
-            f"rollout.replicas * rollout.tensor_parallel = {engine_gpus} GPUs are more than the policy.ranks="
-            f"{config.policy.ranks} that they share; lower them, raise policy.ranks, or set rollout.placement=apart."
+            f"rollout.replicas * rollout.tensor_parallel = {engine_gpus} GPUs are more than the "
+            f"{config.training_workers} of the policy that they share; lower them, raise policy.ranks, or set "
+            "rollout.placement=apart."
         )
     _check_attention(config)
 
 
+ATTENTION_KERNELS = {"packed": ("auto", "varlen", "flash", "sdpa"), "padded": ("auto", "sdpa", "eager")}
+
+
 def _check_attention(config: Config) -> None:
-    if config.model.attention != "varlen":
+    kernel, layout = config.model.attention, config.model.layout
+    kernels = ATTENTION_KERNELS[layout]
+    if kernel not in kernels:
+        raise ConfigError(
+            f"model.attention={kernel} is not for model.layout={layout}; set attention to one of {', '.join(kernels)}."
+        )
+    if kernel not in ("varlen", "flash"):
         return
     if not config.uses_gpus:
-        raise ConfigError("model.attention=varlen is a CUDA kernel and the run uses CPUs; set auto or sdpa.")
+        raise ConfigError(f"model.attention={kernel} is a CUDA kernel and the run uses CPUs; set auto or sdpa.")
     if config.model.dtype == "float32":
         raise ConfigError(
-            "model.attention=varlen takes half precision only; set model.dtype=bfloat16, or attention=sdpa."
+            f"model.attention={kernel} takes half precision only; set model.dtype=bfloat16, or attention=sdpa."
+        )
+
+
+def _check_parallel(config: Config, model: ModelFiles) -> None:
+    parallel = config.policy.parallel
+    cp, tp = parallel.context_parallel, parallel.tensor_parallel
+    if config.policy.ranks % parallel.replicate:
+        raise ConfigError(
+            f"policy.parallel.replicate={parallel.replicate} does not divide policy.ranks={config.policy.ranks}."
+        )
+    if cp * tp > 1 and config.model.layout == "padded":
+        raise ConfigError(
+            "model.layout=padded does not share sequences between ranks; set model.layout=packed, or "
+            "policy.parallel.context_parallel and tensor_parallel to 1."
+        )
+    if tp > 1 and config.model.lora.rank:
+        raise ConfigError(
+            "adapters are not shared between ranks; set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
+        )
+    heads, pairs = model.attention_heads, model.key_value_heads
+    if cp > 1 and parallel.context_parallel_method == "ulysses" and heads is not None and heads % (cp * tp):
+        raise ConfigError(
+            f"policy.parallel.context_parallel * tensor_parallel = {cp * tp} does not divide the {heads} attention "
+            f"heads of {config.model.path}; set policy.parallel.context_parallel_method=ring."
+        )
+    if pairs is not None and pairs % tp:
+        raise ConfigError(
+            f"policy.parallel.tensor_parallel={tp} does not divide the {pairs} key-value heads of {config.model.path}."
         )
 
 
@@ -337,41 +494,3 @@ def _check_rewards(config: Config) -> None:
         other = names.setdefault(function.rpartition(":")[2], function)
         if other != function:
             raise ConfigError(f"{key}: {other} and {function} have the same name in metrics; rename one of them.")
-
-
-def check_function(key: str, name: str) -> None:
-    """Find `module:function` or `path/file.py:function` without importing it.
-
-    Raises ConfigError if the name is malformed, the file is not there or does not compile, or lacks the function.
-    """
-    match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
-    if match is None:
-        raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
-    place, function = match.groups()
-    path = Path(place) if place.endswith(".py") else _module_file(place)
-    if path is None or not path.is_file():
-        what = f"file {place}" if place.endswith(".py") else f"module {place} in the working directory or installed"
-        raise ConfigError(f"{key}={name!r}: there is no {what}.")
-    try:
-        names = symtable(path.read_text(encoding="utf-8"), str(path), "exec")
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{key}={name!r}: {path} is not valid Python: {error}.") from None
-    if function not in names.get_identifiers() or not _is_bound(names, function):
-        raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
-
-
-def _module_file(name: str) -> Path | None:
-    """Where a module's source lies, found as `import` would, but without running its packages."""
-    path: list[str] | None = [str(Path.cwd()), *sys.path]
-    for part in name.split("."):
-        # By its last name alone: of a dotted one, a namespace package would look its parent up in sys.modules.
-        spec = PathFinder.find_spec(part, path)
-        if spec is None:
-            return None
-        path = list(spec.submodule_search_locations or [])
-    return Path(spec.origin) if spec and spec.origin else None
-
-
-def _is_bound(names: Any, function: str) -> bool:
-    symbol = names.lookup(function)
-    return bool(symbol.is_assigned() or symbol.is_imported())

@@ -103,7 +103,7 @@ def _caps(config: Config) -> list[str]:
 
 def _cap_line(config: Config, key: str, cap: int) -> str:
     longest = config.longest_sequence
-    room = cap // longest
+    room = cap * config.policy.parallel.context_parallel // longest
     if config.policy.max_sequences:
         room = min(room, config.policy.max_sequences)
     return (

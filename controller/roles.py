@@ -150,6 +150,7 @@ def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundl
         "device": config.device,
         "temperature": config.rollout.sampling.temperature,
         "threads": settings.threads,
+        "parallel": settings.parallel,
         "cpu_offload": settings.cpu_offload,
         "reshard_after_forward": settings.reshard_after_forward,
         "optimizer": settings.optimizer,
@@ -164,6 +165,7 @@ def _reference(stack: ExitStack, config: Config, requests: Requests, bundles: Bu
         "device": config.device,
         "temperature": config.rollout.sampling.temperature,
         "threads": config.policy.threads,
+        "parallel": config.policy.parallel,
         "cpu_offload": config.reference.cpu_offload,
     }
     group = _training_group(stack, config, requests["reference"], ReferenceWorker, bundles, arguments)
@@ -185,7 +187,9 @@ def _training_group(
         worker_class,
         bundles[request.pool],
         Share(request.cpus, request.gpus),
-        dp=request.actors,
+        dp=config.policy.ranks,
+        cp=config.policy.parallel.context_parallel,
+        tp=config.policy.parallel.tensor_parallel,
         arguments=arguments,
         timeout_s=config.resources.start_timeout_s,
     )

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from balancing import CostModel, Plan, plan_batch
+from balancing.alignment import group_cap
 from controller import advantages
 from controller.config import Config
 from controller.console import Console
@@ -184,8 +185,12 @@ class Trainer:
 
     def advantages(self, batch: RemoteBatch) -> np.ndarray:
         """One advantage a sequence, float32 [B]."""
-        by_std = self.config.algorithm.normalize_by_std
-        return advantages.grpo(batch["reward"], batch["uid"], normalize_by_std=by_std).astype(np.float32)
+        algorithm = self.config.algorithm
+        columns = {"reward": batch["reward"], "uid": batch["uid"], "tokens": batch["response_tokens"]}
+        estimated = advantages.estimate(
+            algorithm.advantage, columns, normalize_by_std=algorithm.normalize_by_std, k=algorithm.pass_k
+        )
+        return estimated.astype(np.float32)
 
     def plan(self, batch: RemoteBatch, mini_batches: list[np.ndarray], max_tokens: int) -> Plan:
         """Who computes what and when; mini-batches stay as drawn."""
@@ -194,11 +199,13 @@ class Trainer:
             batch["length"],
             ranks=policy.ranks,
             mini_batches=mini_batches,
-            max_tokens=max_tokens,
+            max_tokens=group_cap(max_tokens, policy.parallel.context_parallel),
             max_sequences=policy.max_sequences or None,
             loss_tokens=batch["response_tokens"],
             cost_model=self.cost_model,
             algorithm=cast(Literal["load_balance", "none"], self.config.balance.algorithm),
+            layout=cast(Literal["packed", "padded"], self.config.model.layout),
+            length_multiple=self.config.length_multiple,
         )
 
     def with_log_probs(self, batch: RemoteBatch) -> tuple[RemoteBatch, Metrics]:

@@ -6,6 +6,7 @@ group.log_probs.remote(batch, plan)     returns a GroupFuture; .result() joins
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,18 +123,20 @@ class WorkerGroup:
         share: Share,
         *,
         dp: int,
+        cp: int = 1,
         tp: int = 1,
         arguments: dict[str, Any] | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        """Start dp * tp actors and their process group.
+        """Start dp * cp * tp actors and their process group; the order is that of `workers.model.parallel`.
 
         arguments: keyword arguments of the worker class beside role, coordinates and world_size. Raises WorkerError if
         a worker cannot be built or the process group does not come up within `timeout_s` seconds.
         """
         self.role = role
-        self.ranks = [RankCoordinates(index=i, dp=i // tp, tp=i % tp) for i in range(dp * tp)]
-        self.names = [_actor_name(role, rank, tp) for rank in self.ranks]
+        places = itertools.product(range(dp), range(cp), range(tp))
+        self.ranks = [RankCoordinates(index=i, dp=d, cp=c, tp=t) for i, (d, c, t) in enumerate(places)]
+        self.names = [_actor_name(role, rank, cp, tp) for rank in self.ranks]
         actor_class = ray.remote(worker_class)
         self.actors = [
             actor_class.options(
@@ -176,5 +179,5 @@ class WorkerGroup:
             ray.kill(actor)
 
 
-def _actor_name(role: str, rank: RankCoordinates, tp: int) -> str:
-    return f"{role} dp={rank.dp}" + (f" tp={rank.tp}" if tp > 1 else "")
+def _actor_name(role: str, rank: RankCoordinates, cp: int, tp: int) -> str:
+    return f"{role} dp={rank.dp}" + (f" cp={rank.cp}" if cp > 1 else "") + (f" tp={rank.tp}" if tp > 1 else "")

@@ -33,6 +33,19 @@ def setting(
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A, of which A and B alone are trained."""
+
+    rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", minimum=0)
+    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", minimum=0, exclusive_minimum=True)
+    target_modules: str = setting(
+        "all-linear",
+        "Modules that get an adapter, by the last part of their names, as in `q_proj,v_proj`; `all-linear` is every "
+        "linear module but the output layer.",
+    )
+
+
+@dataclass
 class ModelConfig:
     path: str = setting("???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache.")
     dtype: str = setting(
@@ -42,13 +55,29 @@ class ModelConfig:
     )
     attention: str = setting(
         "auto",
-        "Packed attention kernel: `varlen` (CUDA), `sdpa` (one call a sequence, any device); `auto` picks by device.",
-        choices=("auto", "varlen", "sdpa"),
+        "Attention kernel. Packed: `varlen` (CUDA), `flash` (CUDA, the flash-attn package), `sdpa` (one call a "
+        "sequence, any device). Padded: transformers' own `sdpa` or `eager`. `auto` picks by device and model.",
+        choices=("auto", "varlen", "flash", "sdpa", "eager"),
+    )
+    layout: str = setting(
+        "packed",
+        "`packed`: a micro-batch is one row without padding. `padded`: a row a sequence, rounded up to the longest, "
+        "for models whose attention cannot be told where sequences begin.",
+        choices=("packed", "padded"),
+    )
+    length_multiple: int = setting(
+        1,
+        "Tokens that a sequence (packed) or a row (padded) is padded to a multiple of, for kernels that want it.",
+        minimum=1,
     )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    activation_offload: bool = setting(
+        False, "Keep what gradient checkpointing keeps of each layer in host memory until the backward pass (GPU)."
+    )
     logprob_chunk_tokens: int = setting(
         2048, "Tokens whose logits exist at one time; bounds the memory of log-probs (tokens x vocabulary).", minimum=1
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -64,7 +93,40 @@ class OptimizerConfig:
     schedule: str = setting("constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine"))
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
     total_steps: int = setting(
-        0, "Optimiser steps until `linear` or `cosine` reach 0; 0 takes run.steps times batch.mini_batches.", minimum=0
+        0, "Optimiser steps until `linear` or `cosine` end; 0 takes run.steps times batch.mini_batches.", minimum=0
+    )
+    final_learning_rate_ratio: float = setting(
+        0.0, "Share of the peak learning rate at which `linear` and `cosine` end and stay.", minimum=0, maximum=1
+    )
+    max_skipped_steps: int = setting(
+        10,
+        "Optimiser steps skipped in a row, because loss or gradient was NaN or infinite, after which the run stops.",
+        minimum=1,
+    )
+
+
+@dataclass
+class ParallelConfig:
+    """How the ranks of a training role share one model: ranks = dp * context_parallel * tensor_parallel.
+
+    Methods and their costs stand in `workers.model.context_parallel` and `workers.model.tensor_parallel`.
+    """
+
+    context_parallel: int = setting(
+        1, "Ranks that share each sequence; the token caps then count for the group, cap * context_parallel.", minimum=1
+    )
+    context_parallel_method: str = setting(
+        "ulysses",
+        "`ulysses` exchanges heads for tokens (needs attention heads divisible by context_parallel * tensor_parallel); "
+        "`ring` passes keys and values round, for any number of heads.",
+        choices=("ulysses", "ring"),
+    )
+    tensor_parallel: int = setting(1, "Ranks that share each layer's matrices, heads and vocabulary.", minimum=1)
+    replicate: int = setting(
+        1,
+        "Copies of the sharded model (HSDP): parameters are gathered within dp / replicate ranks, and only gradients "
+        "travel between the copies. 1 shards over all ranks.",
+        minimum=1,
     )
 
 
@@ -80,8 +142,9 @@ class PolicyConfig:
     max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 is no cap.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
-    threads: int = setting(0, "CPU threads of a rank; 0 divides the node's cores by policy.ranks.", minimum=0)
+    threads: int = setting(0, "CPU threads of a worker; 0 divides the node's cores by the role's workers.", minimum=0)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 @dataclass
@@ -136,20 +199,110 @@ class RolloutConfig:
     threads: int = setting(0, "CPU threads of an engine; 0 takes all cores of the node.", minimum=0)
 
 
-@dataclass
-class LossConfig:
-    """The policy loss; formulas stand at the functions in `workers.model.losses`."""
+POLICY_LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
+    "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
+    "reinforce": (),
+    "cispo": ("clip_low", "clip_high"),
+    "gspo": ("clip_low", "clip_high"),
+    "gmpo": ("clip_low", "clip_high"),
+    "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
+    "clip_cov": ("clip_low", "clip_high", "covariance_fraction", "clip_cov_low", "clip_cov_high"),
+    "kl_cov": ("covariance_fraction", "kl_cov_coefficient"),
+}
+"""The policy losses, and the settings that only some of them read."""
 
-    name: str = setting("ppo_clip", "Policy loss.", choices=("ppo_clip",))
-    clip_low: float = setting(0.2, "Lower clip: ratios below 1 - clip_low give no gradient.", minimum=0, maximum=1)
-    clip_high: float = setting(0.2, "Upper clip: ratios above 1 + clip_high give no gradient.", minimum=0)
+
+@dataclass
+class RolloutCorrectionConfig:
+    """Sampler and trainer differ by rounding and kernels; this weighs each token by how much it matters.
+
+    Formulas stand in `workers.model.losses.correction`.
+    """
+
+    weights: str = setting(
+        "none",
+        "Truncated importance weights of trainer over sampler: of each `token`, or of the whole `sequence`.",
+        choices=("none", "token", "sequence"),
+    )
+    cap: float = setting(2.0, "Where importance weights are truncated.", minimum=0, exclusive_minimum=True)
+    rejection: str = setting(
+        "none",
+        "Leave out each `token` whose ratio, or each `sequence` whose geometric mean of ratios, is out of bounds.",
+        choices=("none", "token", "sequence"),
+    )
+    rejection_low: float = setting(0.5, "Lower bound of what is kept.", minimum=0, maximum=1, exclusive_minimum=True)
+    rejection_high: float = setting(2.0, "Upper bound of what is kept.", minimum=1)
+
+
+@dataclass
+class ValueLossConfig:
+    """The critic's loss; formulas stand in `workers.model.losses.value`."""
+
+    clip: float = setting(
+        0.2, "Values further than this from those before the update give no gradient; 0 is plain regression.", minimum=0
+    )
     aggregation: str = setting(
         "token_mean",
         "How token losses become one number; every denominator is that of the whole mini-batch.",
         choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"),
     )
+
+
+@dataclass
+class LossConfig:
+    """The policy loss; formulas stand at the functions in `workers.model.losses`."""
+
+    name: str = setting(
+        "ppo_clip",
+        "Policy loss; `custom` takes algorithm.loss.function.",
+        choices=(*POLICY_LOSS_SETTINGS, "custom"),
+    )
+    function: str = setting(
+        "", "A loss of your own, `module:function`, decorated with `workers.model.losses.policy_loss`."
+    )
+    clip_low: float = setting(
+        0.2, "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).", minimum=0, maximum=1
+    )
+    clip_high: float = setting(
+        0.2, "Upper clip: ratios above 1 + clip_high give no gradient (gmpo: of the log-ratio).", minimum=0
+    )
+    dual_clip: float = setting(
+        0.0, "Bound on the loss of a token with negative advantage, in advantages; 0 is none, else above 1.", minimum=0
+    )
+    sapo_tau_positive: float = setting(
+        1.0, "Steepness of SAPO's gate at positive advantages.", minimum=0, exclusive_minimum=True
+    )
+    sapo_tau_negative: float = setting(
+        1.05, "Steepness of SAPO's gate at other advantages.", minimum=0, exclusive_minimum=True
+    )
+    covariance_fraction: float = setting(
+        0.0002,
+        "Share of a mini-batch's tokens that clip_cov or kl_cov holds back.",
+        minimum=0,
+        maximum=1,
+        exclusive_minimum=True,
+    )
+    clip_cov_low: float = setting(1.0, "Covariance above which clip_cov draws tokens.")
+    clip_cov_high: float = setting(5.0, "Covariance below which clip_cov draws tokens.")
+    kl_cov_coefficient: float = setting(1.0, "Weight of kl_cov's penalty.", minimum=0)
+    aggregation: str = setting(
+        "auto",
+        "How token losses become one number; every denominator is that of the whole mini-batch. `auto` is the loss's "
+        "own, as in its paper.",
+        choices=(
+            "auto",
+            "token_mean",
+            "sequence_mean_token_mean",
+            "sequence_mean_token_sum",
+            "sequence_mean_token_sum_norm",
+        ),
+    )
+    constant_length: int = setting(
+        0, "Tokens that sequence_mean_token_sum_norm divides a sequence's sum by (Dr. GRPO).", minimum=0
+    )
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.", minimum=0)
     kl_coefficient: float = setting(
         0.0, "Weight of the KL to the reference in the loss; 0 starts no reference.", minimum=0
     )
-    kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3"))
+    kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

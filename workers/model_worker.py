@@ -5,7 +5,7 @@ import torch
 
 from balancing import RankPlan
 from workers.base import Worker
-from workers.config import ModelConfig, OptimizerConfig
+from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, RankCoordinates, Split, dispatch
 from workers.errors import DataError
@@ -30,6 +30,7 @@ class ModelWorker(Worker):
         threads: int = 0,
         cpu_offload: bool = False,
         reshard_after_forward: bool = True,
+        parallel: ParallelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 0,
     ) -> None:
@@ -42,6 +43,7 @@ class ModelWorker(Worker):
             "cpu_offload": cpu_offload,
             "reshard_after_forward": reshard_after_forward,
             "temperature": temperature,
+            "parallel": parallel,
         }
         self._model = model
 

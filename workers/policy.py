@@ -79,6 +79,24 @@ class PolicyWorker(ModelWorker):
         self.free_cached_memory()
 
     @dispatch(Split.ALL)
+    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any], score: float | None = None) -> None:
+        """Begin to save what training needs to go on, beside the driver's own `extra`; see `Engine.save_checkpoint`.
+
+        Raises CheckpointError if the save before this one failed.
+        """
+        self.engine.save_checkpoint(path, step=step, extra=extra, score=score)
+
+    @dispatch(Split.ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Return when no save is under way. Raises CheckpointError if the last one failed."""
+        self.engine.wait_for_checkpoint()
+
+    @dispatch(Split.ALL, Join.RANK_ZERO)
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
+        """Go on from a checkpoint; returns the driver's `extra`. Raises CheckpointError if it is torn or foreign."""
+        return self.engine.load_checkpoint(path)
+
+    @dispatch(Split.ALL)
     def save_pretrained(self, path: str) -> None:
         """Write the model and tokenizer in Hugging Face format; rank zero writes, all take part."""
         self.engine.save_pretrained(path)

@@ -14,6 +14,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     write_workspace(tmp_path)
+    (tmp_path / "losses.py").write_text("def mine(predictions, config): ...")
     return tmp_path
 
 
@@ -41,7 +42,18 @@ def test_the_configuration_of_the_workspace_is_accepted(workspace: Path) -> None
         ("resources.device=cuda", "policy.cpu_offload=true", "rollout.replicas=2"),
         ("resources.device=cuda", "rollout.placement=apart", "rollout.replicas=3", "rollout.tensor_parallel=4"),
         ("validation.sampling.temperature=0",),
+        ("policy.max_tokens=48", "policy.parallel.context_parallel=2"),
+        ("policy.parallel.context_parallel=3", "policy.parallel.context_parallel_method=ring"),
+        ("policy.parallel.tensor_parallel=2", "policy.parallel.replicate=2"),
+        ("resources.device=cuda", "policy.parallel.tensor_parallel=2", "rollout.replicas=4"),
         ("rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20"),
+        ("algorithm.advantage=pass_at_k", "algorithm.pass_k=1"),
+        ("algorithm.advantage=reinforce_plus_plus", "rollout.samples_per_prompt=1", "batch.prompts_per_step=8"),
+        ("algorithm.loss.dual_clip=3", "algorithm.loss.clip_high=0.28"),
+        ("algorithm.loss.name=kl_cov", "algorithm.loss.covariance_fraction=0.002"),
+        ("algorithm.loss.aggregation=sequence_mean_token_sum_norm", "algorithm.loss.constant_length=64"),
+        ("algorithm.loss.rollout_correction.weights=token", "algorithm.loss.rollout_correction.cap=3"),
+        ("algorithm.loss.name=custom", "algorithm.loss.function=losses:mine"),
     ],
     ids=" ".join,
 )
@@ -56,8 +68,75 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (("reference.forward_max_tokens=99",), "reference.forward_max_tokens=99 has no effect without"),
         (("algorithm.loss.kl_estimator=k1",), "algorithm.loss.kl_estimator=k1 has no effect without"),
         (
+            ("algorithm.loss.name=reinforce", "algorithm.loss.clip_low=0.1"),
+            "algorithm.loss.clip_low=0.1 has no effect without algorithm.loss.name=ppo_clip or cispo or gspo",
+        ),
+        (
+            ("batch.mini_batches=1", "algorithm.loss.clip_high=0.3"),
+            "algorithm.loss.clip_high=0.3 has no effect without batch.mini_batches",
+        ),
+        (
+            ("algorithm.loss.sapo_tau_negative=2",),
+            "algorithm.loss.sapo_tau_negative=2.0 has no effect without algorithm.loss.name=sapo",
+        ),
+        (
+            ("algorithm.advantage=rloo", "algorithm.normalize_by_std=false"),
+            "algorithm.normalize_by_std=False has no effect without algorithm.advantage=grpo",
+        ),
+        (("algorithm.pass_k=2",), "algorithm.pass_k=2 has no effect without algorithm.advantage=pass_at_k"),
+        (
+            ("algorithm.advantage=pass_at_k", "rollout.samples_per_prompt=4"),
+            "algorithm.pass_k=4 is not below rollout.samples_per_prompt=4",
+        ),
+        (
+            ("algorithm.advantage=maxrl", "rollout.samples_per_prompt=1"),
+            "rollout.samples_per_prompt=1 leaves algorithm.advantage=maxrl nothing to compare",
+        ),
+        (
+            ("algorithm.advantage=reinforce_plus_plus", "algorithm.groups_without_signal=drop"),
+            "algorithm.groups_without_signal=drop with algorithm.advantage=reinforce_plus_plus leaves out",
+        ),
+        (("algorithm.loss.function=losses:mine",), "algorithm.loss.function=losses:mine has no effect without"),
+        (("algorithm.loss.name=custom",), "algorithm.loss.function='' must be module:function."),
+        (
+            ("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:mine"),
+            "algorithm.loss.function='losses.py:mine' must be module:function.",
+        ),
+        (
+            ("algorithm.loss.name=custom", "algorithm.loss.function=losses:gone"),
+            "algorithm.loss.function='losses:gone': ",
+        ),
+        (("algorithm.loss.constant_length=64",), "algorithm.loss.constant_length=64 has no effect without"),
+        (
+            ("algorithm.loss.aggregation=sequence_mean_token_sum_norm",),
+            "algorithm.loss.aggregation=sequence_mean_token_sum_norm divides by algorithm.loss.constant_length",
+        ),
+        (("algorithm.loss.rollout_correction.cap=3",), "algorithm.loss.rollout_correction.cap=3.0 has no effect"),
+        (
+            ("algorithm.loss.rollout_correction.rejection_low=0.1",),
+            "algorithm.loss.rollout_correction.rejection_low=0.1 has no effect",
+        ),
+        (
+            ("batch.mini_batches=1", "algorithm.loss.name=clip_cov"),
+            "algorithm.loss.name=clip_cov chooses tokens by their old log-probs",
+        ),
+        (("algorithm.loss.dual_clip=1",), "algorithm.loss.dual_clip=1.0 must be above 1"),
+        (
+            ("algorithm.loss.name=clip_cov", "algorithm.loss.clip_cov_low=5"),
+            "algorithm.loss.clip_cov_low=5.0 is not below clip_cov_high=5.0",
+        ),
+        (
             ("policy.optimizer.total_steps=9",),
             "policy.optimizer.total_steps=9 has no effect without policy.optimizer.sch",
+        ),
+        (
+            ("policy.optimizer.final_learning_rate_ratio=0.1",),
+            "policy.optimizer.final_learning_rate_ratio=0.1 has no effect without policy.optimizer.schedule=linear",
+        ),
+        (("model.lora.alpha=8",), "model.lora.alpha=8.0 has no effect without model.lora.rank above 0"),
+        (
+            ("model.lora.target_modules=q_proj",),
+            "model.lora.target_modules=q_proj has no effect without model.lora.rank above 0",
         ),
         (("data.validation=''", "validation.every=5"), "validation.every=5 has no effect without data.validation"),
         (("policy.cpu_offload=true",), "policy.cpu_offload=True has no effect without GPUs"),
@@ -77,6 +156,40 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             ("policy.max_tokens=95",),
             "policy.max_tokens=95 is below the longest possible sequence, data.max_prompt_tokens=32",
         ),
+        (
+            ("policy.max_tokens=96", "model.length_multiple=64"),
+            "policy.max_tokens=96 is below the longest possible sequence, data.max_prompt_tokens=32 + "
+            "rollout.sampling.max_new_tokens=64 = 96 tokens, 128 as a multiple of 64; raise the cap",
+        ),
+        (
+            ("policy.max_tokens=47", "policy.parallel.context_parallel=2"),
+            "policy.max_tokens=47 times policy.parallel.context_parallel=2 is below the longest possible sequence",
+        ),
+        (("policy.parallel.replicate=3",), "policy.parallel.replicate=3 does not divide policy.ranks=2"),
+        (
+            ("policy.parallel.context_parallel_method=ring",),
+            "policy.parallel.context_parallel_method=ring has no effect without policy.parallel.context_parallel",
+        ),
+        (
+            (
+                "policy.parallel.context_parallel=2",
+                "policy.parallel.context_parallel_method=ring",
+                "model.attention=sdpa",
+            ),
+            "model.attention=sdpa has no effect without policy.parallel.context_parallel_method=ulysses",
+        ),
+        (
+            ("policy.parallel.context_parallel=8",),
+            "policy.parallel.context_parallel * tensor_parallel = 8 does not divide the 4 attention heads of model; "
+            "set policy.parallel.context_parallel_method=ring",
+        ),
+        (("policy.parallel.tensor_parallel=4",), "policy.parallel.tensor_parallel=4 does not divide the 2 key-value"),
+        (
+            ("policy.parallel.tensor_parallel=2", "model.layout=padded"),
+            "model.layout=padded does not share sequences between ranks",
+        ),
+        (("policy.parallel.tensor_parallel=2", "model.lora.rank=8"), "adapters are not shared between ranks"),
+        (("model.activation_offload=true",), "model.activation_offload=True has no effect without"),
         (("policy.forward_max_tokens=95",), "policy.forward_max_tokens=95 is below the longest possible sequence"),
         (
             ("algorithm.loss.kl_coefficient=0.1", "reference.forward_max_tokens=95"),
@@ -101,6 +214,9 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "rollout.replicas * rollout.tensor_parallel = 3 GPUs are more",
         ),
         (("model.attention=varlen",), "model.attention=varlen is a CUDA kernel"),
+        (("model.attention=flash",), "model.attention=flash is a CUDA kernel"),
+        (("model.attention=eager",), "model.attention=eager is not for model.layout=packed"),
+        (("model.attention=varlen", "model.layout=padded"), "model.attention=varlen is not for model.layout=padded"),
         (
             ("resources.device=cuda", "model.attention=varlen", "model.dtype=float32"),
             "model.attention=varlen takes half precision only",
