@@ -36,7 +36,7 @@ class RunConfig:
     name: str = setting(
         "",
         "Name of the run: its folder below run.dir. Empty takes the name of the configuration file, or of its folder "
-        "if that is config.yaml, and the next free number where runs of that name are there.",
+        "if that is config.yaml, and, unless run.resume=auto, the next free number where runs of that name are there.",
     )
     dir: str = setting("runs", "Folder of all runs.")
     steps: int = setting(100, "Steps: rounds of generation and training.", minimum=1)
@@ -45,6 +45,17 @@ class RunConfig:
     )
     log_completions: int = setting(0, "Samples printed at every step with their rewards; 0 prints none.", minimum=0)
     save_every: int = setting(0, "Steps between saved models; 0 saves only at the end.", minimum=0)
+    checkpoint_every: int = setting(
+        0,
+        "Steps between checkpoints, from which a run goes on as if never stopped; 0 writes none.",
+        minimum=0,
+    )
+    keep_checkpoints: int = setting(2, "Checkpoints that are kept: the last so many.", minimum=1)
+    resume: str = setting(
+        "never",
+        "`auto` goes on from the last good checkpoint of run.name, or starts where there is none; a path goes on from "
+        "that checkpoint, or the last one of that run, under a new name; `never` starts from the beginning.",
+    )
 
 
 @dataclass
@@ -348,7 +359,9 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     type or out of range, and a key without default that is not set.
     """
     config = config_file.read(Config, path, overrides)
-    config.run.name = config.run.name or _free_name(config.run.dir, _default_name(path))
+    if not config.run.name:
+        name = _default_name(path)
+        config.run.name = name if config.run.resume == "auto" else _free_name(config.run.dir, name)
     return config
 
 

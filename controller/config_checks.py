@@ -9,15 +9,17 @@ What a cluster can give is known only to Ray and is checked when the placement g
 import math
 import os
 import re
+from pathlib import Path
 from typing import Any
 
+from controller.checkpoint import checkpoints_at
 from controller.config import Config
 from controller.config_file import settings, value_of
 from controller.function_files import check_function
 from controller.model_files import ModelFiles, read_model_files
 from controller.records import iter_records
 from workers.config import POLICY_LOSS_SETTINGS
-from workers.errors import ConfigError, DataError
+from workers.errors import CheckpointError, ConfigError, DataError
 
 
 def check(config: Config) -> None:
@@ -141,6 +143,11 @@ NO_EFFECT_WITHOUT = (
         ("validation.",),
     ),
     (
+        "run.checkpoint_every above 0",
+        lambda c: c.run.checkpoint_every > 0,
+        ("run.keep_checkpoints",),
+    ),
+    (
         "algorithm.groups_without_signal=replace",
         lambda c: c.algorithm.groups_without_signal == "replace",
         ("algorithm.max_sampling_rounds",),
@@ -192,8 +199,12 @@ def _check_run(config: Config) -> None:
         raise ConfigError(
             f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
         )
-    if config.run_folder.exists():
-        raise ConfigError(f"run.name: {config.run_folder} holds a run already; choose another name or remove it.")
+    if config.run_folder.exists() and config.run.resume != "auto":
+        raise ConfigError(
+            f"run.name: {config.run_folder} holds a run already; choose another name, remove it, or go on with it by "
+            "run.resume=auto."
+        )
+    _check_resume(config.run.resume)
     existing = config.run_folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -204,6 +215,16 @@ def _check_run(config: Config) -> None:
             f"resources.ray_address={config.resources.ray_address}: Ray Client is not supported; start the run inside "
             "the cluster with `ray job submit`."
         )
+
+
+def _check_resume(resume: str) -> None:
+    if resume in ("never", "auto"):
+        return
+    try:
+        if not checkpoints_at(Path(resume)):
+            raise ConfigError(f"run.resume={resume}: there is no complete checkpoint; it may also be auto or never.")
+    except CheckpointError as error:
+        raise ConfigError(f"run.resume: {error}") from None
 
 
 def _check_batch(config: Config) -> None:

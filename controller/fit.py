@@ -113,6 +113,7 @@ def _check_columns(path: str, records: list[Record], function: RewardFunction) -
 
 def run(config: Config, inputs: Inputs) -> None:
     """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
+    from controller.checkpoint import go_on
     from controller.console import Console
     from controller.metrics import RunWriter
     from controller.roles import start_roles
@@ -123,21 +124,23 @@ def run(config: Config, inputs: Inputs) -> None:
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
             if count:
                 console.say(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
-    with (
-        _ray_session(config, console),
-        start_roles(config, inputs.reward_functions, console) as roles,
-        RunWriter(config.run_folder, to_yaml(config), tensorboard=config.tracking.tensorboard) as writer,
-    ):
-        trainer = Trainer(
-            config,
-            roles,
-            inputs.prompts,
-            inputs.validation,
-            cost_model=inputs.cost_model,
-            writer=writer,
-            console=console,
-        )
-        writer.summary(trainer.fit().summary())
+    with _ray_session(config, console), start_roles(config, inputs.reward_functions, console) as roles:
+        progress = go_on(config, roles, console)
+        # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
+        with RunWriter(
+            config.run_folder, to_yaml(config), tensorboard=config.tracking.tensorboard, after=progress.step
+        ) as writer:
+            trainer = Trainer(
+                config,
+                roles,
+                inputs.prompts,
+                inputs.validation,
+                cost_model=inputs.cost_model,
+                writer=writer,
+                console=console,
+                progress=progress,
+            )
+            writer.summary(trainer.fit().summary())
     console.say(f"{config.run_folder}: model, metrics.jsonl, summary.json, tensorboard")
 
 

@@ -3,10 +3,10 @@
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 from controller.validation import Graded
 
@@ -14,17 +14,18 @@ from controller.validation import Graded
 class RunWriter:
     """Writes `runs/NAME/`. metrics.jsonl gets one line a step, flushed at once, so that a killed run loses nothing."""
 
-    def __init__(self, folder: Path, config_yaml: str, *, tensorboard: bool = True) -> None:
+    def __init__(self, folder: Path, config_yaml: str, *, tensorboard: bool = True, after: int = 0) -> None:
+        """`after`: the step that a run goes on from; what it recorded beyond that comes again. 0 keeps nothing."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         (folder / "config.yaml").write_text(config_yaml)
-        self._lines = (folder / "metrics.jsonl").open("w", encoding="utf-8")
-        self._lengths = (folder / "lengths.jsonl").open("w", encoding="utf-8")
+        self._lines = _lines_until(folder / "metrics.jsonl", after)
+        self._lengths = _lines_until(folder / "lengths.jsonl", after)
         self._tensorboard = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1 if after else None)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step (from 1; 0 is the validation before training)."""
@@ -62,6 +63,19 @@ class RunWriter:
         self._lengths.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def _lines_until(path: Path, step: int) -> TextIO:
+    """A file of JSON lines to append to, without the lines of later steps than `step` or one cut short by a crash."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            if step and json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    file = path.open("w", encoding="utf-8")
+    file.writelines(kept)
+    file.flush()
+    return file
 
 
 def finite(value: float) -> float | None:

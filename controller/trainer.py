@@ -6,7 +6,6 @@
 The driver works on lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`).
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
 from controller import advantages
+from controller.checkpoint import FOLDER, Progress, checkpoint_path
 from controller.config import Config
 from controller.console import Console
 from controller.data import Prompt, PromptDataset, Prompts
@@ -28,6 +28,7 @@ from controller.validation import summarize
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.metrics import Metrics, results
+from workers.model.checkpoint_folder import prune
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleRequest, sample_seed
 
@@ -69,34 +70,39 @@ class Trainer:
         cost_model: CostModel,
         writer: RunWriter,
         console: Console,
+        progress: Progress | None = None,
     ) -> None:
-        """`cost_model`: FLOPs of a sequence, which the plan balances."""
+        """`cost_model`: FLOPs of a sequence, which the plan balances. `progress`: that of the checkpoint which the
+        policy has loaded, if any."""
         self.config, self.roles = config, roles
         self.prompts, self.validation = prompts, validation
         self.cost_model, self.writer, self.console = cost_model, writer, console
-        self.weight_version = 0
-        self.position = 0  # of the next prompt in the stream
-        self.best = -math.inf
+        self.progress = progress or Progress()
 
     def fit(self) -> Outcome:
-        """Validate, train for `run.steps` steps, validate."""
-        run, every = self.config.run, self.config.validation.every
-        before = latest = self.validate(0)
-        self.writer.step(0, prefixed("validation", before))
+        """Validate, train for `run.steps` steps, validate; or do what is left of that."""
+        run, every, progress = self.config.run, self.config.validation.every, self.progress
+        if progress.step:
+            self.roles.send_weights(progress.weight_version)
+        else:
+            progress.before = progress.latest = self.validate(0)
+            self.writer.step(0, prefixed("validation", progress.before))
         steps = []
-        for step in range(1, run.steps + 1):
+        for step in range(progress.step + 1, run.steps + 1):
             metrics = self.step(step)
             if step == run.steps or (every and step % every == 0):
-                latest = self.validate(step)
-                metrics |= prefixed("validation", latest)
+                progress.latest = self.validate(step)
+                metrics |= prefixed("validation", progress.latest)
+            progress.step = step
             # Recorded before it is shown: what was seen on the terminal is in the file.
             self.writer.step(step, metrics)
             self.console.step(step, run.steps, metrics)
             steps.append(metrics)
-            if run.save_every and step % run.save_every == 0:
-                self.save(f"model-{step}")
+            self.save_what_is_due(step)
         self.save("model")
-        return Outcome(before, latest, tuple(steps))
+        if run.checkpoint_every:
+            self.roles.policy.wait_for_checkpoint()
+        return Outcome(progress.before, progress.latest, tuple(steps))
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the picture above; returns its metrics."""
@@ -111,7 +117,7 @@ class Trainer:
                 metrics |= self.learn(batch, step, watch)
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
         metrics["throughput/tokens_per_s"] = float(rollout.batch["length"].sum()) / watch.seconds["step"]
-        metrics["rollout/weight_version"] = float(self.weight_version)
+        metrics["rollout/weight_version"] = float(self.progress.weight_version)
         return metrics
 
     def learn(self, batch: RemoteBatch, step: int, watch: Stopwatch) -> dict[str, float]:
@@ -139,8 +145,8 @@ class Trainer:
         rounds: list[Rollout] = []
         kept: list[RemoteBatch] = []
         while wanted and len(rounds) < limit:
-            prompts = self.prompts.take(self.position, wanted)
-            self.position += wanted
+            prompts = self.prompts.take(self.progress.position, wanted)
+            self.progress.position += wanted
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
             rounds.append(self.shaped(found))
             kept.append(self.keep_groups_with_signal(rounds[-1].batch))
@@ -227,6 +233,16 @@ class Trainer:
             batch = batch.with_tokens(reference_log_probs=passed.tokens["log_probs"])
         return batch, mismatch
 
+    def save_what_is_due(self, step: int) -> None:
+        """A model or a checkpoint, where one is to be saved after this step."""
+        run, folder = self.config.run, self.writer.folder.resolve()
+        if run.save_every and step % run.save_every == 0:
+            self.save(f"model-{step}")
+        if run.checkpoint_every and step % run.checkpoint_every == 0:
+            with self.console.phase("checkpoint"):
+                self.roles.policy.save_checkpoint(str(checkpoint_path(folder, step)), step, self.progress.to_json())
+            prune(folder / FOLDER, run.keep_checkpoints)
+
     def save(self, name: str) -> None:
         """The model and tokenizer in Hugging Face format, in the run's folder."""
         with self.console.phase("saving"):
@@ -234,8 +250,8 @@ class Trainer:
 
     def send_weights(self) -> None:
         """New weights to every engine, under the next version."""
-        self.weight_version += 1
-        self.roles.send_weights(self.weight_version)
+        self.progress.weight_version += 1
+        self.roles.send_weights(self.progress.weight_version)
 
     def validate(self, step: int) -> dict[str, float]:
         """Grade responses to the held-out prompts, record and show them; empty without data.validation."""
@@ -258,8 +274,8 @@ class Trainer:
             return
         if name not in metrics:
             raise ConfigError(f"validation.keep_best={name} is not a validation metric; there are {sorted(metrics)}.")
-        if metrics[name] > self.best:
-            self.best = metrics[name]
+        if self.progress.best is None or metrics[name] > self.progress.best:
+            self.progress.best = metrics[name]
             if step:  # at step 0 it is the model that the run was given
                 self.save("model-best")
 

@@ -1,0 +1,80 @@
+"""Where a run stands, and where to find it again.
+
+    runs/NAME/checkpoints/policy/step-30     the policy's state; its manifest carries the driver's Progress
+    run.resume --checkpoints_at--> newest first --the first that loads--> Progress
+
+The policy's half is `workers.model.checkpoint`: both stand or fall together.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workers.errors import CheckpointError, WorkerError
+from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest
+
+if TYPE_CHECKING:
+    from controller.config import Config
+    from controller.console import Console
+    from controller.roles import Roles
+
+FOLDER = Path("checkpoints") / "policy"
+
+
+@dataclass
+class Progress:
+    """What the driver must know to go on after a step; everything else follows from the configuration and the seed.
+
+    step: the last one that is complete. position: the next prompt's place in the stream. weight_version: of the
+    policy's weights. best: highest value of validation.keep_best so far. before, latest: validations.
+    """
+
+    step: int = 0
+    position: int = 0
+    weight_version: int = 0
+    best: float | None = None
+    before: dict[str, float] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the manifest of a checkpoint carries it."""
+        return asdict(self)
+
+
+def checkpoint_path(run_folder: Path, step: int) -> Path:
+    """Where the checkpoint after `step` stands."""
+    return run_folder / FOLDER / f"step-{step}"
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The complete checkpoints to go on from, newest first: `path` itself, or those of the run whose folder it is.
+
+    Raises CheckpointError for a checkpoint that is not complete, naming what is wrong with it.
+    """
+    if (path / MANIFEST).exists():
+        read_manifest(path)
+        return [path]
+    return [found for found, _ in reversed(complete(path / FOLDER))]
+
+
+def go_on(config: "Config", roles: "Roles", console: "Console") -> Progress:
+    """Load the newest good checkpoint that run.resume asks for; a fresh Progress where it asks for none.
+
+    One that cannot be loaded is named and the one before it is taken. Raises CheckpointError if there are some and none
+    can be loaded: to start anew would throw them away.
+    """
+    if config.run.resume == "never":
+        return Progress()
+    folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
+    candidates = checkpoints_at(folder.resolve())
+    for path in candidates:
+        try:
+            progress = Progress(**roles.policy.load_checkpoint(str(path)))
+        except WorkerError as error:
+            console.say(f"{path} cannot be loaded: {error}")
+            continue
+        console.say(f"going on from {path}")
+        return progress
+    if candidates:
+        raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")
+    return Progress()

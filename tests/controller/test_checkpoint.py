@@ -1,0 +1,63 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from controller.checkpoint import FOLDER, Progress, checkpoint_path, checkpoints_at
+from controller.metrics import RunWriter
+from workers.errors import CheckpointError
+from workers.model.checkpoint_folder import Manifest, StoredFile, commit, unfinished_folder
+
+
+def write(path: Path, step: int) -> Path:
+    unfinished = unfinished_folder(path)
+    unfinished.mkdir(parents=True)
+    (unfinished / "shard").write_bytes(b"weights")
+    files = {"shard": StoredFile.of(unfinished / "shard")}
+    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step).to_json(), None, files))
+    return path
+
+
+def test_the_checkpoints_of_a_run_are_found_newest_first(tmp_path: Path) -> None:
+    paths = [write(checkpoint_path(tmp_path, step), step) for step in (9, 30, 10)]
+    assert checkpoints_at(tmp_path) == [paths[1], paths[2], paths[0]]
+    assert checkpoints_at(paths[0]) == [paths[0]]
+    assert checkpoints_at(tmp_path / "nothing") == []
+
+
+def test_a_torn_checkpoint_is_passed_over_and_refused_by_name(tmp_path: Path) -> None:
+    good, torn = (write(checkpoint_path(tmp_path, step), step) for step in (1, 2))
+    (torn / "shard").write_bytes(b"wei")
+    assert checkpoints_at(tmp_path) == [good]
+    with pytest.raises(CheckpointError, match=f"{torn.name} is torn: shard has 3 bytes and should have 7"):
+        checkpoints_at(torn)
+
+
+def test_progress_survives_json() -> None:
+    progress = Progress(3, 96, 4, 0.5, {"reward": 0.1}, {"reward": 0.2})
+    assert Progress(**json.loads(json.dumps(progress.to_json()))) == progress
+
+
+def test_a_run_that_goes_on_keeps_its_records_until_the_checkpoint(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, "", tensorboard=False) as writer:
+        for step in range(5):
+            writer.step(step, {"loss": float(step)})
+            writer.lengths(step, [step])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # the crash
+    with RunWriter(tmp_path, "", tensorboard=False, after=2) as writer:
+        writer.step(3, {"loss": 30.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    assert len((tmp_path / "lengths.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_run_that_starts_anew_keeps_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunWriter(tmp_path, "", tensorboard=False) as writer:
+            writer.step(1, {"loss": 1.0})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_checkpoints_have_a_folder_of_their_own_for_each_engine() -> None:
+    assert Path("checkpoints/policy") == FOLDER
