@@ -169,8 +169,9 @@ class AlgorithmConfig:
 class BalanceConfig:
     algorithm: str = setting(
         "load_balance",
-        "How sequences are dealt to ranks and micro-batches: by workload, or `none`: in the order drawn.",
-        choices=("load_balance", "none"),
+        "How sequences are dealt to ranks and micro-batches: `load_balance` plans all ranks and micro-steps at once, "
+        "`none` keeps the order drawn; the others balance rank by rank as those systems do, with the caps kept.",
+        choices=("load_balance", "none", "verl", "roll", "mindspeed_rl"),
     )
 
 

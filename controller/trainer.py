@@ -15,6 +15,7 @@ import numpy as np
 
 from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
+from balancing.plan import PlanAlgorithm
 from controller import advantages
 from controller.checkpoint import FOLDER, Progress, checkpoint_path
 from controller.config import Config
@@ -209,7 +210,7 @@ class Trainer:
             max_sequences=policy.max_sequences or None,
             loss_tokens=batch["response_tokens"],
             cost_model=self.cost_model,
-            algorithm=cast(Literal["load_balance", "none"], self.config.balance.algorithm),
+            algorithm=cast(PlanAlgorithm, self.config.balance.algorithm),
             layout=cast(Literal["packed", "padded"], self.config.model.layout),
             length_multiple=self.config.length_multiple,
         )

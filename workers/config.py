@@ -75,7 +75,7 @@ class ModelConfig:
         False, "Keep what gradient checkpointing keeps of each layer in host memory until the backward pass (GPU)."
     )
     logprob_chunk_tokens: int = setting(
-        2048, "Tokens whose logits exist at one time; bounds the memory of log-probs (tokens x vocabulary).", minimum=1
+        256, "Tokens whose logits exist at one time; bounds the memory of log-probs (tokens x vocabulary).", minimum=1
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -25,7 +25,7 @@ def linear_log_probs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 2048,
+    chunk_tokens: int = 256,
     softcap: float | None = None,
     group: dist.ProcessGroup | None = None,
     first_id: int = 0,
