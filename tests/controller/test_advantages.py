@@ -124,7 +124,7 @@ def test_the_paper_row_by_row(name: str, rows: list[Row]) -> None:
 @pytest.mark.parametrize("name", BY_PAPER)
 @settings(max_examples=15, deadline=None)
 @given(rows=ROWS, rng=st.randoms())
-def test_row_order_carries_no_meaning(name: str, rows: list[Row], rng) -> None:
+def test_v4_row_order_carries_no_meaning(name: str, rows: list[Row], rng) -> None:
     order = list(range(len(rows)))
     rng.shuffle(order)
     batch = batch_of(rows)

@@ -8,6 +8,8 @@ from controller.config_checks import check
 from tests.controller.config_workspace import write_model, write_workspace
 from workers.errors import ConfigError
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -28,6 +30,16 @@ def refusal(*overrides: str) -> str:
 
 def test_the_configuration_of_the_workspace_is_accepted(workspace: Path) -> None:
     check(load("config.yaml"))
+
+
+@pytest.mark.parametrize("recipe", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
+    own = ["model.path=model", "data.train=train.jsonl", "data.validation=validation.jsonl"]
+    small = ["data.max_prompt_tokens=32", "rollout.sampling.max_new_tokens=64", "policy.max_tokens=96"]
+    shaped = ["reward.overlong_tokens=16"] if recipe.stem == "dapo" else []
+    config = load(recipe, [*own, *small, *shaped, "reward.function=reward.py:reward"])
+    check(config)
+    assert config.run.name == recipe.stem
 
 
 @pytest.mark.parametrize(
