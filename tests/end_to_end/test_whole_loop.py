@@ -73,7 +73,7 @@ def finished(ray_session, settings: list[str]) -> Run:
 
 def test_a_run_repeats_and_groups_without_signal_are_left_out(ray_session, settings: list[str]) -> None:
     """Sampling, data order, mini-batches and rewards follow from the seed; losses agree up to rounding."""
-    overrides = [*settings, "run.steps=2", "policy.ranks=3", "algorithm.groups_without_signal=drop"]
+    overrides = [*settings, "run.steps=2", "algorithm.groups_without_signal=drop"]
     overrides += ["rollout.samples_per_prompt=2", "policy.optimizer.learning_rate=1e-3"]
     runs = [run_loop([*overrides, f"run.name=repeat-{number}"]).outcome.steps for number in (1, 2)]
     for first, second in zip(*runs, strict=True):
