@@ -14,17 +14,16 @@ from typing import Any
 
 from controller.checkpoint import checkpoints_at
 from controller.config import Config
-from controller.config_file import settings, value_of
+from controller.config_effects import check_settings_have_effect
 from controller.function_files import check_function
 from controller.model_files import ModelFiles, read_model_files
 from controller.records import iter_records
-from workers.config import POLICY_LOSS_SETTINGS
 from workers.errors import CheckpointError, ConfigError, DataError
 
 
 def check(config: Config) -> None:
     """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second."""
-    _check_settings_have_effect(config)
+    check_settings_have_effect(config)
     _check_run(config)
     _check_batch(config)
     _check_loss(config)
@@ -39,159 +38,6 @@ def check(config: Config) -> None:
     _check_reference(config, model)
     _check_data(config, model)
     _check_rewards(config)
-
-
-LOSS_SETTING_READERS = {
-    setting: [loss for loss, names in POLICY_LOSS_SETTINGS.items() if setting in names]
-    for setting in dict.fromkeys(name for names in POLICY_LOSS_SETTINGS.values() for name in names)
-}
-"""The policy losses that read a setting, by setting."""
-
-NO_EFFECT_WITHOUT = (
-    (
-        "batch.mini_batches above 1 (the only update of a step starts where the samples came from: all ratios are 1)",
-        lambda c: c.batch.mini_batches > 1,
-        (
-            "policy.forward_max_tokens",
-            "algorithm.loss.clip_low",
-            "algorithm.loss.clip_high",
-            "algorithm.loss.dual_clip",
-            "algorithm.loss.sapo_tau_",
-        ),
-    ),
-    *(
-        (
-            f"algorithm.loss.name={' or '.join(readers)}",
-            lambda c, readers=readers: c.algorithm.loss.name in (*readers, "custom"),
-            (f"algorithm.loss.{name}",),
-        )
-        for name, readers in LOSS_SETTING_READERS.items()
-    ),
-    (
-        "algorithm.advantage=grpo",
-        lambda c: c.algorithm.advantage == "grpo",
-        ("algorithm.normalize_by_std",),
-    ),
-    (
-        "algorithm.advantage=pass_at_k",
-        lambda c: c.algorithm.advantage == "pass_at_k",
-        ("algorithm.pass_k",),
-    ),
-    (
-        "algorithm.loss.name=custom",
-        lambda c: c.algorithm.loss.name == "custom",
-        ("algorithm.loss.function",),
-    ),
-    (
-        "algorithm.loss.aggregation=sequence_mean_token_sum_norm",
-        lambda c: c.algorithm.loss.aggregation == "sequence_mean_token_sum_norm",
-        ("algorithm.loss.constant_length",),
-    ),
-    (
-        "algorithm.loss.rollout_correction.weights=token or sequence",
-        lambda c: c.algorithm.loss.rollout_correction.weights != "none",
-        ("algorithm.loss.rollout_correction.cap",),
-    ),
-    (
-        "algorithm.loss.rollout_correction.rejection=token or sequence",
-        lambda c: c.algorithm.loss.rollout_correction.rejection != "none",
-        ("algorithm.loss.rollout_correction.rejection_",),
-    ),
-    (
-        "policy.parallel.context_parallel above 1",
-        lambda c: c.policy.parallel.context_parallel > 1,
-        ("policy.parallel.context_parallel_method",),
-    ),
-    (
-        "policy.parallel.context_parallel_method=ulysses (ring has kernels of its own)",
-        lambda c: c.policy.parallel.context_parallel_method == "ulysses",
-        ("model.attention",),
-    ),
-    (
-        "model.gradient_checkpointing",
-        lambda c: c.model.gradient_checkpointing,
-        ("model.activation_offload",),
-    ),
-    (
-        "engines on CPUs",
-        lambda c: not c.uses_gpus,
-        ("rollout.cpu_kv_cache_gib", "rollout.threads"),
-    ),
-    (
-        "a local Ray",
-        lambda c: not c.resources.ray_address,
-        ("resources.dashboard",),
-    ),
-    (
-        "algorithm.loss.kl_coefficient above 0",
-        lambda c: c.uses_reference,
-        ("reference.", "algorithm.loss.kl_estimator"),
-    ),
-    (
-        "policy.optimizer.schedule=linear or cosine",
-        lambda c: c.policy.optimizer.schedule != "constant",
-        ("policy.optimizer.total_steps", "policy.optimizer.final_learning_rate_ratio"),
-    ),
-    (
-        "model.lora.rank above 0",
-        lambda c: c.model.lora.rank > 0,
-        ("model.lora.alpha", "model.lora.target_modules"),
-    ),
-    (
-        "data.validation",
-        lambda c: bool(c.data.validation),
-        ("validation.",),
-    ),
-    (
-        "run.checkpoint_every above 0",
-        lambda c: c.run.checkpoint_every > 0,
-        ("run.keep_checkpoints",),
-    ),
-    (
-        "algorithm.groups_without_signal=replace",
-        lambda c: c.algorithm.groups_without_signal == "replace",
-        ("algorithm.max_sampling_rounds",),
-    ),
-    (
-        "reward.overlong_tokens above 0",
-        lambda c: c.reward.overlong_tokens > 0,
-        ("reward.overlong_penalty",),
-    ),
-    (
-        "validation.samples above 1",
-        lambda c: c.validation.samples > 1,
-        ("validation.success",),
-    ),
-    (
-        "data.curriculum left empty (it orders every epoch itself)",
-        lambda c: not c.data.curriculum,
-        ("data.shuffle",),
-    ),
-    (
-        "GPUs",
-        lambda c: c.uses_gpus,
-        (
-            "model.activation_offload",
-            "policy.cpu_offload",
-            "reference.cpu_offload",
-            "rollout.memory_fraction",
-            "rollout.enforce_eager",
-        ),
-    ),
-)
-"""(what is needed, whether it is there, keys or sections that do nothing without it)"""
-
-
-def _check_settings_have_effect(config: Config) -> None:
-    for needed, is_there, prefixes in NO_EFFECT_WITHOUT:
-        if is_there(config):
-            continue
-        for found in settings(Config()):
-            value = value_of(config, found.key)
-            if found.key.startswith(prefixes) and value != found.default and not found.follows:
-                raise ConfigError(
-                    f"{found.key}={value} has no effect without {needed}; set that, or remove {found.key}."
-                )
 
 
 def _check_run(config: Config) -> None:
@@ -472,7 +318,7 @@ def _check_data(config: Config, model: ModelFiles) -> None:
 
 def _check_sources(config: Config) -> None:
     if bool(config.data.train) == bool(config.data.sources):
-        raise ConfigError("data.train is not set; set it, or data.sources with several of them, and not both.")
+        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
     for path, weight in config.data.sources.items():
         if not (weight > 0 and math.isfinite(weight)):
             raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight}.")
@@ -505,7 +351,7 @@ def first_record(key: str, path: str, prompt_key: str) -> dict[str, Any]:
 
 def _check_rewards(config: Config) -> None:
     if bool(config.reward.function) == bool(config.reward.functions):
-        raise ConfigError("reward.function is not set; set it, or reward.functions with several of them, and not both.")
+        raise ConfigError("one of reward.function and reward.functions (several, by weight) must be set, and not both.")
     key = "reward.functions" if config.reward.functions else "reward.function"
     names: dict[str, str] = {}
     for function, weight in config.reward.weights.items():

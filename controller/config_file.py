@@ -99,6 +99,9 @@ def read(schema: type[Schema], path: str | Path | None, overrides: Sequence[str]
     for source, part in parts:
         _check_keys_and_types(part, known, source)
         merged = OmegaConf.merge(merged, part)
+        for key, found in known.items():  # a mapping given again is meant instead of the one before, not beside it
+            if found.type == Numbers and OmegaConf.select(part, key) is not None:
+                OmegaConf.update(merged, key, OmegaConf.select(part, key), merge=False)
     config = _to_object(merged, known)
     _check_ranges(config, known)
     return cast(Schema, config)

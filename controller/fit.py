@@ -29,6 +29,7 @@ from workers.reward_process import RewardFunction
 
 if TYPE_CHECKING:
     from controller.console import Console
+    from controller.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ def read_inputs(config: Config) -> Inputs:
 def _reward_functions(config: Config, example: Record) -> list[RewardFunction]:
     """The reward functions, tried on the first record and an empty response: one that cannot work stops here."""
     functions = []
+    key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
-        function = load_function("reward.function", name)
+        function = load_function(key, name)
         columns = requested_columns(function, example, name)
         functions.append(RewardFunction(name.rpartition(":")[2], weight, function, columns))
     check_rewards(pack(functions), example, timeout_s=config.reward.timeout_s)
@@ -113,24 +115,32 @@ def _check_columns(path: str, records: list[Record], function: RewardFunction) -
 
 def run(config: Config, inputs: Inputs) -> None:
     """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
-    from controller.checkpoint import go_on
     from controller.console import Console
-    from controller.metrics import RunWriter
-    from controller.roles import start_roles
-    from controller.trainer import Trainer
 
     console = Console()
     for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
             if count:
                 console.say(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
-    with _ray_session(config, console), start_roles(config, inputs.reward_functions, console) as roles:
+    with _ray_session(config, console), training(config, inputs, console) as trainer:
+        trainer.writer.summary(trainer.fit().summary())
+    console.say(f"{config.run_folder}: model, metrics.jsonl, summary.json, tensorboard")
+
+
+@contextmanager
+def training(config: Config, inputs: Inputs, console: "Console") -> Iterator["Trainer"]:
+    """The roles of a run on a connected Ray, its folder, and a trainer that stands where run.resume says; all end."""
+    from controller.checkpoint import go_on
+    from controller.metrics import RunWriter
+    from controller.roles import start_roles
+    from controller.trainer import Trainer
+
+    tensorboard = config.tracking.tensorboard
+    with start_roles(config, inputs.reward_functions, console) as roles:
         progress = go_on(config, roles, console)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
-        with RunWriter(
-            config.run_folder, to_yaml(config), tensorboard=config.tracking.tensorboard, after=progress.step
-        ) as writer:
-            trainer = Trainer(
+        with RunWriter(config.run_folder, to_yaml(config), tensorboard=tensorboard, after=progress.step) as writer:
+            yield Trainer(
                 config,
                 roles,
                 inputs.prompts,
@@ -140,8 +150,6 @@ def run(config: Config, inputs: Inputs) -> None:
                 console=console,
                 progress=progress,
             )
-            writer.summary(trainer.fit().summary())
-    console.say(f"{config.run_folder}: model, metrics.jsonl, summary.json, tensorboard")
 
 
 @contextmanager

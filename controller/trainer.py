@@ -40,11 +40,13 @@ VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that t
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a whole run came to: validation before and after, and the metrics of every step."""
+    """What a whole run came to: validation before and after, the metrics of every step that this process made, and the
+    number of the last step."""
 
     before: dict[str, float]
     after: dict[str, float]
     steps: tuple[dict[str, float], ...]
+    last_step: int
 
     def summary(self) -> dict[str, Any]:
         """The numbers of summary.json; seconds and tokens/s are medians over steps."""
@@ -55,7 +57,7 @@ class Outcome:
                 "tokens_per_second": statistics.median(step["throughput/tokens_per_s"] for step in self.steps),
             }
         validation = {"before": self.before, "after": self.after}
-        return {"steps": len(self.steps), "validation": validation} | speed
+        return {"steps": self.last_step, "validation": validation} | speed
 
 
 class Trainer:
@@ -103,7 +105,8 @@ class Trainer:
         self.save("model")
         if run.checkpoint_every:
             self.roles.policy.wait_for_checkpoint()
-        return Outcome(progress.before, progress.latest, tuple(steps))
+            prune(self.writer.folder / FOLDER, run.keep_checkpoints)
+        return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the picture above; returns its metrics."""

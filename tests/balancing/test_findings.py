@@ -78,7 +78,8 @@ def test_the_given_order_is_to_blame_where_it_was_asked_for():
 def test_planning_rank_by_rank_is_to_blame_where_it_was_asked_for(algorithm):
     lengths = np.random.default_rng(0).integers(1, 300, 64)
     plan = plan_batch(lengths, ranks=4, max_tokens=600, algorithm=algorithm, cost_model=QUADRATIC)
-    only(plan, Cause.RANK_BY_RANK)
+    finding = only(plan, Cause.RANK_BY_RANK)
+    assert finding.waiting == pytest.approx(plan.statistics()["idle_share"])
 
 
 def test_caps_are_to_blame_where_lighter_micro_batches_are_full():

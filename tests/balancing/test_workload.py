@@ -7,6 +7,7 @@ import pytest
 
 from balancing import BalancingError, CostModel
 from balancing.errors import CostModelError, LengthError, OptionError
+from balancing.model_config import SEVEN_BILLION
 
 DENSE = {
     "hidden_size": 8,
@@ -105,19 +106,11 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "vocab_size": 32000,
 }
-QWEN2_7B = {
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-}
 
 
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(DEEPSEEK_V3, 37.0), (QWEN3_30B, 3.3), (MIXTRAL, 12.9), (QWEN2_7B, 7.6)],
+    [(DEEPSEEK_V3, 37.0), (QWEN3_30B, 3.3), (MIXTRAL, 12.9), (SEVEN_BILLION, 7.6)],
     ids=["DeepSeek-V3", "Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen2-7B"],
 )
 def test_two_flops_for_each_active_weight_that_the_makers_publish(config, billions):

@@ -255,10 +255,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (("data.train=reward.py",), "data.train: reward.py is none of .jsonl, .json, .parquet, .arrow, nor a folder"),
         (("data.train=model",), "data.train: model/config.json must be a list of records"),
         (("data.prompt_key=question",), "data.train: train.jsonl:1 has no 'question'; set data.prompt_key"),
-        (("data.train=''",), "data.train is not set; set it, or data.sources"),
+        (("data.train=''",), "one of data.train and data.sources (several, by w"),
         (
             ("data.sources={train.jsonl: 1}",),
-            "data.train is not set; set it, or data.sources with several of them, and",
+            "one of data.train and data.sources (several, by weight) must be set, and not both.",
         ),
         (("data.train=''", "data.sources={train.jsonl: 0}"), "data.sources: the weight of train.jsonl must be above 0"),
         (("data.source_key=kind",), "data.train: the first record of train.jsonl has no column data.source_key='kind'"),
@@ -274,7 +274,7 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             ("data.curriculum=reward.py:reward", "data.shuffle=false"),
             "data.shuffle=False has no effect without data.curriculum left empty",
         ),
-        (("reward.function=''",), "reward.function is not set; set it, or reward.functions"),
+        (("reward.function=''",), "one of reward.function and reward.functions (several"),
         (
             ("reward.function=''", "reward.functions={reward.py:reward: 1, config.py:reward: 1}"),
             "reward.functions='config.py:reward': there is no file config.py",

@@ -169,3 +169,11 @@ SHIPPED = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").glob(
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_configuration_that_ships_fits_the_schema(path: Path) -> None:
     assert load(path).reward.function
+
+
+def test_a_mapping_given_again_replaces_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {path: m}\ndata: {sources: {a.jsonl: 1, b.jsonl: 2}}\nreward: {functions: {f.py:g: 1}}\n")
+    config = load(path, ["data.sources={c.jsonl: 3}"])
+    assert config.data.sources == {"c.jsonl": 3.0}
+    assert config.reward.functions == {"f.py:g": 1.0}

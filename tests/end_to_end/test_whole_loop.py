@@ -9,14 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from controller.config import Config, load, to_yaml
+from controller.config import Config, load
 from controller.config_checks import check
 from controller.console import Console
-from controller.fit import read_inputs
-from controller.metrics import RunWriter
-from controller.roles import start_roles
+from controller.fit import read_inputs, training
 from controller.samples import Rollout
-from controller.trainer import Outcome, Trainer
+from controller.trainer import Outcome
 
 
 @dataclass
@@ -37,22 +35,9 @@ def run_loop(overrides: list[str]) -> Run:
     config = load(None, overrides)
     check(config)
     inputs = read_inputs(config)
-    console = Console()
-    with (
-        start_roles(config, inputs.reward_functions, console) as roles,
-        RunWriter(config.run_folder, to_yaml(config)) as writer,
-    ):
-        trainer = Trainer(
-            config,
-            roles,
-            inputs.prompts,
-            inputs.validation,
-            cost_model=inputs.cost_model,
-            writer=writer,
-            console=console,
-        )
+    with training(config, inputs, Console()) as trainer:
         outcome = trainer.fit()
-        writer.summary(outcome.summary())
+        trainer.writer.summary(outcome.summary())
         rollout = trainer.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
         return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
 

@@ -46,7 +46,9 @@ def flash_forward(
     query [Q, H, D], key and value [T, K, D] -> (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]).
     """
     if query.is_cuda:
-        return _flash_forward_cuda(query, key, value, query_segments, key_segments, causal, scale)
+        where = _where_segments_lie(query_segments, key_segments)
+        output, lse, *_ = aten._flash_attention_forward(query, key, value, *where, 0.0, causal, False, scale=scale)
+        return output, lse
     outputs, sums = [], []
     for q, k, v in _segments_on_cpu(query, key, value, query_segments, key_segments):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -70,9 +72,10 @@ def flash_backward(
     """Gradients of query, key and value, given out [Q, H, D] and lse [H, Q] of an attention that may have seen more
     keys than these: the result is then these keys' share of the gradient."""
     if query.is_cuda:
-        return _flash_backward_cuda(
-            grad_output, query, key, value, output, lse, query_segments, key_segments, causal, scale
-        )
+        where = _where_segments_lie(query_segments, key_segments)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of a generator that is not asked
+        given = (grad_output, query, key, value, output, lse.contiguous())
+        return aten._flash_attention_backward(*given, *where, 0.0, causal, no_dropout, no_dropout, scale=scale)
     grads: list[tuple[Tensor, ...]] = []
     of_queries = zip(
         _split(grad_output, query_segments),
@@ -88,6 +91,11 @@ def flash_backward(
         torch.cat([part[0].transpose(0, 1) for part in parts]) for parts in zip(*grads, strict=True)
     )
     return grad_query, _sum_repeats(grad_key, key), _sum_repeats(grad_value, value)
+
+
+def _where_segments_lie(queries: Segments, keys: Segments) -> tuple[Tensor, Tensor, int, int]:
+    """As the CUDA kernels take it."""
+    return queries.bounds, keys.bounds, queries.longest, keys.longest
 
 
 def _segments_on_cpu(
@@ -108,60 +116,3 @@ def _split(tensor: Tensor, segments: Segments) -> list[Tensor]:
 def _sum_repeats(grad: Tensor, like: Tensor) -> Tensor:
     """Gradient [T, H, D] of repeated heads -> [T, K, D]."""
     return grad.view(len(like), like.shape[1], -1, like.shape[2]).sum(2)
-
-
-def _flash_forward_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_segments: Segments,
-    key_segments: Segments,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    output, lse, *_ = aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        query_segments.bounds,
-        key_segments.bounds,
-        query_segments.longest,
-        key_segments.longest,
-        0.0,
-        causal,
-        False,
-        scale=scale,
-    )
-    return output, lse
-
-
-def _flash_backward_cuda(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    query_segments: Segments,
-    key_segments: Segments,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of a generator that is not asked
-    return aten._flash_attention_backward(
-        grad_output,
-        query,
-        key,
-        value,
-        output,
-        lse.contiguous(),
-        query_segments.bounds,
-        key_segments.bounds,
-        query_segments.longest,
-        key_segments.longest,
-        0.0,
-        causal,
-        no_dropout,
-        no_dropout,
-        scale=scale,
-    )

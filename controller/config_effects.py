@@ -1,0 +1,162 @@
+"""Settings that do nothing in a combination: refused, not ignored.
+
+what is needed | whether it is there | keys and sections that do nothing without it
+"""
+
+from controller.config import Config
+from controller.config_file import settings, value_of
+from workers.config import POLICY_LOSS_SETTINGS
+from workers.errors import ConfigError
+
+LOSS_SETTING_READERS = {
+    setting: [loss for loss, names in POLICY_LOSS_SETTINGS.items() if setting in names]
+    for setting in dict.fromkeys(name for names in POLICY_LOSS_SETTINGS.values() for name in names)
+}
+"""The policy losses that read a setting, by setting."""
+
+NO_EFFECT_WITHOUT = (
+    (
+        "batch.mini_batches above 1 (the only update of a step starts where the samples came from: all ratios are 1)",
+        lambda c: c.batch.mini_batches > 1,
+        (
+            "policy.forward_max_tokens",
+            "algorithm.loss.clip_low",
+            "algorithm.loss.clip_high",
+            "algorithm.loss.dual_clip",
+            "algorithm.loss.sapo_tau_",
+        ),
+    ),
+    *(
+        (
+            f"algorithm.loss.name={' or '.join(readers)}",
+            lambda c, readers=readers: c.algorithm.loss.name in (*readers, "custom"),
+            (f"algorithm.loss.{name}",),
+        )
+        for name, readers in LOSS_SETTING_READERS.items()
+    ),
+    (
+        "algorithm.advantage=grpo",
+        lambda c: c.algorithm.advantage == "grpo",
+        ("algorithm.normalize_by_std",),
+    ),
+    (
+        "algorithm.advantage=pass_at_k",
+        lambda c: c.algorithm.advantage == "pass_at_k",
+        ("algorithm.pass_k",),
+    ),
+    (
+        "algorithm.loss.name=custom",
+        lambda c: c.algorithm.loss.name == "custom",
+        ("algorithm.loss.function",),
+    ),
+    (
+        "algorithm.loss.aggregation=sequence_mean_token_sum_norm",
+        lambda c: c.algorithm.loss.aggregation == "sequence_mean_token_sum_norm",
+        ("algorithm.loss.constant_length",),
+    ),
+    (
+        "algorithm.loss.rollout_correction.weights=token or sequence",
+        lambda c: c.algorithm.loss.rollout_correction.weights != "none",
+        ("algorithm.loss.rollout_correction.cap",),
+    ),
+    (
+        "algorithm.loss.rollout_correction.rejection=token or sequence",
+        lambda c: c.algorithm.loss.rollout_correction.rejection != "none",
+        ("algorithm.loss.rollout_correction.rejection_",),
+    ),
+    (
+        "policy.parallel.context_parallel above 1",
+        lambda c: c.policy.parallel.context_parallel > 1,
+        ("policy.parallel.context_parallel_method",),
+    ),
+    (
+        "policy.parallel.context_parallel_method=ulysses (ring has kernels of its own)",
+        lambda c: c.policy.parallel.context_parallel_method == "ulysses",
+        ("model.attention",),
+    ),
+    (
+        "model.gradient_checkpointing",
+        lambda c: c.model.gradient_checkpointing,
+        ("model.activation_offload",),
+    ),
+    (
+        "engines on CPUs",
+        lambda c: not c.uses_gpus,
+        ("rollout.cpu_kv_cache_gib", "rollout.threads"),
+    ),
+    (
+        "a local Ray",
+        lambda c: not c.resources.ray_address,
+        ("resources.dashboard",),
+    ),
+    (
+        "algorithm.loss.kl_coefficient above 0",
+        lambda c: c.uses_reference,
+        ("reference.", "algorithm.loss.kl_estimator"),
+    ),
+    (
+        "policy.optimizer.schedule=linear or cosine",
+        lambda c: c.policy.optimizer.schedule != "constant",
+        ("policy.optimizer.total_steps", "policy.optimizer.final_learning_rate_ratio"),
+    ),
+    (
+        "model.lora.rank above 0",
+        lambda c: c.model.lora.rank > 0,
+        ("model.lora.alpha", "model.lora.target_modules"),
+    ),
+    (
+        "data.validation",
+        lambda c: bool(c.data.validation),
+        ("validation.",),
+    ),
+    (
+        "run.checkpoint_every above 0",
+        lambda c: c.run.checkpoint_every > 0,
+        ("run.keep_checkpoints",),
+    ),
+    (
+        "algorithm.groups_without_signal=replace",
+        lambda c: c.algorithm.groups_without_signal == "replace",
+        ("algorithm.max_sampling_rounds",),
+    ),
+    (
+        "reward.overlong_tokens above 0",
+        lambda c: c.reward.overlong_tokens > 0,
+        ("reward.overlong_penalty",),
+    ),
+    (
+        "validation.samples above 1",
+        lambda c: c.validation.samples > 1,
+        ("validation.success",),
+    ),
+    (
+        "data.curriculum left empty (it orders every epoch itself)",
+        lambda c: not c.data.curriculum,
+        ("data.shuffle",),
+    ),
+    (
+        "GPUs",
+        lambda c: c.uses_gpus,
+        (
+            "model.activation_offload",
+            "policy.cpu_offload",
+            "reference.cpu_offload",
+            "rollout.memory_fraction",
+            "rollout.enforce_eager",
+        ),
+    ),
+)
+"""(what is needed, whether it is there, keys or sections that do nothing without it)"""
+
+
+def check_settings_have_effect(config: Config) -> None:
+    """Raise ConfigError at the first setting that differs from its default and does nothing in this combination."""
+    for needed, is_there, prefixes in NO_EFFECT_WITHOUT:
+        if is_there(config):
+            continue
+        for found in settings(Config()):
+            value = value_of(config, found.key)
+            if found.key.startswith(prefixes) and value != found.default and not found.follows:
+                raise ConfigError(
+                    f"{found.key}={value} has no effect without {needed}; set that, or remove {found.key}."
+                )
