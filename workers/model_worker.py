@@ -12,6 +12,7 @@ from workers.errors import DataError
 from workers.metrics import Metrics
 from workers.model.engine import Engine
 from workers.model.packing import Sequences
+from workers.model.timing import MicroStepTime
 from workers.remote_batch import TokenBlock
 
 
@@ -62,6 +63,11 @@ class ModelWorker(Worker):
         offsets = np.concatenate([[0], np.cumsum(sequences.lengths.numpy())]).astype(np.int64)
         self.free_cached_memory()
         return TokenBlock(offsets, {"log_probs": log_probs.cpu().numpy()}), metrics
+
+    @dispatch(Split.ALL)
+    def take_micro_step_times(self) -> list[MicroStepTime]:
+        """What every micro-step since the last call took, in order; from every rank, in rank order."""
+        return self.engine.clock.take()
 
     def free_cached_memory(self) -> None:
         """Give what torch's allocator keeps back to the device, which other roles and a colocated engine share."""

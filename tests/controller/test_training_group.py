@@ -74,6 +74,10 @@ def test_workers_that_share_sequences_answer_as_one(tmp_path: Path) -> None:
         torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-4, atol=1e-5)
         updated = results(group.update(batch, plan, LossConfig()))
         assert updated == pytest.approx(results(expected), rel=1e-4, abs=1e-6)
+        measured = group.take_micro_step_times()
+        steps = plan.mini_batches[0].steps
+        assert [[found.name for found in rank] for rank in measured] == [["log_probs"] * steps + ["update"] * steps] * 2
+        assert [sum(found.tokens for found in rank) for rank in measured] == [2 * sequences.num_tokens] * 2
     finally:
         group.stop()
         remove_placement_group(bundles)

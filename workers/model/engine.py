@@ -56,6 +56,7 @@ from workers.model.parallel import (
 )
 from workers.model.skipping import SkipPolicy
 from workers.model.tensor_parallel import check_tensor_parallel, share_model
+from workers.model.timing import MicroStepClock
 from workers.model.values import load_value_model
 
 MicroBatch = tuple[int, int]
@@ -106,6 +107,7 @@ class Engine:
             raise ConfigError("a value head is not shared between ranks; set parallel.tensor_parallel=1")
         check_tensor_parallel(self.module.model.config, model_config, self.parallel.tensor.size())
         self.layout = Layout(model_config, self.parallel, self.module, self.device, dtype)
+        self.clock = MicroStepClock(self.device)
         self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
         self.positions = max_positions(self.module.model.config)
         check_tokenizer(self.tokenizer, self.vocabulary, model_config.path)
@@ -148,7 +150,7 @@ class Engine:
             return predictions.log_probs, {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
 
         self._check_head("lm")
-        return self._forward_only(sequences, micro_batches, read)
+        return self._forward_only("log_probs", sequences, micro_batches, read)
 
     @torch.no_grad()
     def values(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
@@ -158,25 +160,27 @@ class Engine:
         """
         self._check_head("value")
         return self._forward_only(
-            sequences, micro_batches, lambda found: (found.values, {"values": mean(found.values)})
+            "values", sequences, micro_batches, lambda found: (found.values, {"values": mean(found.values)})
         )
 
     def _forward_only(
         self,
+        name: str,
         sequences: Sequences,
         micro_batches: Sequence[MicroBatch],
         read: Callable[[Any], tuple[Tensor, Statistics]],
     ) -> tuple[Tensor, Metrics]:
-        """read: predictions of a micro-batch -> (what is kept of them [N], statistics)."""
+        """name: of the pass. read: predictions of a micro-batch -> (what is kept of them [N], statistics)."""
         check_sequences(sequences, self.vocabulary, self.positions)
         _check_micro_batches(micro_batches, len(sequences), complete=True)
         result = torch.zeros(sequences.num_tokens, dtype=torch.float32)
         statistics: list[Statistics] = []
         for start, stop in micro_batches:
-            predictions, row = self._predict(sequences.slice(start, stop))
-            first = int(sequences.lengths[:start].sum())
-            kept, measured = read(predictions)
-            result[first + row.loss_positions] = kept.float().cpu()
+            with self.clock.micro_step(name, sequences.lengths[start:stop]):
+                predictions, row = self._predict(sequences.slice(start, stop))
+                first = int(sequences.lengths[:start].sum())
+                kept, measured = read(predictions)
+                result[first + row.loss_positions] = kept.float().cpu()
             statistics.append(measured)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
         return result, to_metrics(statistics)
@@ -211,10 +215,11 @@ class Engine:
         statistics: list[Statistics] = []
         for index, (start, stop) in enumerate(micro_batches):
             self._reduce_gradients_in_next_backward(index == len(micro_batches) - 1)
-            predictions, _ = self._predict(parts[index])
-            loss, measured = loss_function(predictions, denominators)
-            self.skip_policy.watch(sequences, start, stop, loss)
-            loss.backward()
+            with self.clock.micro_step("update", sequences.lengths[start:stop]):
+                predictions, _ = self._predict(parts[index])
+                loss, measured = loss_function(predictions, denominators)
+                self.skip_policy.watch(sequences, start, stop, loss)
+                loss.backward()
             statistics.append(measured)
         return to_metrics(statistics)
 

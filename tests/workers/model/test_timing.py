@@ -1,0 +1,57 @@
+import time
+
+import pytest
+import torch
+
+from tests.workers.model.tiny import random_sequences, save_tiny_model
+from workers.config import ModelConfig, OptimizerConfig
+from workers.model.engine import Engine
+from workers.model.losses import Denominators, sft
+from workers.model.timing import MicroStepClock
+
+
+def test_a_micro_step_is_recorded_with_its_tokens_and_its_place_in_time() -> None:
+    clock = MicroStepClock(torch.device("cpu"))
+    before = time.time()
+    with clock.micro_step("update", torch.tensor([3, 5])):
+        time.sleep(0.01)
+    with clock.micro_step("update", torch.tensor([], dtype=torch.int64)):
+        pass
+    after = time.time()
+    first, second = clock.take()
+    assert (first.name, first.tokens, first.squared_tokens) == ("update", 8, 34)
+    assert (second.tokens, second.squared_tokens) == (0, 0)
+    assert before - 1e-3 <= first.start <= first.start + first.seconds <= second.start + 1e-6
+    assert second.start + second.seconds <= after + 1e-3
+    assert first.seconds >= 0.01
+
+
+def test_what_was_taken_does_not_come_again() -> None:
+    clock = MicroStepClock(torch.device("cpu"))
+    assert clock.take() == []
+    with clock.micro_step("values", torch.tensor([1])):
+        pass
+    assert len(clock.take()) == 1
+    assert clock.take() == []
+
+
+def test_a_micro_step_that_raises_is_not_recorded() -> None:
+    clock = MicroStepClock(torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError), clock.micro_step("update", torch.tensor([1])):
+        raise ZeroDivisionError
+    assert clock.take() == []
+
+
+def test_every_micro_batch_of_every_pass_of_the_engine_is_measured(tmp_path) -> None:
+    model = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
+    engine = Engine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    sequences = random_sequences()
+    engine.log_probs(sequences, [(0, 6), (6, 11)])
+    engine.forward_backward(sequences, [(0, 3), (3, 11), (0, 0)], sft, Denominators.of(sequences))
+    times = engine.clock.take()
+    assert [found.name for found in times] == ["log_probs"] * 2 + ["update"] * 3
+    cuts = [(0, 6), (6, 11), (0, 3), (3, 11), (0, 0)]
+    assert [found.tokens for found in times] == [int(sequences.lengths[start:stop].sum()) for start, stop in cuts]
+    squares = sequences.lengths**2
+    assert [found.squared_tokens for found in times] == [int(squares[start:stop].sum()) for start, stop in cuts]
+    assert all(found.seconds > 0 for found in times[:4])

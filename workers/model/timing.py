@@ -1,0 +1,100 @@
+"""How long each micro-step of a rank took: what a timeline shows, and what a cost model is fitted to.
+
+    with clock.micro_step("update", lengths): forward, backward        --take()--> [MicroStepTime, ...]
+
+A rank's seconds include what it waits for the others in collectives inside the micro-step.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_KEPT = 100_000
+"""Micro-steps that wait for `take`; beyond it the oldest go, so that a caller who takes none loses no memory."""
+
+
+@dataclass(frozen=True)
+class MicroStepTime:
+    """One micro-batch on one rank.
+
+    name: the pass it belongs to, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock.
+    tokens: sum of the lengths L of its sequences, squared_tokens: sum of L**2; 0 for a micro-batch without work. These
+    are the regressors of `balancing.fitting`, and with a cost model they give the time that was predicted.
+    """
+
+    name: str
+    start: float
+    seconds: float
+    tokens: int
+    squared_tokens: int
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A micro-step with its two marks: seconds of `perf_counter`, or CUDA events that may still be to come."""
+
+    name: str
+    begin: Any
+    end: Any
+    tokens: int
+    squared_tokens: int
+
+
+class MicroStepClock:
+    """Measures on the device that computes: a host clock would see only how fast kernels are launched on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._measured: deque[_Measured] = deque(maxlen=MOST_KEPT)
+        self._origin: tuple[float, Any] | None = None  # wall clock and mark of one moment, to which all others relate
+
+    @contextmanager
+    def micro_step(self, name: str, lengths: Tensor) -> Iterator[None]:
+        """Measure the block. lengths: int64 [sequences], on the CPU. One that raises is not recorded."""
+        self._origin = self._origin or self._now()
+        begin = self._mark()
+        yield
+        squared_tokens = int((lengths * lengths).sum())
+        self._measured.append(_Measured(name, begin, self._mark(), int(lengths.sum()), squared_tokens))
+
+    def take(self) -> list[MicroStepTime]:
+        """The micro-steps since the last call, in order; on a GPU it waits until they are computed."""
+        if self._origin is None:
+            return []
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        (wall, origin), measured = self._origin, list(self._measured)
+        self._measured.clear()
+        self._origin = None
+        return [
+            MicroStepTime(
+                found.name,
+                wall + self._between(origin, found.begin),
+                self._between(found.begin, found.end),
+                found.tokens,
+                found.squared_tokens,
+            )
+            for found in measured
+        ]
+
+    def _now(self) -> tuple[float, Any]:
+        if self._on_gpu:
+            torch.cuda.synchronize()  # what is still queued would put the mark after the wall clock's reading
+        return time.time(), self._mark()
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        """Seconds from one mark to another."""
+        return begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
