@@ -17,6 +17,7 @@ from controller.config import Config
 from controller.config_effects import check_settings_have_effect
 from controller.function_files import check_function
 from controller.model_files import ModelFiles, read_model_files
+from controller.model_support import check_supported_model
 from controller.records import iter_records
 from workers.errors import CheckpointError, ConfigError, DataError
 
@@ -267,6 +268,7 @@ def _check_parallel(config: Config, model: ModelFiles) -> None:
 
 
 def _check_model(config: Config, model: ModelFiles) -> None:
+    check_supported_model(config, model.description, "model.path")
     if model.positions is not None and config.max_model_tokens > model.positions:
         raise ConfigError(
             f"prompt and response may reach {config.max_model_tokens} tokens, but {config.model.path} takes "
@@ -288,6 +290,7 @@ def _check_reference(config: Config, model: ModelFiles) -> None:
     if not config.reference.path:
         return
     reference = read_model_files(config.reference.path, "reference.path")
+    check_supported_model(config, reference.description, "reference.path")
     if reference.vocabulary != model.vocabulary:
         raise ConfigError(
             f"reference.path={config.reference.path} has {reference.vocabulary} tokens and "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.config_workspace import write_workspace
+from tests.controller.config_workspace import write_model, write_workspace
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "vllm", "transformers", "tensordict")
@@ -38,15 +38,17 @@ def fit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--config", "config.yaml", "data.train=gone.jsonl"], "there is no file gone.jsonl"),
         (["--config", "config.yaml", "model.path=no/such"], "there is no folder no/such and no such model"),
         (["--config", "config.yaml", "policy.max_tokens=50", "--dry-run"], "is below the longest possible sequence"),
+        (["--config", "config.yaml", "model.path=scaled"], "with logit_scale, which model.layout=packed does not"),
         (["policy.max_tokens=50"], "the following arguments are required: --config; usage: "),
         (["--config", "config.yaml", "--dryrun"], "unrecognized arguments: --dryrun; usage: "),
     ],
-    ids=["key", "type", "config", "data", "model", "combination", "no config", "option"],
+    ids=["key", "type", "config", "data", "model", "combination", "unsupported model", "no config", "option"],
 )
 def test_bad_input_ends_with_code_2_and_one_line_before_anything_heavy_is_imported(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     write_workspace(tmp_path)
+    write_model(tmp_path / "scaled", logit_scale=0.0625)
     process = fit(tmp_path, *arguments)
     assert process.returncode == 2, process.stderr
     assert message in process.stderr

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.families import expected_window
+from workers.model.families import KERNEL_FEATURES, expected_window
 from workers.model.packing import PackedRow
 
 log = logging.getLogger(__name__)
@@ -235,9 +235,9 @@ def _window_size(window: int | None) -> tuple[int, int]:
 
 
 BACKENDS = {
-    "varlen": Backend(_varlen, frozenset({"sliding_window"})),
-    "flash": Backend(_flash, frozenset({"sliding_window", "softcap"}), package="flash_attn"),
-    "sdpa": Backend(_sdpa, frozenset({"sliding_window", "softcap", "sinks"}), only_half_on_cuda=False),
+    "varlen": Backend(_varlen, KERNEL_FEATURES["packed"]["varlen"]),
+    "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),
+    "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"], only_half_on_cuda=False),
 }
 """In the order in which `auto` prefers them."""
 

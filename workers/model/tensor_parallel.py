@@ -27,9 +27,7 @@ from transformers import PreTrainedModel
 
 from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers are built of the modules in `LAYER_PLAN`, and of nothing else that has parameters."""
+from workers.model.families import TENSOR_PARALLEL_FAMILIES
 
 
 def check_tensor_parallel(config: Any, settings: ModelConfig, tensor_parallel: int) -> None:
@@ -40,10 +38,10 @@ def check_tensor_parallel(config: Any, settings: ModelConfig, tensor_parallel: i
     """
     if tensor_parallel == 1:
         return
-    if config.model_type not in FAMILIES:
+    if config.model_type not in TENSOR_PARALLEL_FAMILIES:
         raise UnsupportedModelError(
-            f"tensor parallelism is for {', '.join(FAMILIES)}, and the model is {config.model_type}; set "
-            "parallel.tensor_parallel=1"
+            f"tensor parallelism is for {', '.join(TENSOR_PARALLEL_FAMILIES)}, and the model is {config.model_type}; "
+            "set parallel.tensor_parallel=1"
         )
     if settings.lora.rank:
         raise ConfigError("adapters are not shared between ranks; set model.lora.rank=0 or parallel.tensor_parallel=1")

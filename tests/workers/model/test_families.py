@@ -1,6 +1,7 @@
 """Every model family, in both layouts, equals one unpadded sequence at a time: log-probs, entropies and gradients."""
 
 import copy
+import json
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +22,7 @@ from tests.workers.model.tiny import (
 from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import choose_backend, packed_attention
-from workers.model.families import check_supported, required_features
+from workers.model.families import check_supported, features_of_file, required_features, uncomputed_features
 from workers.model.model import PackedCausalLM, packed_causal_lm
 from workers.model.packing import ModelInput, Sequences, pack
 from workers.model.padded import pad
@@ -196,6 +197,16 @@ def test_what_a_family_needs_is_read_from_its_configuration(family, features):
 def test_what_would_change_the_log_probs_is_refused_by_name(config, feature):
     with pytest.raises(UnsupportedModelError, match=f"{type(config).__name__} uses .*{feature}"):
         check_supported(config)
+    saved = json.loads(config.to_json_string())
+    assert feature in uncomputed_features(saved), "the driver, which has only the file, would start the run"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_family_needs_stands_in_its_file(family):
+    config = tiny_config(family)
+    saved = json.loads(config.to_json_string())
+    assert uncomputed_features(saved) == []
+    assert features_of_file(saved) == required_features(config, parameter_names=[])
 
 
 def test_a_layer_that_leaves_its_window_to_the_mask_is_refused():

@@ -1,0 +1,60 @@
+"""Whether the training engine computes a model, told from its config.json alone: before torch is imported or Ray starts.
+
+    config.json --features--> layout, kernel, ring attention, tensor parallelism --> nothing, or what to change
+
+The worker looks again at the loaded model, whose class may ask for more than its file says.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from controller.config import Config
+from workers.errors import ConfigError
+from workers.model.families import KERNEL_FEATURES, TENSOR_PARALLEL_FAMILIES, features_of_file, uncomputed_features
+
+
+def check_supported_model(config: Config, description: Mapping[str, Any], key: str) -> None:
+    """Raise ConfigError, naming setting `key` and the feature, if config.json asks for what this run cannot compute."""
+    text = description.get("text_config", description)
+    model = f"{key}: a model of type {description.get('model_type', 'unknown')}"
+    asked = uncomputed_features(text, config.model.layout)
+    if asked:
+        helps = config.model.layout == "packed" and not uncomputed_features(text, "padded")
+        advice = "set model.layout=padded" if helps else "take another model"
+        raise ConfigError(
+            f"{model} with {', '.join(asked)}, which model.layout={config.model.layout} does not compute; {advice}."
+        )
+    _check_kernel(config, features_of_file(text), model)
+    _check_ring(config, features_of_file(text), model)
+    family = text.get("model_type", description.get("model_type"))
+    if config.policy.parallel.tensor_parallel > 1 and family not in TENSOR_PARALLEL_FAMILIES:
+        raise ConfigError(
+            f"{model} is not shared by policy.parallel.tensor_parallel, which is for "
+            f"{', '.join(TENSOR_PARALLEL_FAMILIES)}; set it to 1."
+        )
+
+
+def _check_kernel(config: Config, features: frozenset[str], model: str) -> None:
+    kernel, layout = config.model.attention, config.model.layout
+    missing = features - KERNEL_FEATURES[layout].get(kernel, features)
+    if missing:
+        raise ConfigError(
+            f"{model} with {', '.join(sorted(missing))}, which model.attention={kernel} does not compute with "
+            f"model.layout={layout}; set model.attention=auto."
+        )
+
+
+def _check_ring(config: Config, features: frozenset[str], model: str) -> None:
+    parallel = config.policy.parallel
+    if parallel.context_parallel == 1 or parallel.context_parallel_method != "ring":
+        return
+    if features:
+        raise ConfigError(
+            f"{model} with {', '.join(sorted(features))}, and ring attention is causal only; set "
+            "policy.parallel.context_parallel_method=ulysses."
+        )
+    if config.uses_gpus and config.model.dtype == "float32":
+        raise ConfigError(
+            "policy.parallel.context_parallel_method=ring needs half precision on GPUs; set model.dtype=bfloat16, or "
+            "ulysses."
+        )

@@ -1,0 +1,62 @@
+"""A model that training cannot compute is refused by its config.json, before anything heavy is imported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.config import load
+from controller.model_support import check_supported_model
+from tests.controller.config_workspace import MODEL, write_workspace
+from workers.errors import ConfigError
+
+RING = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring")
+TENSOR = ("policy.parallel.tensor_parallel=2",)
+GPU = "resources.device=cuda"
+
+
+def check(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> None:
+    check_supported_model(load(write_workspace(tmp_path), overrides), MODEL | changes, "model.path")
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        ({"logit_scale": 0.0625}, (), "with logit_scale, which model.layout=packed does not compute; take another"),
+        ({"logits_soft_cap": 30.0}, (), "with logits_soft_cap, which"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, (), "with rope_type=dynamic, which"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ("model.layout=padded",), "with rope_type=longrope, which"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, (), "with rope_type=dynamic, which"),
+        ({"layer_types": ["linear_attention"] * 4}, (), "with linear_attention, which .* set model.layout=padded."),
+        ({"text_config": {"logit_scale": 2.0}}, (), "with logit_scale, which"),
+        ({"use_bidirectional_attention": True}, (), "with use_bidirectional_attention, which"),
+        ({"use_sliding_window": True, "sliding_window": 64}, RING, "with sliding_window, and ring attention is causal"),
+        ({"model_type": "mistral", "sliding_window": 64}, RING, "mistral with sliding_window, and ring"),
+        ({"attn_logit_softcapping": 50.0}, (GPU, "model.attention=varlen"), "with softcap, which model.attention=varl"),
+        ({"attn_logit_softcapping": 50.0}, ("model.layout=padded", "model.attention=sdpa"), "model.layout=padded; set"),
+        ({"model_type": "gemma2"}, TENSOR, "of type gemma2 is not shared by policy.parallel.tensor_parallel"),
+        ({}, (*RING, GPU, "model.dtype=float32"), "ring needs half precision on GPUs"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(tmp_path, changes, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 131072}, RING),
+        ({"model_type": "mistral", "sliding_window": None}, (*RING, *TENSOR)),
+        ({"use_sliding_window": True, "sliding_window": 64}, ()),
+        ({"attn_logit_softcapping": 50.0}, (GPU,)),
+        ({"attn_logit_softcapping": 50.0}, ("model.layout=padded",)),
+        ({"layer_types": ["linear_attention"] * 4}, ("model.layout=padded",)),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ()),
+        ({"logit_scale": 1.0}, ()),
+    ],
+)
+def test_what_is_computed_is_accepted(tmp_path: Path, changes: dict[str, Any], overrides: tuple[str, ...]) -> None:
+    check(tmp_path, changes, *overrides)
