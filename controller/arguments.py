@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from controller.cluster import FORM, Cluster, parse_cluster
 from controller.describe import section_names, settings_page
 from workers.errors import ConfigError
 
-USAGE = "python -m controller.fit --config FILE [--dry-run] [key.sub=value ...]"
+USAGE = "python -m controller.fit --config FILE [--dry-run [--cluster NODES]] [key.sub=value ...]"
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line, taken apart; the overrides are not read yet."""
+    """A command line, taken apart; the overrides are not read yet. cluster: what --cluster describes."""
 
     config: Path
     overrides: tuple[str, ...]
     dry_run: bool
+    cluster: Cluster | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,11 +38,17 @@ class _PrintSettings(argparse.Action):
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """Take a command line apart (default: that of the process).
 
-    Raises ConfigError for an unknown option or without --config; SystemExit(0) after --help and --settings.
+    Raises ConfigError for an unknown option, without --config and for --cluster without --dry-run; SystemExit(0) after
+    --help and --settings.
     """
     # Intermixed: overrides may stand before, between and after options.
     parsed = _parser().parse_intermixed_args(argv)
-    return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run)
+    if parsed.cluster and not parsed.dry_run:
+        raise ConfigError(
+            "--cluster describes a cluster for --dry-run, and a run takes the one it finds; add --dry-run."
+        )
+    cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
+    return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run, cluster)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of settings")
     parser.add_argument("--dry-run", action="store_true", help="check, print what would run and where, start nothing")
+    parser.add_argument(
+        "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement and memory on {FORM}"
+    )
     parser.add_argument("--settings", action=_PrintSettings, nargs=0, help="print every setting and exit")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     return parser

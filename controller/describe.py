@@ -122,7 +122,7 @@ def _notes(config: Config) -> list[str]:
             "rollout.sampling.top_p or top_k cut the distribution that is sampled from; the trainer's log-probs are of "
             "the whole one"
         )
-    if config.policy.max_tokens < 2 * config.longest_sequence:
+    if config.policy.max_tokens * config.policy.parallel.context_parallel < 2 * config.longest_sequence:
         notes.append(
             "policy.max_tokens is below twice the longest possible sequence; long sequences leave packs half empty"
         )

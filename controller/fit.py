@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from balancing import BalancingError, CostModel
 from controller.arguments import parse_arguments
+from controller.cluster import run_on
 from controller.config import Config, load, to_yaml
 from controller.config_checks import check
 from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
 from controller.describe import describe
+from controller.describe_cluster import print_cluster
 from controller.functions import check_rewards, load_function, pack, requested_columns
 from controller.layout import reserved
 from controller.records import Record, read_records
@@ -55,9 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             request = parse_arguments(arguments)
             config = load(request.config, request.overrides)
+            if request.cluster:
+                run_on(config, request.cluster)
             check(config)
             if request.dry_run:
                 print(describe(config))
+                if request.cluster:
+                    print_cluster(config, request.cluster)
                 return 0
             inputs = read_inputs(config)
         except (ConfigError, DataError, UnsupportedModelError, BalancingError) as error:

@@ -1,4 +1,4 @@
-"""Whether the training engine computes a model, told from its config.json alone: before torch is imported or Ray starts.
+"""Whether the training engine computes a model, by its config.json alone: before torch is imported or Ray starts.
 
     config.json --features--> layout, kernel, ring attention, tensor parallelism --> nothing, or what to change
 

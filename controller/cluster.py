@@ -1,0 +1,136 @@
+"""A described cluster, and where the roles of a run would go on it: what Ray would be asked for, without Ray.
+
+    --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster --place--> Placement of every bundle --> fits, or why not
+
+Bundles are put in their order on the first node with room, which is how Ray packs equal ones. Ray may choose another
+placement as good; it finds one whenever this does.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from controller.config import Config
+from controller.layout import Bundle, pools, role_requests
+from workers.errors import ConfigError
+
+FORM = "nodes=8,gpus=8,gpu_gib=80,cpus=96,memory_gib=1024"
+REQUIRED = ("nodes", "cpus")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes. gpus, cpus: of one node. gpu_gib: memory of one GPU. memory_gib: host memory of one node, 0 is not
+    said."""
+
+    nodes: int
+    cpus: float
+    gpus: int = 0
+    gpu_gib: float = 0.0
+    memory_gib: float = 0.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of every pool, the node of every bundle; of the reward workers, theirs."""
+
+    pools: dict[str, tuple[int, ...]]
+    rewards: tuple[int, ...]
+
+
+def parse_cluster(text: str) -> Cluster:
+    """A cluster from `nodes=8,gpus=8,gpu_gib=80,cpus=96`. Raises ConfigError if it is not of this form."""
+    numbers = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(nodes|gpus|gpu_gib|cpus|memory_gib)=(\d+(?:\.\d+)?)\s*", part)
+        if match is None:
+            raise ConfigError(f"--cluster: {part!r} is none of nodes, gpus, gpu_gib, cpus, memory_gib; write {FORM}.")
+        numbers[match.group(1)] = float(match.group(2))
+    missing = [name for name in REQUIRED if not numbers.get(name)]
+    if numbers.get("gpus") and not numbers.get("gpu_gib"):
+        missing.append("gpu_gib")
+    if missing or any(numbers.get(name, 0) % 1 for name in ("nodes", "gpus")):
+        raise ConfigError(
+            f"--cluster {text}: {', '.join(missing) or 'a count'} must be above 0 and whole; write {FORM}."
+        )
+    return Cluster(
+        nodes=int(numbers["nodes"]),
+        cpus=numbers["cpus"],
+        gpus=int(numbers.get("gpus", 0)),
+        gpu_gib=numbers.get("gpu_gib", 0.0),
+        memory_gib=numbers.get("memory_gib", 0.0),
+    )
+
+
+def run_on(config: Config, cluster: Cluster) -> None:
+    """Let resources.device=auto mean the cluster's devices, not this machine's."""
+    if config.resources.device == "auto":
+        config.resources.device = "cuda" if cluster.gpus else "cpu"
+
+
+def place(config: Config, cluster: Cluster) -> Placement:
+    """Where everything goes. Raises ConfigError, naming what is missing, if it does not fit."""
+    free = [{"CPU": cluster.cpus, "GPU": float(cluster.gpus)} for _ in range(cluster.nodes)]
+    placed = {}
+    for pool in pools(config):
+        bundles = enumerate(pool.bundles)
+        placed[pool.name] = tuple(_take(free, b, f"bundle {i} of pool {pool.name}", cluster) for i, b in bundles)
+    reward = next(request for request in role_requests(config) if not request.pool)
+    rewards = tuple(_take(free, {"CPU": reward.cpus}, f"reward worker {i}", cluster) for i in range(reward.actors))
+    placement = Placement(placed, rewards)
+    _check_engines(config, placement)
+    return placement
+
+
+def _take(free: list[Bundle], bundle: Bundle, what: str, cluster: Cluster) -> int:
+    """The first node with room for `bundle`, from which it is taken."""
+    for node, room in enumerate(free):
+        if all(room[resource] + 1e-9 >= amount for resource, amount in bundle.items()):
+            for resource, amount in bundle.items():
+                room[resource] -= amount
+            return node
+    asked = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
+    raise ConfigError(
+        f"the run does not fit on {cluster_in_words(cluster)}: no node has {asked} left for {what}; describe more "
+        "nodes, or lower policy.ranks, rollout.replicas, rollout.tensor_parallel or resources.cpus_per_worker."
+    )
+
+
+def _check_engines(config: Config, placement: Placement) -> None:
+    """A colocated engine lives on one node with the ranks whose GPUs it shares."""
+    if config.rollout_placement != "colocated":
+        return
+    share, nodes = config.rollout.tensor_parallel, placement.pools["training"]
+    for engine in range(config.rollout.replicas):
+        if len(set(nodes[engine * share : (engine + 1) * share])) > 1:
+            raise ConfigError(
+                f"rollout {engine} would share GPUs of several nodes, but an engine lives on one; choose "
+                "rollout.tensor_parallel so that it divides the GPUs of a node, or rollout.placement=apart."
+            )
+
+
+def cluster_in_words(cluster: Cluster) -> str:
+    """The cluster in words."""
+    gpus = f"{cluster.gpus} GPUs of {cluster.gpu_gib:g} GiB and " if cluster.gpus else ""
+    return f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} with {gpus}{cluster.cpus:g} CPUs each"
+
+
+def roles_on_node(config: Config, placement: Placement, node: int) -> dict[str, list[int]]:
+    """Numbers of the actors of each role on a node; a colocated engine counts where its first GPU is."""
+    found: dict[str, list[int]] = {}
+    for request in role_requests(config):
+        nodes = placement.pools[request.pool] if request.pool else placement.rewards
+        step = config.rollout.tensor_parallel if _shares_training(config, request.role) else 1
+        found[request.role] = [i for i in range(request.actors) if nodes[i * step] == node]
+    return {role: numbers for role, numbers in found.items() if numbers}
+
+
+def _shares_training(config: Config, role: str) -> bool:
+    return role == "rollout" and config.rollout_placement == "colocated"
+
+
+def groups_across_nodes(config: Config, placement: Placement) -> int:
+    """Groups of ranks that share sequences or layers (context and tensor parallel) and lie on several nodes."""
+    size, nodes = config.training_workers // config.policy.ranks, placement.pools["training"]
+    groups = [nodes[start : start + size] for start in range(0, len(nodes), size)]
+    return sum(len(Counter(group)) > 1 for group in groups)

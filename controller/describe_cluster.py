@@ -1,0 +1,84 @@
+"""The page of `--dry-run --cluster`: where every role goes on a described cluster, and what its GPUs and hosts hold.
+
+Config, Cluster --place--> sections "cluster", "memory" --> fits, or ConfigError after the page is printed
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from controller.cluster import (
+    Cluster,
+    Placement,
+    cluster_in_words,
+    groups_across_nodes,
+    place,
+    roles_on_node,
+)
+from controller.config import Config
+from controller.memory import USABLE_SHARE, GpuMemory, Parts, check_host, check_memory, gpu_memory, host_memory
+from controller.model_shape import model_shape
+
+
+def print_cluster(config: Config, cluster: Cluster) -> None:
+    """Print the placement and, where there are GPUs, their memory. Raises ConfigError if the run does not fit."""
+    placement = place(config, cluster)
+    print("\n".join(["", "== cluster ==", *placement_lines(config, cluster, placement)]))
+    if not cluster.gpus:
+        return
+    shape = model_shape(config.model_description())
+    memory = gpu_memory(config, shape, cluster.gpu_gib)
+    first = roles_on_node(config, placement, 0)
+    host = host_memory(config, shape, ranks=len(first.get("policy", [])), engines=len(first.get("rollout", [])))
+    heading = f"== memory, estimated for {shape.parameters:,} parameters; GiB =="
+    print("\n".join(["", heading, *memory_lines(config, memory, host, cluster)]))
+    check_memory(config, memory, cluster.gpu_gib)
+    check_host(host, cluster.memory_gib)
+
+
+def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> list[str]:
+    """A line for each node or run of idle nodes, and what to know about them."""
+    lines = [cluster_in_words(cluster)]
+    found = [(node, _roles_in_words(roles_on_node(config, placement, node))) for node in range(cluster.nodes)]
+    for words, nodes in groupby(found, key=lambda item: item[1]):
+        numbers = [node for node, _ in nodes]
+        lines.append(f"{_numbers('node', numbers)}: {words or 'idle'}")
+    across = groups_across_nodes(config, placement)
+    if across:
+        lines.append(
+            f"note: {across} groups of policy.parallel.context_parallel * tensor_parallel ranks lie on several nodes, "
+            "where every layer waits for the network"
+        )
+    return lines
+
+
+def _roles_in_words(roles: dict[str, list[int]]) -> str:
+    return ", ".join(f"{role} {_range(numbers)}" for role, numbers in roles.items())
+
+
+def _range(numbers: list[int]) -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]}"
+
+
+def _numbers(word: str, numbers: list[int]) -> str:
+    return f"{word} {numbers[0]}" if len(numbers) == 1 else f"{word}s {_range(numbers)}"
+
+
+def memory_lines(config: Config, memory: GpuMemory, host: Parts, cluster: Cluster) -> list[str]:
+    """What a GPU holds in training and in generation, and the first node's host memory."""
+    room = USABLE_SHARE * cluster.gpu_gib
+    lines = [
+        f"a GPU while training: {_sum(memory.training)} of {room:.1f} usable",
+        f"a GPU while generating: {_sum(memory.generating)} of {room:.1f} usable",
+        f"an engine: {memory.engine_weights:.1f} of weights on each GPU, room for {memory.kv_tokens:,} tokens; the "
+        f"longest sequence has {config.max_model_tokens:,}",
+    ]
+    limit = f" of {cluster.memory_gib:g}" if cluster.memory_gib else ""
+    return [*lines, f"host memory of node 0: {_sum(host)}{limit}"]
+
+
+def _sum(parts: Parts) -> str:
+    return f"{' + '.join(_terms(parts.items()))} = {sum(parts.values()):.1f}"
+
+
+def _terms(parts: Iterable[tuple[str, float]]) -> list[str]:
+    return [f"{name} {gib:.1f}" for name, gib in parts]

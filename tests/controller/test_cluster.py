@@ -1,0 +1,126 @@
+"""Placement on a described cluster: every actor has a place with room, or one sentence says what is missing."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.cluster import Cluster, groups_across_nodes, parse_cluster, place, roles_on_node
+from controller.config import Config
+from controller.fit import main
+from controller.layout import pools, role_requests
+from tests.controller.config_workspace import write_workspace
+from workers.errors import ConfigError
+
+EIGHT = Cluster(nodes=1, cpus=64, gpus=8, gpu_gib=80)
+
+
+def gpu_config(**policy: int) -> Config:
+    config = Config()
+    config.resources.device = "cuda"
+    for name, value in policy.items():
+        setattr(config.policy, name, value)
+    return config
+
+
+def test_a_cluster_is_read_from_one_line() -> None:
+    read = parse_cluster("nodes=8, gpus=8,gpu_gib=80,cpus=96.5,memory_gib=1024")
+    assert read == Cluster(nodes=8, cpus=96.5, gpus=8, gpu_gib=80, memory_gib=1024)
+    assert parse_cluster("nodes=1,cpus=2") == Cluster(nodes=1, cpus=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8x8xH100", "'8x8xH100' is none of nodes, gpus"),
+        ("nodes=1,cpus=four", "'cpus=four' is none of"),
+        ("nodes=1", "cpus must be above 0"),
+        ("nodes=0,cpus=1", "nodes must be above 0"),
+        ("nodes=1.5,cpus=1", "a count must be above 0 and whole"),
+        ("nodes=1,cpus=8,gpus=8", "gpu_gib must be above 0"),
+    ],
+)
+def test_a_line_of_another_form_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_cluster(text)
+
+
+@given(
+    ranks=st.integers(1, 24),
+    replicas=st.integers(1, 6),
+    tensor=st.integers(1, 4),
+    nodes=st.integers(1, 4),
+    gpus=st.integers(1, 8),
+    placement=st.sampled_from(["colocated", "apart"]),
+)
+def test_no_node_gives_more_than_it_has(
+    ranks: int, replicas: int, tensor: int, nodes: int, gpus: int, placement: str
+) -> None:
+    config = gpu_config(ranks=ranks)
+    config.rollout.replicas, config.rollout.tensor_parallel, config.rollout.placement = replicas, tensor, placement
+    if placement == "colocated":
+        config.rollout.replicas = min(replicas, max(1, ranks // tensor))
+    cluster = Cluster(nodes=nodes, cpus=4, gpus=gpus, gpu_gib=80)
+    asked = sum(bundle.get("GPU", 0.0) for pool in pools(config) for bundle in pool.bundles)
+    try:
+        found = place(config, cluster)
+    except ConfigError as error:
+        assert "does not fit" in str(error) or "lives on one" in str(error)
+        return
+    assert asked <= nodes * gpus
+    for node in range(nodes):
+        given_here = [
+            bundle
+            for pool in pools(config)
+            for place_of, bundle in zip(found.pools[pool.name], pool.bundles, strict=True)
+            if place_of == node
+        ]
+        assert sum(bundle.get("GPU", 0.0) for bundle in given_here) <= gpus
+        assert sum(bundle["CPU"] for bundle in given_here) + 0.25 * found.rewards.count(node) <= 4 + 1e-9
+    for request in role_requests(config):
+        placed = [i for node in range(nodes) for i in roles_on_node(config, found, node).get(request.role, [])]
+        assert sorted(placed) == list(range(request.actors))
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no node has 0.5 CPU and 1 GPU left for bundle 8 of pool training"):
+        config = gpu_config(ranks=9)
+        config.rollout.replicas = 9
+        place(config, EIGHT)
+    config = gpu_config(ranks=4)
+    config.rollout.placement, config.rollout.tensor_parallel = "apart", 8
+    with pytest.raises(ConfigError, match=r"no node has 0.25 CPU and 8 GPU left for bundle 0 of pool rollout"):
+        place(config, EIGHT)
+    place(config, Cluster(nodes=2, cpus=64, gpus=8, gpu_gib=80))
+
+
+def test_an_engine_that_shares_gpus_stays_on_one_node() -> None:
+    config = gpu_config(ranks=6)
+    config.rollout.replicas, config.rollout.tensor_parallel = 3, 2
+    with pytest.raises(ConfigError, match=r"rollout 1 would share GPUs of several nodes"):
+        place(config, Cluster(nodes=2, cpus=8, gpus=3, gpu_gib=80))
+
+
+def test_groups_that_cross_the_network_are_counted() -> None:
+    config = gpu_config(ranks=4)
+    config.policy.parallel.context_parallel = 2
+    config.rollout.placement = "apart"
+    assert groups_across_nodes(config, place(config, Cluster(nodes=3, cpus=8, gpus=4, gpu_gib=80))) == 0
+    assert groups_across_nodes(config, place(config, Cluster(nodes=3, cpus=8, gpus=3, gpu_gib=80))) == 1
+
+
+def test_cpu_nodes_have_a_placement_and_no_gpu_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_workspace(tmp_path)
+    dry_run = ["--config", "config.yaml", "resources.device=auto", "--dry-run"]
+    assert main([*dry_run, "--cluster", "nodes=2,cpus=0.5"]) == 0
+    page = capsys.readouterr().out
+    assert "2 nodes with 0.5 CPUs each\nnode 0: policy 0..1\nnode 1: rollout 0, reward 0\n" in page
+    assert "memory, estimated" not in page
+    assert main([*dry_run, "--cluster", "nodes=1,cpus=0.5"]) == 2
+    assert "the run does not fit on 1 node with 0.5 CPUs each" in capsys.readouterr().err
+    assert main(["--config", "config.yaml", "--cluster", "nodes=1,cpus=8"]) == 2
+    assert "add --dry-run" in capsys.readouterr().err

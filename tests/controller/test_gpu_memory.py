@@ -1,0 +1,179 @@
+"""The memory estimate: its counts against transformers' own, its activations against what autograd keeps."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
+
+from controller.config import Config
+from controller.memory import GIB, check_host, check_memory, gpu_memory, host_memory, trained_parameters
+from controller.model_shape import model_shape
+from tests.controller.qwen import PARAMETERS, qwen_description
+from tests.workers.model.tiny import tiny_config
+from workers.config import LoraConfig, ModelConfig
+from workers.errors import ConfigError
+from workers.model.attention import packed_attention
+from workers.model.lora import add_adapters
+from workers.model.model import packed_causal_lm
+from workers.model.packing import Sequences, pack
+
+SIZES = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+MIXTURES = {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, head_dim=8),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts_per_tok=2
+    ),
+}
+
+
+def configuration(name: str) -> PreTrainedConfig:
+    return MIXTURES.get(name) or tiny_config(name)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "qwen2_moe"])
+def test_parameters_are_those_that_transformers_makes(family: str) -> None:
+    config = configuration(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = model_shape(json.loads(config.to_json_string(use_diff=False)))
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_parameters_are_those_published(size: str) -> None:
+    assert model_shape(qwen_description(size)).parameters == PARAMETERS[size]
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj"])
+def test_adapters_are_those_that_peft_makes(targets: str) -> None:
+    config = Config()
+    config.model.lora = LoraConfig(rank=4, target_modules=targets)
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2"))
+    add_adapters(model, config.model.lora)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    shape = model_shape(json.loads(tiny_config("qwen2").to_json_string(use_diff=False)))
+    assert trained_parameters(config, shape) == trained
+
+
+def kept_bytes(layers: int, *, checkpointing: bool, tokens: int = 512) -> tuple[int, PreTrainedConfig]:
+    """Bytes that autograd keeps of a packed row of two sequences in bfloat16, parameters left out."""
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "max_position_embeddings": tokens}
+    config = tiny_config("qwen2", num_hidden_layers=layers, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    module = packed_causal_lm(model, ModelConfig(gradient_checkpointing=checkpointing))
+    rows = [{"input_ids": torch.zeros(tokens // 2, dtype=torch.long)} for _ in range(2)]
+    for row in rows:
+        row["loss_mask"] = torch.arange(tokens // 2) > 0
+    packed = pack(Sequences.from_list(rows, {}), 1)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    attention = packed_attention("sdpa", packed, torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module.hidden_states(packed.input_ids, packed.position_ids, packed.predicting, attention, None)
+    bytes_kept = (tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in parameters)
+    return sum(bytes_kept), config
+
+
+def test_a_layers_activations_are_what_autograd_keeps() -> None:
+    """Within a tenth: the kernel of the CPU keeps a copy of its output that those of GPUs do not."""
+    (more, config), (fewer, _) = (kept_bytes(layers, checkpointing=False) for layers in (4, 2))
+    shape = model_shape(json.loads(config.to_json_string(use_diff=False)))
+    assert (more - fewer) / 2 / 512 == pytest.approx(shape.activation_bytes_per_token(), rel=0.1)
+
+
+def test_with_checkpointing_a_layer_keeps_its_input() -> None:
+    (more, config), (fewer, _) = (kept_bytes(layers, checkpointing=True) for layers in (4, 2))
+    assert (more - fewer) / 2 / 512 == 2 * config.hidden_size
+
+
+def eight_gpus(**changes: float) -> Config:
+    config = Config()
+    config.resources.device = "cuda"
+    config.policy.ranks, config.rollout.replicas = 8, 8
+    config.model.gradient_checkpointing = True
+    for key, value in changes.items():
+        setattr(config.policy, key, value)
+    return config
+
+
+def test_the_parts_of_seven_billion_on_eight_gpus() -> None:
+    """The formulas of controller.memory, worked by hand: P = 7,615,616,512, s = 8."""
+    shape = model_shape(qwen_description("7B"))
+    memory = gpu_memory(eight_gpus(), shape, 80.0)
+    eighth = 7_615_616_512 / 8 / GIB
+    assert memory.training["weights"] == memory.training["gradients"] == pytest.approx(4 * eighth)
+    assert memory.training["AdamW"] == pytest.approx(8 * eighth)
+    layer = 2 * 3584 * (3584 + 512) + 3 * 3584 * 18_944 + (3584 + 2 * 512) + 2 * 3584
+    root = 2 * 152_064 * 3584 + 3584
+    assert memory.training["gathered"] == pytest.approx(8 * (2 * layer + root) / GIB)
+    token = 16 * 3584 + 4 * 3584 + 4 * 512 + 8 * 18_944
+    assert memory.training["activations"] == pytest.approx(16_384 * (28 * 2 * 3584 + token) / GIB)
+    assert memory.training["log-probs"] == pytest.approx(12 * 256 * 152_064 / GIB)
+    assert memory.generating == pytest.approx(
+        {name: memory.training[name] for name in ("weights", "gradients", "AdamW")} | {"engine": 40.0}
+    )
+    assert memory.kv_tokens == int((40 * GIB - 2 * 7_615_616_512) / (4 * 512 * 28))
+    assert host_memory(eight_gpus(), shape, ranks=8, engines=8) == pytest.approx(
+        {"model as it is read": 32 * eighth, "engines asleep": 128 * eighth}
+    )
+
+
+def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
+    shape = model_shape(qwen_description("7B"))
+    plain = gpu_memory(eight_gpus(), shape, 80.0).training
+    offloaded = gpu_memory(eight_gpus(cpu_offload=True), shape, 80.0).training
+    assert set(plain) - set(offloaded) == {"weights", "gradients", "AdamW"}
+    on_host = host_memory(eight_gpus(cpu_offload=True), shape, ranks=8, engines=8)
+    assert on_host["policy"] == pytest.approx(16 * shape.parameters / GIB)
+    adapted = eight_gpus()
+    adapted.model.lora.rank = 16
+    assert gpu_memory(adapted, shape, 80.0).training["AdamW"] < plain["AdamW"] / 50
+    shared = eight_gpus()
+    shared.policy.ranks, shared.policy.parallel.tensor_parallel = 4, 2
+    halves = gpu_memory(shared, shape, 80.0).training
+    assert halves["weights"] == plain["weights"]
+    assert halves["gathered"] == plain["gathered"] / 2
+    apart = eight_gpus()
+    apart.rollout.placement = "apart"
+    assert gpu_memory(apart, shape, 80.0).generating == {"engine": 40.0}
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "checkpointing", "fraction", "message"),
+    [
+        ("7B", 8, False, 0.5, r"of them for activations, and 72.0 are to be used; set model.gradient_checkpointing=tr"),
+        ("7B", 1, True, 0.5, r"of them for AdamW, .* raise policy.ranks, or set policy.cpu_offload=true"),
+        ("32B", 8, True, 0.5, r"rollout.memory_fraction=0.5 gives an engine 40.0 GiB of a GPU, its weights take 61.0"),
+        ("7B", 4, True, 0.8, r"generation needs 64.0 GiB of a GPU for an engine beside 28.4 of training states"),
+    ],
+)
+def test_what_does_not_fit_says_what_to_change(
+    size: str, ranks: int, checkpointing: bool, fraction: float, message: str
+) -> None:
+    config = eight_gpus(ranks=ranks, max_tokens=4096 if checkpointing else 16_384)
+    config.model.gradient_checkpointing, config.rollout.memory_fraction = checkpointing, fraction
+    if size == "32B":
+        config.policy.ranks = 64
+    with pytest.raises(ConfigError, match=message):
+        check_memory(config, gpu_memory(config, model_shape(qwen_description(size)), 80.0), 80.0)
+
+
+def test_host_memory_is_held_against_that_of_a_node() -> None:
+    check_host({"model as it is read": 30.0, "engines asleep": 20.0}, 50.0)
+    check_host({"model as it is read": 30.0}, 0.0)
+    with pytest.raises(ConfigError, match=r"node 0 needs about 50.0 GiB of host memory and has 49"):
+        check_host({"model as it is read": 30.0, "engines asleep": 20.0}, 49.0)
+
+
+def test_other_families_are_not_guessed_at() -> None:
+    with pytest.raises(ConfigError, match=r"model.path is of type gemma2; leave out --cluster"):
+        model_shape({"model_type": "gemma2"})
+    with pytest.raises(ConfigError, match=r"config.json has no hidden_size"):
+        model_shape({"model_type": "llama"})
