@@ -291,6 +291,19 @@ class Config:
         )
 
     @property
+    def old_log_probs(self) -> str:
+        """Whose log-probs the policy loss takes its ratios to: the `sampler`'s, those of a `forward_pass` before the
+        first update, or, equal to these where there is one update, those of the `update` itself.
+
+        Samples a version old need a ratio to the policy that sampled them; where algorithm.loss.rollout_correction
+        gives it, the other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
+        """
+        loss = self.algorithm.loss
+        if self.rollout.overlap and loss.name != "reinforce" and not loss.rollout_correction.is_on:
+            return "sampler"
+        return "forward_pass" if self.batch.mini_batches > 1 else "update"
+
+    @property
     def forward_max_tokens(self) -> int:
         """Cap on packed tokens of the policy's forward-only micro-batches."""
         return self.policy.forward_max_tokens or self.policy.max_tokens

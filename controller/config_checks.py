@@ -114,10 +114,15 @@ def _check_loss(config: Config) -> None:
     loss = config.algorithm.loss
     if loss.name == "custom":
         check_function("algorithm.loss.function", loss.function, in_file=False)
-    if loss.name in ("clip_cov", "kl_cov") and config.batch.mini_batches == 1:
+    if loss.name in ("clip_cov", "kl_cov") and config.old_log_probs == "update":
         raise ConfigError(
             f"algorithm.loss.name={loss.name} chooses tokens by their old log-probs, which one update a step does not "
             "compute; set batch.mini_batches to 2 or more."
+        )
+    if config.rollout.overlap and loss.name == "reinforce" and not loss.rollout_correction.is_on:
+        raise ConfigError(
+            "algorithm.loss.name=reinforce takes samples for the policy's own, but rollout.overlap=true makes them a "
+            "version old; set algorithm.loss.rollout_correction.weights=token, or another loss."
         )
     if loss.aggregation == "sequence_mean_token_sum_norm" and not loss.constant_length:
         raise ConfigError(
@@ -208,6 +213,11 @@ def _check_devices(config: Config) -> None:
         raise ConfigError(
             "rollout.placement=shared_memory is for CPUs and the run uses GPUs; set colocated or apart, "
             "or resources.device=cpu."
+        )
+    if placement == "colocated" and config.rollout.overlap:
+        raise ConfigError(
+            "rollout.overlap=true generates while it trains, but rollout.placement=colocated has them take turns "
+            "on the same GPUs; set rollout.placement=apart, or remove rollout.overlap."
         )
     engine_gpus = config.rollout.replicas * config.rollout.tensor_parallel
     if placement == "colocated" and engine_gpus > config.training_workers:

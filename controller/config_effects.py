@@ -16,15 +16,20 @@ LOSS_SETTING_READERS = {
 
 NO_EFFECT_WITHOUT = (
     (
-        "batch.mini_batches above 1 (the only update of a step starts where the samples came from: all ratios are 1)",
-        lambda c: c.batch.mini_batches > 1,
+        "batch.mini_batches above 1 or rollout.overlap (the only update of a step starts where the samples came from: "
+        "all ratios are 1)",
+        lambda c: c.old_log_probs != "update",
         (
-            "policy.forward_max_tokens",
             "algorithm.loss.clip_low",
             "algorithm.loss.clip_high",
             "algorithm.loss.dual_clip",
             "algorithm.loss.sapo_tau_",
         ),
+    ),
+    (
+        "batch.mini_batches above 1 (and no ratios to the sampler's log-probs)",
+        lambda c: c.old_log_probs == "forward_pass",
+        ("policy.forward_max_tokens",),
     ),
     *(
         (

@@ -21,6 +21,7 @@ from controller.checkpoint import FOLDER, Progress, checkpoint_path
 from controller.config import Config
 from controller.console import Console
 from controller.data import Prompt, PromptDataset, Prompts
+from controller.lookahead import Lookahead
 from controller.metrics import RunWriter, Stopwatch
 from controller.roles import Roles
 from controller.samples import Rollout, assemble
@@ -81,6 +82,7 @@ class Trainer:
         self.prompts, self.validation = prompts, validation
         self.cost_model, self.writer, self.console = cost_model, writer, console
         self.progress = progress or Progress()
+        self.lookahead = Lookahead(self.collect)
 
     def fit(self) -> Outcome:
         """Validate, train for `run.steps` steps, validate; or do what is left of that."""
@@ -113,7 +115,9 @@ class Trainer:
         watch = Stopwatch()
         with watch.phase("step"):
             with watch.phase("rollout"), self.console.phase("rollout"):
-                rollout, batch = self.collect(step)
+                rollout, batch, self.progress.position = self.lookahead.take(step, self.progress.position)
+            if self.looks_ahead(step):
+                self.lookahead.begin(step + 1, self.progress.position)
             metrics = rollout.metrics()
             self.console.completions(rollout, self.config.run.log_completions)
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
@@ -136,21 +140,35 @@ class Trainer:
             batch, mismatch = self.with_log_probs(batch)
         with watch.phase("update"), self.console.phase("update"):
             updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss)
+        with watch.phase("rollout"), self.console.phase("rollout"):
+            self.lookahead.wait()
         with watch.phase("weights"), self.console.phase("weights"):
             self.roles.rollouts.wake()
             self.send_weights()
         # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
         return prefixed("balance", plan.statistics()) | prefixed("policy", results(updated | mismatch))
 
-    def collect(self, step: int) -> tuple[Rollout, RemoteBatch]:
-        """All samples of a step, and those to train on; several rounds where groups without signal are replaced."""
+    def looks_ahead(self, step: int) -> bool:
+        """Whether the next step's samples are generated during this one.
+
+        Not across a checkpoint: they would be lost with the run, and those made in their place be a version younger.
+        """
+        run = self.config.run
+        due = run.checkpoint_every and step % run.checkpoint_every == 0
+        return self.config.rollout.overlap and step < run.steps and not due
+
+    def collect(self, step: int, position: int) -> tuple[Rollout, RemoteBatch, int]:
+        """All samples of a step, from prompts at `position` on; those to train on; the position of the next prompt.
+
+        Several rounds where groups without signal are replaced.
+        """
         settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
         limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
         rounds: list[Rollout] = []
         kept: list[RemoteBatch] = []
         while wanted and len(rounds) < limit:
-            prompts = self.prompts.take(self.progress.position, wanted)
-            self.progress.position += wanted
+            prompts = self.prompts.take(position, wanted)
+            position += wanted
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
             rounds.append(self.shaped(found))
             kept.append(self.keep_groups_with_signal(rounds[-1].batch))
@@ -160,7 +178,7 @@ class Trainer:
                 f"step {step}: {wanted} of {self.config.batch.prompts_per_step} groups are still without signal after "
                 f"algorithm.max_sampling_rounds={limit}; training on the others"
             )
-        return Rollout.concat(rounds), RemoteBatch.concat(kept)
+        return Rollout.concat(rounds), RemoteBatch.concat(kept), position
 
     def shaped(self, rollout: Rollout) -> Rollout:
         """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""
@@ -222,11 +240,14 @@ class Trainer:
         """Old log-probs, where the first update would make them stale, and the reference's, where the loss has a KL.
 
         With one mini-batch the only update starts from the very policy that sampled: the old log-probs are those of
-        the update's own forward pass, and a separate one would compute the same numbers again.
+        the update's own forward pass, and a separate one would compute the same numbers again. Samples that are a
+        version old come with the log-probs of the policy that sampled them.
         """
         everything = [np.arange(len(batch))]
         mismatch: Metrics = {}
-        if self.config.batch.mini_batches > 1:
+        if self.config.old_log_probs == "sampler":
+            batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
+        if self.config.old_log_probs == "forward_pass":
             plan = self.plan(batch, everything, self.config.forward_max_tokens)
             passed = self.roles.policy.log_probs(batch, plan)
             batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])

@@ -176,6 +176,11 @@ class RolloutConfig:
         "`shared_memory` is the CPU's. `auto` is shared_memory without GPUs, else colocated.",
         choices=("auto", "colocated", "apart", "shared_memory"),
     )
+    overlap: bool = setting(
+        False,
+        "Generate the samples of the next step while this one trains; they are then one weight version old. Ratios "
+        "are taken to the sampler's log-probs, unless algorithm.loss.rollout_correction is set.",
+    )
     max_model_tokens: int = setting(
         0,
         "Longest prompt plus response an engine takes; 0 takes data.max_prompt_tokens + sampling.max_new_tokens.",
@@ -232,6 +237,11 @@ class RolloutCorrectionConfig:
     )
     rejection_low: float = setting(0.5, "Lower bound of what is kept.", minimum=0, maximum=1, exclusive_minimum=True)
     rejection_high: float = setting(2.0, "Upper bound of what is kept.", minimum=1)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is corrected."""
+        return not self.weights == self.rejection == "none"
 
 
 @dataclass

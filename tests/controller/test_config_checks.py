@@ -54,6 +54,8 @@ def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
         ("resources.device=cuda", "policy.cpu_offload=true", "rollout.replicas=2"),
         ("resources.device=cuda", "rollout.placement=apart", "rollout.replicas=3", "rollout.tensor_parallel=4"),
         ("validation.sampling.temperature=0",),
+        ("rollout.overlap=true", "batch.mini_batches=1", "algorithm.loss.clip_high=0.3"),
+        ("rollout.overlap=true", "algorithm.loss.name=reinforce", "algorithm.loss.rollout_correction.weights=token"),
         ("policy.max_tokens=48", "policy.parallel.context_parallel=2"),
         ("policy.parallel.context_parallel=3", "policy.parallel.context_parallel_method=ring"),
         ("policy.parallel.tensor_parallel=2", "policy.parallel.replicate=2"),
@@ -211,6 +213,18 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (
             ("rollout.max_model_tokens=96", "validation.sampling.max_new_tokens=65"),
             "rollout.max_model_tokens=96 is below the 97 tokens",
+        ),
+        (
+            ("rollout.overlap=true", "resources.device=cuda"),
+            "rollout.overlap=true generates while it trains, but rollout.placement=colocated has them take turns",
+        ),
+        (
+            ("rollout.overlap=true", "algorithm.loss.name=reinforce"),
+            "algorithm.loss.name=reinforce takes samples for the policy's own, but rollout.overlap=true makes them",
+        ),
+        (
+            ("rollout.overlap=true", "policy.forward_max_tokens=4096"),
+            "policy.forward_max_tokens=4096 has no effect without batch.mini_batches above 1 (and no ratios to the",
         ),
         (
             ("rollout.placement=colocated",),

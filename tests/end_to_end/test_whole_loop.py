@@ -43,39 +43,42 @@ def run_loop(overrides: list[str]) -> Run:
 
 
 @pytest.fixture(scope="module")
-def finished(ray_session, settings: list[str]) -> Run:
-    """Three steps with two mini-batches each and a KL to a reference."""
-    return run_loop(
-        [
-            *settings,
-            "run.name=loop",
-            "batch.mini_batches=2",
-            "algorithm.loss.kl_coefficient=0.1",
-            "policy.optimizer.learning_rate=1e-3",
-        ]
-    )
+def loop(settings: list[str]) -> list[str]:
+    """Settings with two mini-batches a step and a KL to a reference."""
+    return [
+        *settings,
+        "batch.mini_batches=2",
+        "algorithm.loss.kl_coefficient=0.1",
+        "policy.optimizer.learning_rate=1e-3",
+    ]
 
 
-def test_a_run_repeats_and_groups_without_signal_are_left_out(ray_session, settings: list[str]) -> None:
+@pytest.fixture(scope="module")
+def finished(ray_session, loop: list[str]) -> Run:
+    return run_loop([*loop, "run.name=loop"])
+
+
+def test_a_run_repeats(finished: Run, loop: list[str]) -> None:
     """Sampling, data order, mini-batches and rewards follow from the seed; losses agree up to rounding."""
-    overrides = [*settings, "run.steps=2", "algorithm.groups_without_signal=drop"]
-    overrides += ["rollout.samples_per_prompt=2", "policy.optimizer.learning_rate=1e-3"]
-    runs = [run_loop([*overrides, f"run.name=repeat-{number}"]).outcome.steps for number in (1, 2)]
-    for first, second in zip(*runs, strict=True):
-        for name in ("reward/mean", "rollout/response_tokens_mean", "rollout/samples_without_signal"):
+    again = run_loop([*loop, "run.name=again", "run.steps=2"])
+    for first, second in zip(finished.outcome.steps, again.outcome.steps, strict=False):
+        for name in ("reward/mean", "rollout/response_tokens_mean", "balance/tokens_per_rank/max"):
             assert first[name] == second[name]
-        assert first.get("policy/loss") == pytest.approx(second.get("policy/loss"), abs=1e-6)
-    assert sum(step["rollout/samples_without_signal"] for step in runs[0]) > 0
-    assert any("policy/loss" in step for step in runs[0])
+        assert first["policy/loss"] == pytest.approx(second["policy/loss"], abs=1e-6)
 
 
-def test_groups_without_signal_are_replaced_by_new_prompts(ray_session, settings: list[str]) -> None:
-    overrides = [*settings, "run.steps=1", "run.name=replace", "algorithm.groups_without_signal=replace"]
+def test_samples_are_made_ahead_and_groups_without_signal_replaced(ray_session, settings: list[str]) -> None:
+    overrides = [*settings, "run.name=ahead", "rollout.overlap=true", "algorithm.groups_without_signal=replace"]
     overrides += ["rollout.samples_per_prompt=2", "algorithm.max_sampling_rounds=4"]
-    (step,) = run_loop(overrides).outcome.steps
-    assert step["rollout/sampling_rounds"] > 1
-    assert step["rollout/samples"] - step["rollout/samples_without_signal"] > 0
-    assert "policy/loss" in step
+    run = run_loop(overrides)
+    steps = run.outcome.steps
+    assert [step["rollout/weight_version"] for step in steps] == [1, 2, 3]
+    assert [step["rollout/oldest_weight_version"] for step in steps] == [0, 0, 1]
+    assert set(run.versions) == {3}
+    for step in steps:
+        assert step["rollout/sampling_rounds"] > 1
+        assert step["rollout/samples"] - step["rollout/samples_without_signal"] > 0
+        assert "policy/loss" in step
 
 
 def test_every_step_is_recorded(finished: Run) -> None:
