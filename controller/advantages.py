@@ -1,12 +1,13 @@
-"""Advantages: from the rewards of a batch to how much better each sequence, or token, was than expected; on the driver.
+"""Advantages: from the rewards of a batch to how much better each sequence was than expected; on the driver.
 
     rewards, uids --estimator of the registry--> one advantage a sequence      compared with the group, or the batch
-    rewards, values by token --gae--> one advantage a token                    compared with the critic
+
+An advantage of each token, compared with a critic, is made where the tokens are: `workers.model.credit`.
 
 Groups are found by `uid`, may have any size, and row order carries no meaning. A group of one has nothing to be
 compared with: where the estimator compares within the group alone, its advantage is 0.
 
-B sequences, T tokens of all sequences.
+B sequences.
 """
 
 from collections.abc import Callable, Mapping
@@ -216,34 +217,6 @@ def maxrl(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
         )
     mean = _Groups(uids).mean(rewards)
     return np.divide(rewards - mean, mean, out=np.zeros(len(rewards)), where=mean > 0)
-
-
-def gae(
-    rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation (Schulman et al. 2016, eqs. 11 to 16), token by token.
-
-        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
-
-    V and A are 0 after the last token. Rows of different length lie one after another.
-
-    rewards, values: float [T], of the tokens that the policy produced, V_t before token t. lengths: int [B], their
-    number in each sequence, which may be 0. Returns (advantages, returns), float64 [T]: what the policy learns from,
-    and what the critic does. Raises DataError if sizes disagree.
-    """
-    if not len(rewards) == len(values) == lengths.sum():
-        raise DataError(f"{len(rewards)} rewards and {len(values)} values for sequences of {lengths.sum()} tokens")
-    ends = np.cumsum(lengths)
-    advantages = np.zeros(len(rewards))
-    next_value, next_advantage = np.zeros(len(lengths)), np.zeros(len(lengths))
-    # From the last token to the first, all sequences at once that are long enough.
-    for step in range(1, int(lengths.max(initial=0)) + 1):
-        rows = np.flatnonzero(lengths >= step)
-        t = ends[rows] - step
-        delta = rewards[t] + gamma * next_value[rows] - values[t]
-        advantages[t] = next_advantage[rows] = delta + gamma * lam * next_advantage[rows]
-        next_value[rows] = values[t]
-    return advantages, advantages + values
 
 
 def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: float = EPSILON) -> np.ndarray:

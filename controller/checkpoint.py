@@ -1,9 +1,10 @@
 """Where a run stands, and where to find it again.
 
     runs/NAME/checkpoints/policy/step-30     the policy's state; its manifest carries the driver's Progress
+    runs/NAME/checkpoints/critic/step-30     the critic's, where there is one
     run.resume --checkpoints_at--> newest first --the first that loads--> Progress
 
-The policy's half is `workers.model.checkpoint`: both stand or fall together.
+The workers' half is `workers.model.checkpoint`. A step can be gone on from when all its folders are complete.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.errors import CheckpointError, WorkerError
-from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest
+from workers.model.checkpoint_folder import MANIFEST, complete, prune, read_manifest, remove
 
 if TYPE_CHECKING:
     from controller.config import Config
@@ -42,8 +43,32 @@ class Progress:
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint after `step` stands."""
+    """Where the policy's checkpoint after `step` stands."""
     return run_folder / FOLDER / f"step-{step}"
+
+
+def role_path(policy_checkpoint: Path, role: str) -> Path:
+    """Where another role's checkpoint of the same step stands."""
+    return policy_checkpoint.parent.parent / role / policy_checkpoint.name
+
+
+def save_checkpoints(roles: "Roles", run_folder: Path, progress: Progress) -> None:
+    """Begin to save every role that learns; see `Engine.save_checkpoint`."""
+    path = checkpoint_path(run_folder, progress.step)
+    for role, group in roles.trained.items():
+        group.save_checkpoint(str(role_path(path, role)), progress.step, progress.to_json())
+
+
+def wait_for_checkpoints(roles: "Roles") -> None:
+    """Return when no save is under way. Raises WorkerError if the last one failed."""
+    for group in roles.trained.values():
+        group.wait_for_checkpoint()
+
+
+def prune_checkpoints(roles: "Roles", run_folder: Path, keep: int) -> None:
+    """Remove all but the last `keep` checkpoints, of every role that learns."""
+    for role in roles.trained:
+        prune(run_folder / FOLDER.parent / role, keep)
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -69,12 +94,22 @@ def go_on(config: "Config", roles: "Roles", console: "Console") -> Progress:
     candidates = checkpoints_at(folder.resolve())
     for path in candidates:
         try:
-            progress = Progress(**roles.policy.load_checkpoint(str(path)))
+            found = [group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()]
         except WorkerError as error:
             console.say(f"{path} cannot be loaded: {error}")
             continue
         console.say(f"going on from {path}")
-        return progress
+        if config.run.resume == "auto":
+            _remove_later(roles, path, found[0]["step"])
+        return Progress(**found[0])
     if candidates:
         raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")
     return Progress()
+
+
+def _remove_later(roles: "Roles", path: Path, step: int) -> None:
+    """Checkpoints of later steps, which could not be loaded or lack a role's part, would be in the way of new ones."""
+    for role in roles.trained:
+        for found, manifest in complete(role_path(path, role).parent):
+            if manifest.step > step:
+                remove(found)

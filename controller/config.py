@@ -21,6 +21,9 @@ from omegaconf import OmegaConf
 from controller import config_file
 from controller.model_files import read_model_files
 from workers.config import (
+    CriticConfig,
+    GaeConfig,
+    LoraConfig,
     LossConfig,
     ModelConfig,
     PolicyConfig,
@@ -139,8 +142,9 @@ class RewardConfig:
 class AlgorithmConfig:
     advantage: str = setting(
         "grpo",
-        "Advantage estimator; formulas stand in `controller.advantages`.",
+        "Advantage estimator; formulas stand in `controller.advantages`. `gae` is PPO's, with a critic.",
         choices=(
+            "gae",
             "grpo",
             "dr_grpo",
             "rloo",
@@ -162,6 +166,7 @@ class AlgorithmConfig:
     max_sampling_rounds: int = setting(
         10, "Rounds of generation of a step with `replace`; after the last it trains on what has signal.", minimum=2
     )
+    gae: GaeConfig = field(default_factory=GaeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
 
 
@@ -239,6 +244,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
@@ -314,9 +320,36 @@ class Config:
         return self.reference.forward_max_tokens or self.policy.max_tokens
 
     @property
+    def critic_max_tokens(self) -> int:
+        """Cap on packed tokens of the critic's training micro-batches."""
+        return self.critic.max_tokens or self.policy.max_tokens
+
+    @property
+    def critic_forward_max_tokens(self) -> int:
+        """Cap on packed tokens of the critic's forward-only micro-batches."""
+        return self.critic.forward_max_tokens or self.critic_max_tokens
+
+    @property
+    def caps(self) -> dict[str, int]:
+        """Every cap on packed tokens that holds in this run, by key."""
+        caps = {"policy.max_tokens": self.policy.max_tokens, "policy.forward_max_tokens": self.forward_max_tokens}
+        if self.uses_reference:
+            caps["reference.forward_max_tokens"] = self.reference_max_tokens
+        if self.uses_critic:
+            caps["critic.max_tokens"] = self.critic_max_tokens
+            caps["critic.forward_max_tokens"] = self.critic_forward_max_tokens
+        return caps
+
+    @property
     def total_optimizer_steps(self) -> int:
-        """Optimiser steps over which the learning rate's schedule runs."""
-        return self.policy.optimizer.total_steps or self.run.steps * self.batch.mini_batches
+        """Optimiser steps over which the policy's learning rate's schedule runs."""
+        learning = self.run.steps - self.critic.warmup_steps
+        return self.policy.optimizer.total_steps or learning * self.batch.mini_batches
+
+    @property
+    def critic_optimizer_steps(self) -> int:
+        """Optimiser steps over which the critic's learning rate's schedule runs."""
+        return self.critic.optimizer.total_steps or self.run.steps * self.batch.mini_batches
 
     @property
     def uses_reference(self) -> bool:
@@ -327,6 +360,22 @@ class Config:
     def reference_model(self) -> ModelConfig:
         """The reference's model: model.* with reference.path where that is set."""
         return replace(self.model, path=self.reference.path or self.model.path)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether advantages come from a critic."""
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """The critic's model: model.* with critic.path where that is set; all of it is trained."""
+        return replace(self.model, path=self.critic.path or self.model.path, lora=LoraConfig())
+
+    @property
+    def training_roles(self) -> tuple[str, ...]:
+        """The roles that share the bundles of the training pool, rank by rank."""
+        there = {"policy": True, "reference": self.uses_reference, "critic": self.uses_critic}
+        return tuple(role for role, used in there.items() if used)
 
     def model_description(self) -> dict[str, Any]:
         """config.json of model.path. Raises ConfigError if there is none."""

@@ -15,6 +15,7 @@ from typing import Any
 from controller.checkpoint import checkpoints_at
 from controller.config import Config
 from controller.config_effects import check_settings_have_effect
+from controller.critic_checks import check_critic, check_same_vocabulary
 from controller.function_files import check_function
 from controller.model_files import ModelFiles, read_model_files
 from controller.model_support import check_supported_model
@@ -37,6 +38,7 @@ def check(config: Config) -> None:
     _check_model(config, model)
     _check_parallel(config, model)
     _check_reference(config, model)
+    check_critic(config, model)
     _check_data(config, model)
     _check_rewards(config)
 
@@ -92,7 +94,7 @@ def _check_batch(config: Config) -> None:
 
 def _check_advantage(config: Config) -> None:
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
-    compares_groups = algorithm.advantage != "reinforce_plus_plus"
+    compares_groups = algorithm.advantage not in ("reinforce_plus_plus", "gae")
     if compares_groups and samples == 1:
         raise ConfigError(
             f"rollout.samples_per_prompt=1 leaves algorithm.advantage={algorithm.advantage} nothing to compare: every "
@@ -180,10 +182,7 @@ def _check_caps(config: Config) -> None:
     if longest % multiple:
         longest += multiple - longest % multiple
         parts += f", {longest} as a multiple of {multiple}"
-    caps = {"policy.max_tokens": config.policy.max_tokens, "policy.forward_max_tokens": config.forward_max_tokens}
-    if config.uses_reference:
-        caps["reference.forward_max_tokens"] = config.reference_max_tokens
-    for key, cap in caps.items():
+    for key, cap in config.caps.items():
         if cap * sharing < longest:
             times = f" times policy.parallel.context_parallel={sharing}" if sharing > 1 else ""
             raise ConfigError(
@@ -297,20 +296,8 @@ def _check_model(config: Config, model: ModelFiles) -> None:
 
 
 def _check_reference(config: Config, model: ModelFiles) -> None:
-    if not config.reference.path:
-        return
-    reference = read_model_files(config.reference.path, "reference.path")
-    check_supported_model(config, reference.description, "reference.path")
-    if reference.vocabulary != model.vocabulary:
-        raise ConfigError(
-            f"reference.path={config.reference.path} has {reference.vocabulary} tokens and "
-            f"model.path={config.model.path} {model.vocabulary}; a KL needs the same vocabulary."
-        )
-    if reference.positions is not None and config.longest_sequence > reference.positions:
-        raise ConfigError(
-            f"sequences may reach {config.longest_sequence} tokens, but reference.path={config.reference.path} takes "
-            f"{reference.positions}; lower data.max_prompt_tokens or rollout.sampling.max_new_tokens."
-        )
+    if config.reference.path:
+        check_same_vocabulary(config, model, "reference.path", config.reference.path)
 
 
 def _check_data(config: Config, model: ModelFiles) -> None:

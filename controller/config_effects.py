@@ -24,6 +24,7 @@ NO_EFFECT_WITHOUT = (
             "algorithm.loss.clip_high",
             "algorithm.loss.dual_clip",
             "algorithm.loss.sapo_tau_",
+            "critic.loss.clip",
         ),
     ),
     (
@@ -100,9 +101,17 @@ NO_EFFECT_WITHOUT = (
         ("reference.", "algorithm.loss.kl_estimator"),
     ),
     (
-        "policy.optimizer.schedule=linear or cosine",
-        lambda c: c.policy.optimizer.schedule != "constant",
-        ("policy.optimizer.total_steps", "policy.optimizer.final_learning_rate_ratio"),
+        "algorithm.advantage=gae",
+        lambda c: c.uses_critic,
+        ("algorithm.gae.", "critic."),
+    ),
+    *(
+        (
+            f"{role}.optimizer.schedule=linear or cosine",
+            lambda c, role=role: getattr(c, role).optimizer.schedule != "constant",
+            (f"{role}.optimizer.total_steps", f"{role}.optimizer.final_learning_rate_ratio"),
+        )
+        for role in ("policy", "critic")
     ),
     (
         "model.lora.rank above 0",
@@ -146,6 +155,7 @@ NO_EFFECT_WITHOUT = (
             "model.activation_offload",
             "policy.cpu_offload",
             "reference.cpu_offload",
+            "critic.cpu_offload",
             "rollout.memory_fraction",
             "rollout.enforce_eager",
         ),

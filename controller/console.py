@@ -42,6 +42,7 @@ class Console:
             ("response", "rollout/response_tokens_mean", ".1f"),
             ("loss", "policy/loss", "+.4f"),
             ("grad", "policy/grad_norm", ".2f"),
+            ("explained", "critic/explained_variance", ".2f"),
             ("mismatch", "policy/rollout_mismatch_max", ".1e"),
             ("imbalance", "balance/imbalance/micro_steps", ".2%"),
             ("tokens/s", "throughput/tokens_per_s", ",.0f"),

@@ -95,10 +95,7 @@ def _sizes(config: Config) -> list[str]:
 
 
 def _caps(config: Config) -> list[str]:
-    caps = {"policy.max_tokens": config.policy.max_tokens, "policy.forward_max_tokens": config.forward_max_tokens}
-    if config.uses_reference:
-        caps["reference.forward_max_tokens"] = config.reference_max_tokens
-    return [_cap_line(config, key, cap) for key, cap in caps.items()]
+    return [_cap_line(config, key, cap) for key, cap in config.caps.items()]
 
 
 def _cap_line(config: Config, key: str, cap: int) -> str:

@@ -1,6 +1,6 @@
 """Layout: what a run asks of Ray, as data. `--dry-run` prints it, `controller.roles` starts it; neither repeats it.
 
-training pool    one bundle for each policy worker      policy i and reference i share bundle i
+training pool    one bundle for each policy worker      policy i, reference i and critic i share bundle i
 rollout pool     one bundle for each engine             with GPUs of its own where rollout.placement is apart
                  none where it is colocated             engine i shares tp bundles of training, from i*tp on
 no pool                                                 reward workers, wherever there is room
@@ -34,13 +34,13 @@ class RoleRequest:
 
 
 def training_pool(config: Config) -> Pool:
-    """One bundle for each policy worker; the reference's of the same number, and colocated engines, share them."""
+    """One bundle for each policy worker; the other roles' of the same number, and colocated engines, share them."""
     cpus, tensor_parallel = config.resources.cpus_per_worker, config.rollout.tensor_parallel
     engines = config.rollout.replicas if config.rollout_placement == "colocated" else 0
     bundles = []
     for rank in range(config.training_workers):
         holds_engine = rank % tensor_parallel == 0 and rank // tensor_parallel < engines
-        bundle = {"CPU": cpus * (1 + config.uses_reference + holds_engine)}
+        bundle = {"CPU": cpus * (len(config.training_roles) + holds_engine)}
         bundles.append(bundle | ({"GPU": 1.0} if config.uses_gpus else {}))
     return Pool("training", tuple(bundles))
 
@@ -63,11 +63,9 @@ def pools(config: Config) -> list[Pool]:
 def role_requests(config: Config) -> list[RoleRequest]:
     """Every role of the run, in the order of the picture above."""
     cpus, workers = config.resources.cpus_per_worker, config.training_workers
-    training_gpus = (0.5 if config.uses_reference else 1.0) if config.uses_gpus else 0.0
+    training_gpus = 1.0 / len(config.training_roles) if config.uses_gpus else 0.0
     engine_gpus = float(config.rollout.tensor_parallel) if config.rollout_placement == "apart" else 0.0
-    requests = [RoleRequest("policy", workers, cpus, training_gpus, "training")]
-    if config.uses_reference:
-        requests.append(RoleRequest("reference", workers, cpus, training_gpus, "training"))
+    requests = [RoleRequest(role, workers, cpus, training_gpus, "training") for role in config.training_roles]
     engine_pool = "training" if config.rollout_placement == "colocated" else "rollout"
     requests.append(RoleRequest("rollout", config.rollout.replicas, cpus, engine_gpus, engine_pool))
     requests.append(RoleRequest("reward", config.reward.workers, cpus, 0.0, ""))

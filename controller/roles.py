@@ -1,6 +1,6 @@
 """Roles: every actor of a run, started together and ended together.
 
-layout (pure) -> reserve pools -> engines | policy, reference | reward -> Roles -> one end for all
+layout (pure) -> reserve pools -> engines | policy, reference, critic | reward -> Roles -> one end for all
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,8 @@ from controller.rewards import RewardPool
 from controller.rollouts import Rollouts
 from controller.worker_group import Share, WorkerGroup
 from workers.base import Worker
-from workers.config import RolloutConfig
+from workers.config import CriticConfig, ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, RolloutConfig
+from workers.critic import CriticWorker
 from workers.errors import ResourceError
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
@@ -33,13 +34,19 @@ Bundles = dict[str, PlacementGroup]
 
 @dataclass(frozen=True)
 class Roles:
-    """The actors of a run. `reference` is None where the loss has no KL term."""
+    """The actors of a run. `reference` is None where nothing needs a KL, `critic` where the advantage is not gae."""
 
     policy: WorkerGroup
     reference: WorkerGroup | None
     rollouts: Rollouts
     rewards: RewardPool
+    critic: WorkerGroup | None = None
     device_to_device: bool = False
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        """The roles that learn, by name."""
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
     def send_weights(self, version: int) -> None:
         """The policy's weights to every engine as version `version`: through the object store, or between GPUs."""
@@ -78,12 +85,13 @@ def start_roles(config: Config, reward_functions: Sequence[RewardFunction], cons
         parameters = policy.build.remote().result(timeout_s)[0]
         console.say(f"policy: {parameters:,} parameters over {config.policy.ranks} ranks on {config.device}")
         reference = _reference(stack, config, requests, bundles) if config.uses_reference else None
+        critic = _critic(stack, config, requests, bundles) if config.uses_critic else None
         rewards.wait_ready(timeout_s)
         started.result(timeout_s)
         rollouts.wake()
         if config.uses_gpus:
             policy.connect_engines(rollouts.actors, config.rollout_placement, config.rollout.tensor_parallel)
-        yield Roles(policy, reference, rollouts, rewards, device_to_device=config.uses_gpus)
+        yield Roles(policy, reference, rollouts, rewards, critic, device_to_device=config.uses_gpus)
 
 
 def _reserve(stack: ExitStack, pool: Pool, config: Config) -> PlacementGroup:
@@ -144,33 +152,44 @@ def _engine_actors(config: Config, request: RoleRequest, bundles: Bundles, devic
 
 
 def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
-    settings = config.policy
-    arguments = {
-        "model": config.model,
-        "device": config.device,
-        "temperature": config.rollout.sampling.temperature,
-        "threads": settings.threads,
-        "parallel": settings.parallel,
-        "cpu_offload": settings.cpu_offload,
-        "reshard_after_forward": settings.reshard_after_forward,
-        "optimizer": settings.optimizer,
-        "total_steps": config.total_optimizer_steps,
-    }
+    arguments = _model_arguments(config, config.model, config.policy)
+    arguments |= _learning(config, config.policy.optimizer, config.total_optimizer_steps)
     return _training_group(stack, config, requests["policy"], PolicyWorker, bundles, arguments)
 
 
 def _reference(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
-    arguments = {
-        "model": config.reference_model,
+    arguments = _model_arguments(config, config.reference_model, config.reference)
+    group = _training_group(stack, config, requests["reference"], ReferenceWorker, bundles, arguments)
+    group.build.remote().result(config.resources.start_timeout_s)
+    return group
+
+
+def _critic(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
+    arguments = _model_arguments(config, config.critic_model, config.critic)
+    arguments |= _learning(config, config.critic.optimizer, config.critic_optimizer_steps)
+    group = _training_group(stack, config, requests["critic"], CriticWorker, bundles, arguments)
+    group.build.remote().result(config.resources.start_timeout_s)
+    return group
+
+
+def _model_arguments(
+    config: Config, model: ModelConfig, settings: PolicyConfig | ReferenceConfig | CriticConfig
+) -> dict[str, Any]:
+    """Arguments of every `ModelWorker`; all roles share the policy's ranks, and so its parallelism and threads."""
+    return {
+        "model": model,
         "device": config.device,
         "temperature": config.rollout.sampling.temperature,
         "threads": config.policy.threads,
         "parallel": config.policy.parallel,
-        "cpu_offload": config.reference.cpu_offload,
+        "cpu_offload": settings.cpu_offload,
     }
-    group = _training_group(stack, config, requests["reference"], ReferenceWorker, bundles, arguments)
-    group.build.remote().result(config.resources.start_timeout_s)
-    return group
+
+
+def _learning(config: Config, optimizer: OptimizerConfig, total_steps: int) -> dict[str, Any]:
+    """Arguments of a `TrainedWorker` beside these."""
+    reshard = config.policy.reshard_after_forward
+    return {"optimizer": optimizer, "total_steps": total_steps, "reshard_after_forward": reshard}
 
 
 def _training_group(

@@ -1,7 +1,8 @@
 """The algorithm, one step after another:
 
     prompts -> rollout (vLLM, sample by sample; rewards alongside) -> keep groups with signal -> plan
-            -> old, reference log-probs -> advantages -> update, mini-batch by mini-batch -> weights to vLLM -> metrics
+            -> old, reference log-probs -> values, advantages -> update, mini-batch by mini-batch: critic, policy
+            -> weights to vLLM -> metrics
 
 The driver works on lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`).
 """
@@ -17,9 +18,10 @@ from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
 from balancing.plan import PlanAlgorithm
 from controller import advantages
-from controller.checkpoint import FOLDER, Progress, checkpoint_path
+from controller.checkpoint import Progress, prune_checkpoints, save_checkpoints, wait_for_checkpoints
 from controller.config import Config
 from controller.console import Console
+from controller.credit import Credit
 from controller.data import Prompt, PromptDataset, Prompts
 from controller.lookahead import Lookahead
 from controller.metrics import RunWriter, Stopwatch
@@ -30,11 +32,12 @@ from controller.validation import summarize
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.metrics import Metrics, results
-from workers.model.checkpoint_folder import prune
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleRequest, sample_seed
 
 MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
+# The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
+CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
 MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
 VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
 
@@ -83,6 +86,7 @@ class Trainer:
         self.cost_model, self.writer, self.console = cost_model, writer, console
         self.progress = progress or Progress()
         self.lookahead = Lookahead(self.collect)
+        self.credit = Credit(config, roles, self.plan)
 
     def fit(self) -> Outcome:
         """Validate, train for `run.steps` steps, validate; or do what is left of that."""
@@ -105,9 +109,11 @@ class Trainer:
             steps.append(metrics)
             self.save_what_is_due(step)
         self.save("model")
+        if self.roles.critic is not None:
+            self.roles.critic.save_pretrained(str((self.writer.folder / "critic").resolve()))
         if run.checkpoint_every:
-            self.roles.policy.wait_for_checkpoint()
-            prune(self.writer.folder / FOLDER, run.keep_checkpoints)
+            wait_for_checkpoints(self.roles)
+            prune_checkpoints(self.roles, self.writer.folder, run.keep_checkpoints)
         return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
 
     def step(self, step: int) -> dict[str, float]:
@@ -132,21 +138,33 @@ class Trainer:
         """Plan, log-probs, advantages, update, weights to the engines."""
         self.writer.lengths(step, batch["length"])
         with watch.phase("plan"):
-            batch = batch.with_columns(advantages=self.advantages(batch))
             drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self._rng(step))
             plan = self.plan(batch, drawn, self.config.policy.max_tokens)
         with watch.phase("log_probs"), self.console.phase("log-probs"):
             self.roles.rollouts.sleep()
             batch, mismatch = self.with_log_probs(batch)
+        with watch.phase("advantages"), self.console.phase("advantages"):
+            batch, metrics = self.credit.assign(batch)
         with watch.phase("update"), self.console.phase("update"):
-            updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss)
+            metrics |= self.update_critic(batch, drawn)
+            learns = step > self.config.critic.warmup_steps
+            updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss) if learns else {}
         with watch.phase("rollout"), self.console.phase("rollout"):
             self.lookahead.wait()
         with watch.phase("weights"), self.console.phase("weights"):
             self.roles.rollouts.wake()
-            self.send_weights()
+            if learns:
+                self.send_weights()
         # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
-        return prefixed("balance", plan.statistics()) | prefixed("policy", results(updated | mismatch))
+        return metrics | prefixed("balance", plan.statistics()) | prefixed("policy", results(updated | mismatch))
+
+    def update_critic(self, batch: RemoteBatch, mini_batches: list[np.ndarray]) -> dict[str, float]:
+        """The critic's optimiser steps, on the policy's mini-batches; nothing without a critic."""
+        if self.roles.critic is None:
+            return {}
+        plan = self.plan(batch, mini_batches, self.config.critic_max_tokens)
+        updated = self.roles.critic.update(batch, plan, self.config.critic.loss)
+        return prefixed("critic", {name: value for name, value in results(updated).items() if name in CRITIC_METRICS})
 
     def looks_ahead(self, step: int) -> bool:
         """Whether the next step's samples are generated during this one.
@@ -211,15 +229,6 @@ class Trainer:
             return batch
         return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
 
-    def advantages(self, batch: RemoteBatch) -> np.ndarray:
-        """One advantage a sequence, float32 [B]."""
-        algorithm = self.config.algorithm
-        columns = {"reward": batch["reward"], "uid": batch["uid"], "tokens": batch["response_tokens"]}
-        estimated = advantages.estimate(
-            algorithm.advantage, columns, normalize_by_std=algorithm.normalize_by_std, k=algorithm.pass_k
-        )
-        return estimated.astype(np.float32)
-
     def plan(self, batch: RemoteBatch, mini_batches: list[np.ndarray], max_tokens: int) -> Plan:
         """Who computes what and when; mini-batches stay as drawn."""
         policy = self.config.policy
@@ -265,8 +274,8 @@ class Trainer:
             self.save(f"model-{step}")
         if run.checkpoint_every and step % run.checkpoint_every == 0:
             with self.console.phase("checkpoint"):
-                self.roles.policy.save_checkpoint(str(checkpoint_path(folder, step)), step, self.progress.to_json())
-            prune(folder / FOLDER, run.keep_checkpoints)
+                save_checkpoints(self.roles, folder, self.progress)
+            prune_checkpoints(self.roles, folder, run.keep_checkpoints)
 
     def save(self, name: str) -> None:
         """The model and tokenizer in Hugging Face format, in the run's folder."""

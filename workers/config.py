@@ -259,6 +259,42 @@ class ValueLossConfig:
 
 
 @dataclass
+class GaeConfig:
+    """Generalised advantage estimation; formulas stand in `workers.model.credit`."""
+
+    gamma: float = setting(1.0, "Discount of what comes a token later.", minimum=0, maximum=1)
+    lam: float = setting(
+        1.0,
+        "Lambda, from 0 (the next value alone: little variance, the critic's bias) to 1 (the whole reward to come).",
+        minimum=0,
+        maximum=1,
+    )
+    whiten: bool = setting(True, "Shift and scale the advantages of a step's tokens to mean 0 and deviation 1.")
+
+
+@dataclass
+class CriticConfig:
+    """The model of a value for every token; started only with algorithm.advantage=gae. It shares the policy's ranks,
+    parallelism, threads and model settings (without adapters)."""
+
+    path: str = setting(
+        "",
+        "Model that the critic starts from: a reward model, whose head it keeps, or a causal LM, whose head starts at "
+        "0; empty takes model.path.",
+    )
+    max_tokens: int = setting(
+        0, "Cap on packed tokens of a training micro-batch; 0 takes policy.max_tokens.", minimum=0
+    )
+    forward_max_tokens: int = setting(
+        0, "Cap on packed tokens of a forward-only micro-batch; 0 takes critic.max_tokens.", minimum=0
+    )
+    warmup_steps: int = setting(0, "First steps of a run, in which only the critic learns.", minimum=0)
+    cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
+    loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+
+
+@dataclass
 class LossConfig:
     """The policy loss; formulas stand at the functions in `workers.model.losses`."""
 

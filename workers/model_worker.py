@@ -1,4 +1,4 @@
-"""ModelWorker: a rank that holds a model and computes log-probs under a plan. What policy and reference share."""
+"""ModelWorker: a rank that holds a model and computes under a plan. What all roles with a model share."""
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from workers.remote_batch import TokenBlock
 
 class ModelWorker(Worker):
     """One rank of a role that holds a model. `build` comes after the process group, because it is collective."""
+
+    head = "lm"  # what the role's model gives, see `Engine`
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class ModelWorker(Worker):
             "reshard_after_forward": reshard_after_forward,
             "temperature": temperature,
             "parallel": parallel,
+            "head": self.head,
         }
         self._model = model
 
@@ -58,11 +61,9 @@ class ModelWorker(Worker):
     def log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
         """Forward-only pass: `log_probs` float32, 0 where `loss_mask` is False, ragged like `input_ids`."""
         sequences = sequences_from(batch)
-        micro_batches = [bounds for mini_batch in plan.mini_batches for bounds in mini_batch.micro_batches]
-        log_probs, metrics = self.engine.log_probs(sequences, micro_batches)
-        offsets = np.concatenate([[0], np.cumsum(sequences.lengths.numpy())]).astype(np.int64)
+        log_probs, metrics = self.engine.log_probs(sequences, micro_batches_of(plan))
         self.free_cached_memory()
-        return TokenBlock(offsets, {"log_probs": log_probs.cpu().numpy()}), metrics
+        return token_block(sequences, {"log_probs": log_probs.numpy()}), metrics
 
     @dispatch(Split.ALL)
     def take_micro_step_times(self) -> list[MicroStepTime]:
@@ -88,3 +89,14 @@ def sequences_from(batch: DataProto) -> Sequences:
     tokens["input_ids"] = tokens["input_ids"].to(torch.int64)
     rows = {name: column for name, column in columns.items() if not column.is_nested}
     return Sequences(lengths=lengths, tokens=tokens, columns=rows)
+
+
+def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:
+    """All micro-batches of a rank, mini-batch after mini-batch, as (start, stop) rows."""
+    return [bounds for mini_batch in plan.mini_batches for bounds in mini_batch.micro_batches]
+
+
+def token_block(sequences: Sequences, columns: dict[str, np.ndarray]) -> TokenBlock:
+    """Columns [T] of the sequences, a row for each, as a worker returns them."""
+    offsets = np.concatenate([[0], np.cumsum(sequences.lengths.numpy())]).astype(np.int64)
+    return TokenBlock(offsets, columns)

@@ -10,13 +10,13 @@ from balancing import RankPlan
 from workers.config import LossConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
-from workers.metrics import Metric, Metrics, merge
-from workers.model.losses import Denominators, make_policy_loss
-from workers.model_worker import ModelWorker, sequences_from
+from workers.metrics import Metrics
+from workers.model.losses import make_policy_loss
 from workers.rollout.weight_transfer import pack_weights
+from workers.trained_worker import TrainedWorker
 
 
-class PolicyWorker(ModelWorker):
+class PolicyWorker(TrainedWorker):
     """One rank of the policy."""
 
     @dispatch(Split.PLAN, Join.METRICS)
@@ -26,16 +26,7 @@ class PolicyWorker(ModelWorker):
         batch: `input_ids`, `loss_mask`, `advantages` [B], and where the loss asks for them `old_log_probs`,
         `reference_log_probs` and `rollout_log_probs`, ragged.
         """
-        sequences, loss_function = sequences_from(batch), make_policy_loss(loss)
-        parts = []
-        for mini_batch in plan.mini_batches:
-            denominators = Denominators(tokens=mini_batch.loss_tokens, sequences=mini_batch.sequences)
-            metrics = self.engine.forward_backward(sequences, mini_batch.micro_batches, loss_function, denominators)
-            # A sum over ranks, but a mean over mini-batches.
-            metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
-            parts += [metrics, self.engine.optimizer_step()]
-        self.free_cached_memory()
-        return merge(parts)
+        return self.train(batch, plan, make_policy_loss(loss))
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
@@ -77,26 +68,3 @@ class PolicyWorker(ModelWorker):
         """All weights to the connected engines as `version`. Needs a GPU; not run on CPU."""
         self._sender.send(version)
         self.free_cached_memory()
-
-    @dispatch(Split.ALL)
-    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any], score: float | None = None) -> None:
-        """Begin to save what training needs to go on, beside the driver's own `extra`; see `Engine.save_checkpoint`.
-
-        Raises CheckpointError if the save before this one failed.
-        """
-        self.engine.save_checkpoint(path, step=step, extra=extra, score=score)
-
-    @dispatch(Split.ALL)
-    def wait_for_checkpoint(self) -> None:
-        """Return when no save is under way. Raises CheckpointError if the last one failed."""
-        self.engine.wait_for_checkpoint()
-
-    @dispatch(Split.ALL, Join.RANK_ZERO)
-    def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Go on from a checkpoint; returns the driver's `extra`. Raises CheckpointError if it is torn or foreign."""
-        return self.engine.load_checkpoint(path)
-
-    @dispatch(Split.ALL)
-    def save_pretrained(self, path: str) -> None:
-        """Write the model and tokenizer in Hugging Face format; rank zero writes, all take part."""
-        self.engine.save_pretrained(path)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.advantages import ESTIMATORS, estimate, gae, grpo, has_signal, maxrl, pass_at_k, rloo, whiten
+from controller.advantages import ESTIMATORS, estimate, grpo, has_signal, maxrl, pass_at_k, rloo, whiten
 from controller.config import Config
 from controller.config_file import settings as settings_of
 from workers.errors import ConfigError, DataError
@@ -181,54 +181,6 @@ def test_pass_at_k_of_one_is_grpo_with_the_deviation_of_the_population() -> None
     assert pass_at_k(rewards, GROUP["uid"], k=1, epsilon=0.0) == pytest.approx(expected)
 
 
-def gae_by_paper(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """The sum of eq. 16, term by term."""
-    after = [*values, 0.0]
-    deltas = [reward + gamma * after[t + 1] - after[t] for t, reward in enumerate(rewards)]
-    return [
-        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas))) for t in range(len(deltas))
-    ]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 12), max_size=8),
-    gamma=st.floats(0.5, 1.0),
-    lam=st.floats(0.0, 1.0),
-    seed=st.integers(0, 99),
-)
-def test_gae_equals_the_paper_on_ragged_rows(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rewards, values = rng.normal(size=(2, sum(lengths)))
-    advantages, returns = gae(rewards, values, np.array(lengths, dtype=np.int64), gamma=gamma, lam=lam)
-    expected, start = [], 0
-    for length in lengths:
-        row = slice(start, start + length)
-        expected += gae_by_paper(rewards[row].tolist(), values[row].tolist(), gamma, lam)
-        start += length
-    np.testing.assert_allclose(advantages, expected, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(returns, advantages + values)
-
-
-def test_gae_by_hand() -> None:
-    # Sequences of 2 and 1 tokens. delta: 0 + 0.5 * 2 - 1 = 0 and 3 - 2 = 1; A: 0 + 0.5 * 0.5 * 1, 1.
-    advantages, returns = gae(
-        np.array([0.0, 3.0, 5.0]), np.array([1.0, 2.0, 4.0]), np.array([2, 1]), gamma=0.5, lam=0.5
-    )
-    assert advantages.tolist() == [0.25, 1.0, 1.0]
-    assert returns.tolist() == [1.25, 3.0, 5.0]
-
-
-def test_with_lambda_and_gamma_1_the_return_is_the_reward_to_go() -> None:
-    _, returns = gae(np.array([0.0, 0.0, 1.0]), np.array([0.3, 0.9, 0.1]), np.array([3]))
-    assert returns == pytest.approx([1.0, 1.0, 1.0])
-
-
-def test_gae_refuses_sizes_that_disagree() -> None:
-    with pytest.raises(DataError, match="3 rewards and 2 values for sequences of 3 tokens"):
-        gae(np.zeros(3), np.zeros(2), np.array([3]))
-
-
 def test_whitened_values_have_mean_0_and_deviation_1() -> None:
     values = whiten(np.array([1.0, 2.0, 6.0]), epsilon=0.0)
     assert (values.mean(), values.std()) == pytest.approx((0.0, 1.0))
@@ -252,5 +204,5 @@ def test_signal_is_a_property_of_the_group() -> None:
 
 def test_the_settings_offer_estimators_that_are_there() -> None:
     (setting,) = [found for found in settings_of(Config()) if found.key == "algorithm.advantage"]
-    # ReMax needs a greedy response to each prompt, which a step does not sample.
-    assert set(setting.choices) == set(ESTIMATORS) - {"remax"}
+    # ReMax needs a greedy response to each prompt, which a step does not sample; GAE works token by token, elsewhere.
+    assert set(setting.choices) == set(ESTIMATORS) - {"remax"} | {"gae"}

@@ -134,6 +134,11 @@ class Engine:
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
 
+    @property
+    def data_parallel_groups(self) -> list[dist.ProcessGroup]:
+        """Groups over which a sum, one after the other, is one over all ranks that hold different sequences."""
+        return [self.parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard")]
+
     @torch.no_grad()
     def log_probs(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
         """Log-probability of every token with `loss_mask`, forward only.
@@ -210,8 +215,8 @@ class Engine:
             raise DataError("a mini-batch needs at least one micro-batch on every rank, if only an empty one")
         check_sequences(sequences, self.vocabulary, self.positions)
         _check_micro_batches(micro_batches, len(sequences), complete=False)
-        data_parallel = [self.parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard")]
-        parts = prepare(loss_function, [sequences.slice(*rows) for rows in micro_batches], denominators, data_parallel)
+        slices = [sequences.slice(*rows) for rows in micro_batches]
+        parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
         for index, (start, stop) in enumerate(micro_batches):
             self._reduce_gradients_in_next_backward(index == len(micro_batches) - 1)

@@ -33,7 +33,13 @@ from workers.model.losses.sequence_ratio import gmpo, gspo
 from workers.model.losses.statistics import Statistic, Statistics, mean, to_metrics, total
 from workers.model.losses.supervised import make_sft_loss, sft
 from workers.model.losses.token_ratio import cispo, ppo_clip, reinforce, sapo
-from workers.model.losses.value import ValueLossFunction, ValuePredictions, explained_variance, make_value_loss
+from workers.model.losses.value import (
+    ValueLossFunction,
+    ValuePredictions,
+    explained_variance,
+    make_value_loss,
+    value_statistics,
+)
 
 __all__ = [
     "POLICY_LOSSES",
@@ -72,4 +78,5 @@ __all__ = [
     "to_metrics",
     "token_weights",
     "total",
+    "value_statistics",
 ]

@@ -1,4 +1,4 @@
-"""Shared by the tests of the training engine: one pool of processes."""
+"""Shared by the tests of workers and training engine: one pool of processes."""
 
 from collections.abc import Iterator
 

@@ -1,0 +1,61 @@
+"""Checks of a configuration with a critic, beside those of `config_checks`."""
+
+from controller.config import Config
+from controller.model_files import ModelFiles, read_model_files
+from controller.model_support import check_supported_model
+from workers.errors import ConfigError
+
+
+def check_critic(config: Config, policy: ModelFiles) -> None:
+    """Raise ConfigError at the first thing that a critic cannot do. policy: the files of model.path."""
+    if not config.uses_critic:
+        return
+    _check_alone(config)
+    _check_warmup(config)
+    if config.critic.path:
+        check_same_vocabulary(config, policy, "critic.path", config.critic.path)
+
+
+def _check_alone(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.loss.name == "gmpo":
+        raise ConfigError(
+            "algorithm.loss.name=gmpo weighs a sequence by one advantage and algorithm.advantage=gae gives one to each "
+            "token; choose another loss, such as ppo_clip."
+        )
+    if config.policy.parallel.tensor_parallel > 1:
+        raise ConfigError(
+            f"policy.parallel.tensor_parallel={config.policy.parallel.tensor_parallel} would share the critic's layers "
+            "between ranks, too, which a value head cannot; set it to 1, or use context_parallel."
+        )
+
+
+def _check_warmup(config: Config) -> None:
+    critic = config.critic
+    if critic.warmup_steps >= config.run.steps:
+        raise ConfigError(
+            f"critic.warmup_steps={critic.warmup_steps} leaves the policy no step to learn in of "
+            f"run.steps={config.run.steps}; lower it."
+        )
+    warmup, total = critic.optimizer.warmup_steps, config.critic_optimizer_steps
+    if warmup > total or (warmup == total and critic.optimizer.schedule != "constant"):
+        raise ConfigError(
+            f"critic.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the critic "
+            "(critic.optimizer.total_steps, or run.steps * batch.mini_batches); lower it."
+        )
+
+
+def check_same_vocabulary(config: Config, policy: ModelFiles, key: str, path: str) -> None:
+    """Raise ConfigError unless the model at `path`, named by setting `key`, can read the policy's sequences."""
+    model = read_model_files(path, key)
+    check_supported_model(config, model.description, key)
+    if model.vocabulary != policy.vocabulary:
+        raise ConfigError(
+            f"{key}={path} has {model.vocabulary} tokens and model.path={config.model.path} {policy.vocabulary}; it "
+            "must read the policy's tokens."
+        )
+    if model.positions is not None and config.longest_sequence > model.positions:
+        raise ConfigError(
+            f"sequences may reach {config.longest_sequence} tokens, but {key}={path} takes {model.positions}; lower "
+            "data.max_prompt_tokens or rollout.sampling.max_new_tokens."
+        )

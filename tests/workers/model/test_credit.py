@@ -1,0 +1,92 @@
+"""GAE against the sum of its paper, by hand, and however the sequences are dealt to ranks."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from workers.errors import DataError
+from workers.model.credit import gae, loss_token_counts, token_rewards, whiten
+from workers.model.packing import Sequences
+
+
+def gae_by_paper(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """The sum of eq. 16, term by term."""
+    after = [*values, 0.0]
+    deltas = [reward + gamma * after[t + 1] - after[t] for t, reward in enumerate(rewards)]
+    return [
+        sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(deltas))) for t in range(len(deltas))
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), max_size=8),
+    gamma=st.floats(0.5, 1.0),
+    lam=st.floats(0.0, 1.0),
+    seed=st.integers(0, 99),
+)
+def test_gae_equals_the_paper_on_ragged_rows(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rewards, values = rng.normal(size=(2, sum(lengths)))
+    advantages, returns = gae(rewards, values, np.array(lengths, dtype=np.int64), gamma=gamma, lam=lam)
+    expected, start = [], 0
+    for length in lengths:
+        row = slice(start, start + length)
+        expected += gae_by_paper(rewards[row].tolist(), values[row].tolist(), gamma, lam)
+        start += length
+    np.testing.assert_allclose(advantages, expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(returns, advantages + values)
+
+
+def test_gae_by_hand() -> None:
+    # Sequences of 2 and 1 tokens. delta: 0 + 0.5 * 2 - 1 = 0 and 3 - 2 = 1; A: 0 + 0.5 * 0.5 * 1, 1.
+    advantages, returns = gae(
+        np.array([0.0, 3.0, 5.0]), np.array([1.0, 2.0, 4.0]), np.array([2, 1]), gamma=0.5, lam=0.5
+    )
+    assert advantages.tolist() == [0.25, 1.0, 1.0]
+    assert returns.tolist() == [1.25, 3.0, 5.0]
+
+
+def test_with_lambda_and_gamma_1_the_return_is_the_reward_to_go() -> None:
+    _, returns = gae(np.array([0.0, 0.0, 1.0]), np.array([0.3, 0.9, 0.1]), np.array([3]))
+    assert returns == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_gae_refuses_sizes_that_disagree() -> None:
+    with pytest.raises(DataError, match="3 rewards and 2 values for sequences of 3 tokens"):
+        gae(np.zeros(3), np.zeros(2), np.array([3]))
+
+
+def test_the_reward_stands_at_the_last_token_of_the_policy() -> None:
+    rows = [
+        {"input_ids": [1, 2, 3, 4], "loss_mask": [False, True, True, False]},
+        {"input_ids": [1, 2], "loss_mask": [False, False]},
+        {"input_ids": [1, 2], "loss_mask": [False, True]},
+    ]
+    sequences = Sequences.from_list(rows, {"reward": [2.0, 5.0, -1.0]})
+    assert loss_token_counts(sequences).tolist() == [2, 0, 1]
+    assert token_rewards(sequences).tolist() == [0.0, 2.0, -1.0]
+
+
+def test_whitening_is_that_of_float64_even_far_from_zero() -> None:
+    values = 1e6 + torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = (values - values.mean()) / values.std(correction=0)
+    torch.testing.assert_close(whiten(values), expected, rtol=0, atol=1e-5)
+    assert whiten(torch.full((3,), 0.1)).tolist() == [0.0] * 3
+
+
+def whiten_on_a_rank(values: list[float], bounds: list[int]) -> Tensor:
+    own = torch.tensor(values)[bounds[dist.get_rank()] : bounds[dist.get_rank() + 1]]
+    return whiten(own, [dist.group.WORLD])
+
+
+def test_whitening_does_not_depend_on_how_values_are_dealt(ranks) -> None:
+    values = [0.5, -1.0, 4.0, 2.0, 0.0]
+    alone = whiten(torch.tensor(values))
+    for bounds in ([0, 3, 5], [0, 0, 5]):
+        parts = ranks.run(whiten_on_a_rank, 2, values, bounds)
+        torch.testing.assert_close(torch.cat(parts), alone, rtol=0, atol=1e-12)

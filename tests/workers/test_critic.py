@@ -1,0 +1,126 @@
+"""The critic's advantages, against its model run on single sequences and the paper's sum, on any ranks and plan."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForSequenceClassification
+
+from balancing import plan_batch
+from tests.workers.model.loss_cases import in_order
+from tests.workers.model.test_credit import gae_by_paper
+from tests.workers.model.test_values import reward_model, unpacked_values
+from tests.workers.model.tiny import random_sequences, save_tiny_model
+from workers.config import GaeConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
+from workers.critic import CriticWorker
+from workers.dataproto import DataProto
+from workers.dispatch import RankCoordinates
+from workers.metrics import Metrics, merge, results
+from workers.model.credit import loss_token_counts
+from workers.model.losses import explained_variance
+from workers.model.packing import Sequences
+
+GAE = GaeConfig(gamma=0.9, lam=0.8)
+Columns = dict[str, dict[int, torch.Tensor]]  # name -> row of the global batch -> [L]
+
+
+def scored_sequences() -> Sequences:
+    sequences = random_sequences()
+    return Sequences(
+        sequences.lengths,
+        {name: sequences.tokens[name] for name in ("input_ids", "loss_mask")},
+        {"reward": torch.linspace(-1, 2, len(sequences), dtype=torch.float64)},
+    )
+
+
+def as_proto(sequences: Sequences) -> DataProto:
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sequences.lengths.cumsum(0)])
+    tokens = {
+        name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in sequences.tokens.items()
+    }
+    return DataProto.from_dict(tokens | sequences.columns)
+
+
+def on_a_rank(path: str, order: list[int], cap: int, context_parallel: int) -> tuple[Columns, Metrics, Metrics]:
+    """This rank's columns by row of the global batch, the statistics of its values, and the metrics of an update."""
+    sequences, size = scored_sequences(), dist.get_world_size()
+    dp, cp = divmod(dist.get_rank(), context_parallel)
+    worker = CriticWorker(
+        "critic",
+        RankCoordinates(index=dist.get_rank(), dp=dp, cp=cp),
+        size,
+        model=ModelConfig(path=path, dtype="float64"),
+        device="cpu",
+        temperature=1.0,
+        threads=1,
+        parallel=ParallelConfig(context_parallel=context_parallel),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        total_steps=1,
+    )
+    worker.build()
+    shuffled = in_order(sequences, order)
+    plan = plan_batch(
+        shuffled.lengths.numpy(),
+        ranks=size // context_parallel,
+        mini_batches=[np.arange(11)],
+        max_tokens=cap,
+        loss_tokens=loss_token_counts(shuffled).numpy(),
+        length_multiple=2 * context_parallel if context_parallel > 1 else 1,
+    ).for_rank(dp)
+    mine = in_order(shuffled, plan.rows.tolist())
+    block, statistics = worker.advantages(as_proto(mine), plan, GAE)
+    lengths, rows = mine.lengths.tolist(), [order[row] for row in plan.rows]
+    columns = {name: torch.from_numpy(column) for name, column in block.columns.items()}
+    mine = Sequences(mine.lengths, mine.tokens | columns, mine.columns)
+    updated = worker.update(as_proto(mine), plan, ValueLossConfig(clip=0.2))
+    by_row = {name: dict(zip(rows, column.split(lengths), strict=True)) for name, column in columns.items()}
+    return by_row, statistics, updated
+
+
+def expected_columns(path: str) -> dict[str, torch.Tensor]:
+    """float64 [T], 0 where nothing is predicted: from single sequences and the sum of eq. 16."""
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64)
+    sequences = scored_sequences()
+    masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
+    values, advantages = [], []
+    with torch.no_grad():
+        alone = unpacked_values(model, sequences)
+    for value, mask, reward in zip(alone, masks, sequences.columns["reward"].tolist(), strict=True):
+        before = value[:-1][mask[1:]]
+        rewards = [0.0] * (len(before) - 1) + [reward] if len(before) else []
+        values.append(before)
+        advantages.append(torch.tensor(gae_by_paper(rewards, before.tolist(), GAE.gamma, GAE.lam), dtype=torch.float64))
+    raw, old = torch.cat(advantages), torch.cat(values)
+    whitened = (raw - raw.mean()) / raw.std(correction=0)
+    mask = sequences.tokens["loss_mask"]
+    columns = {"old_values": old, "returns": raw + old, "advantages": whitened}
+    return {name: torch.zeros(len(mask), dtype=torch.float64).masked_scatter(mask, c) for name, c in columns.items()}
+
+
+@pytest.mark.parametrize(
+    ("count", "context_parallel", "backwards", "cap"), [(1, 1, False, 64), (2, 1, True, 40), (2, 2, False, 48)]
+)
+def test_advantages_are_the_papers_whatever_the_plan(count, context_parallel, backwards, cap, tmp_path, ranks) -> None:
+    path = save_tiny_model(tmp_path)  # for its tokenizer
+    reward_model().save_pretrained(path)
+    order = list(range(11))[:: -1 if backwards else 1]
+    parts = ranks.run(on_a_rank, count, path, order, cap, context_parallel)
+    expected, lengths = expected_columns(path), scored_sequences().lengths.tolist()
+    seen = set()
+    for by_row, _, _ in parts:
+        for name, rows in by_row.items():
+            wanted = expected[name].split(lengths)
+            for row, column in rows.items():
+                torch.testing.assert_close(column.double(), wanted[row], rtol=1e-5, atol=1e-5)
+        seen |= set(by_row["returns"])
+    assert seen == set(range(11))
+    leaders = parts[::context_parallel]
+    mask = scored_sequences().tokens["loss_mask"]
+    returns, errors = expected["returns"][mask], (expected["returns"] - expected["old_values"])[mask]
+    explained = 1 - errors.var(correction=0) / returns.var(correction=0)
+    assert explained_variance(merge(statistics for _, statistics, _ in leaders)) == pytest.approx(float(explained))
+    # The first update starts from the old values: nothing is clipped, and the loss is half the mean squared error.
+    updated = results(merge(metrics for _, _, metrics in leaders))
+    assert updated["loss"] == pytest.approx(float(0.5 * errors.square().mean()), rel=1e-4)
+    assert updated["value_clip_fraction"] == 0.0
+    assert updated["grad_norm"] > 0

@@ -1,0 +1,56 @@
+"""CriticWorker: what the policy may expect at every token, and how much better it did.
+
+values --GAE, where the tokens are--> advantages, returns        returns --value loss--> critic
+"""
+
+import numpy as np
+import torch
+
+from balancing import RankPlan
+from workers.config import GaeConfig, ValueLossConfig
+from workers.dataproto import DataProto
+from workers.dispatch import Join, Split, dispatch
+from workers.metrics import Metrics
+from workers.model.credit import gae, loss_token_counts, token_rewards, whiten
+from workers.model.losses import make_value_loss, to_metrics, value_statistics
+from workers.model_worker import micro_batches_of, sequences_from, token_block
+from workers.remote_batch import TokenBlock
+from workers.trained_worker import TrainedWorker
+
+
+class CriticWorker(TrainedWorker):
+    """One rank of the critic."""
+
+    head = "value"
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("old_values", "advantages", "returns"))
+    def advantages(self, batch: DataProto, plan: RankPlan, settings: GaeConfig) -> tuple[TokenBlock, Metrics]:
+        """Values before the update, advantages and returns of every token that the policy produced, 0 elsewhere.
+
+        batch: `input_ids`, `loss_mask`, `reward` [B]. The columns are float32, ragged like `input_ids`. The metrics are
+        those of `value_statistics`, of values that have not seen these returns.
+        """
+        sequences = sequences_from(batch)
+        values, _ = self.engine.values(sequences, micro_batches_of(plan))
+        mask, lengths = sequences.tokens["loss_mask"], loss_token_counts(sequences).numpy()
+        rewards, own = token_rewards(sequences).numpy(), values[mask].double()
+        found = gae(rewards, own.numpy(), lengths, gamma=settings.gamma, lam=settings.lam)
+        advantages, returns = (torch.from_numpy(column) for column in found)
+        statistics = to_metrics([value_statistics(own, returns)])
+        if settings.whiten:
+            advantages = whiten(advantages.to(self.device), self.engine.data_parallel_groups).cpu()
+        columns = {"advantages": _at(mask, advantages), "returns": _at(mask, returns)}
+        self.free_cached_memory()
+        return token_block(sequences, {"old_values": values.numpy()} | columns), statistics
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def update(self, batch: DataProto, plan: RankPlan, loss: ValueLossConfig) -> Metrics:
+        """One optimiser step for each mini-batch of the plan, towards `returns`; the batch has `old_values`, too."""
+        return self.train(batch, plan, make_value_loss(loss))
+
+
+def _at(mask: torch.Tensor, values: torch.Tensor) -> np.ndarray:
+    """float32 [T] with `values` [N] where `mask` is True and 0 elsewhere."""
+    column = torch.zeros(len(mask), dtype=torch.float32)
+    column[mask] = values.float()
+    return column.numpy()

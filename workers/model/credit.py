@@ -1,0 +1,83 @@
+"""Credit token by token: from the reward of a sequence and a critic's values to advantages and returns.
+
+    reward of the sequence, at its last token --token_rewards--> r_t --gae (V_t)--> A_t, R_t --whiten, all ranks--> A_t
+
+Runs on the rank that computed the values, so that the driver moves no tokens. A token here is one that the policy
+produced: those of a prompt or of a tool in between are stepped over.
+
+B sequences, N tokens with `loss_mask` of this rank's sequences, one sequence after another.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.errors import DataError
+from workers.model.packing import Sequences
+
+EPSILON = 1e-6  # keeps equal advantages at 0
+
+
+def loss_token_counts(sequences: Sequences) -> Tensor:
+    """Tokens with `loss_mask` in each sequence, int64 [B]."""
+    owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.lengths)
+    return torch.bincount(owner[sequences.tokens["loss_mask"].cpu()], minlength=len(sequences))
+
+
+def token_rewards(sequences: Sequences) -> Tensor:
+    """The column `reward` [B] at the last token of each sequence and 0 elsewhere: float64 [N]."""
+    counts = loss_token_counts(sequences)
+    rewards = torch.zeros(int(counts.sum()), dtype=torch.float64)
+    some = counts > 0
+    rewards[counts.cumsum(0)[some] - 1] = sequences.columns["reward"].double()[some]
+    return rewards
+
+
+def gae(
+    rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generalised advantage estimation (Schulman et al. 2016, eqs. 11 to 16), token by token.
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
+
+    V and A are 0 after the last token. Rows of different length lie one after another.
+
+    rewards, values: float [N], of the tokens that the policy produced, V_t before token t. lengths: int [B], their
+    number in each sequence, which may be 0. Returns (advantages, returns), float64 [N]: what the policy learns from,
+    and what the critic does. Raises DataError if sizes disagree.
+    """
+    if not len(rewards) == len(values) == lengths.sum():
+        raise DataError(f"{len(rewards)} rewards and {len(values)} values for sequences of {lengths.sum()} tokens")
+    ends = np.cumsum(lengths)
+    advantages = np.zeros(len(rewards))
+    next_value, next_advantage = np.zeros(len(lengths)), np.zeros(len(lengths))
+    # From the last token to the first, all sequences at once that are long enough.
+    for step in range(1, int(lengths.max(initial=0)) + 1):
+        rows = np.flatnonzero(lengths >= step)
+        t = ends[rows] - step
+        delta = rewards[t] + gamma * next_value[rows] - values[t]
+        advantages[t] = next_advantage[rows] = delta + gamma * lam * next_advantage[rows]
+        next_value[rows] = values[t]
+    return advantages, advantages + values
+
+
+def whiten(values: Tensor, groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
+    """(x - mean(x)) / (std(x) + epsilon) over the values of all ranks, however they are dealt; float64 [N].
+
+    In two passes, because a variance from sums of squares loses digits where the mean is far from 0. The standard
+    deviation is the population's. groups: together the data-parallel ranks, which all call; none for one process.
+    """
+    values = values.double()
+    total, count = _over_ranks(torch.stack([values.sum(), values.new_tensor(len(values))]), groups)
+    centred = values - total / count
+    variance = _over_ranks(centred.square().sum(), groups) / count
+    return centred / (variance.sqrt() + EPSILON)
+
+
+def _over_ranks(sums: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    for group in groups:
+        dist.all_reduce(sums, group=group)
+    return sums

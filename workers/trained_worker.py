@@ -1,0 +1,50 @@
+"""TrainedWorker: a rank of a model that learns. What policy and critic share: the update loop, checkpoints, export."""
+
+from collections.abc import Callable
+from typing import Any
+
+from balancing import RankPlan
+from workers.dataproto import DataProto
+from workers.dispatch import Join, Split, dispatch
+from workers.metrics import Metric, Metrics, merge
+from workers.model.losses import Denominators
+from workers.model_worker import ModelWorker, sequences_from
+
+
+class TrainedWorker(ModelWorker):
+    """One rank of a role with an optimiser."""
+
+    def train(self, batch: DataProto, plan: RankPlan, loss_function: Callable[..., Any]) -> Metrics:
+        """One optimiser step for each mini-batch of the plan, micro-step by micro-step."""
+        sequences, parts = sequences_from(batch), []
+        for mini_batch in plan.mini_batches:
+            denominators = Denominators(tokens=mini_batch.loss_tokens, sequences=mini_batch.sequences)
+            metrics = self.engine.forward_backward(sequences, mini_batch.micro_batches, loss_function, denominators)
+            # A sum over ranks, but a mean over mini-batches.
+            metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
+            parts += [metrics, self.engine.optimizer_step()]
+        self.free_cached_memory()
+        return merge(parts)
+
+    @dispatch(Split.ALL)
+    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any], score: float | None = None) -> None:
+        """Begin to save what training needs to go on, beside the driver's own `extra`; see `Engine.save_checkpoint`.
+
+        Raises CheckpointError if the save before this one failed.
+        """
+        self.engine.save_checkpoint(path, step=step, extra=extra, score=score)
+
+    @dispatch(Split.ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Return when no save is under way. Raises CheckpointError if the last one failed."""
+        self.engine.wait_for_checkpoint()
+
+    @dispatch(Split.ALL, Join.RANK_ZERO)
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
+        """Go on from a checkpoint; returns the driver's `extra`. Raises CheckpointError if it is torn or foreign."""
+        return self.engine.load_checkpoint(path)
+
+    @dispatch(Split.ALL)
+    def save_pretrained(self, path: str) -> None:
+        """Write the model and tokenizer in Hugging Face format; rank zero writes, all take part."""
+        self.engine.save_pretrained(path)
