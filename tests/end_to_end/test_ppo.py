@@ -1,0 +1,66 @@
+"""PPO with a critic, real engines: warm-up, values, checkpoints of both roles, and going on from them."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tests.end_to_end.test_whole_loop import Run, run_loop
+
+SETTINGS = (
+    "policy.ranks=1",  # two ranks are those of `tests/workers/test_critic.py`
+    "batch.mini_batches=2",
+    "algorithm.advantage=gae",
+    "critic.warmup_steps=1",
+    "critic.optimizer.learning_rate=1e-3",
+    "policy.optimizer.learning_rate=1e-3",
+    "run.checkpoint_every=1",
+    "data.validation=''",
+    "validation.prompts=0",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(ray_session, settings: list[str]) -> Run:
+    return run_loop([*settings, *SETTINGS, "run.name=ppo", "run.steps=2"])
+
+
+def test_only_the_critic_learns_in_its_warmup(finished: Run) -> None:
+    first, second = finished.outcome.steps
+    assert "policy/loss" not in first
+    assert math.isfinite(second["policy/loss"])
+    assert [first["rollout/weight_version"], second["rollout/weight_version"]] == [0.0, 1.0]
+    assert first["critic/grad_norm"] > 0
+
+
+def test_a_new_critic_gives_0_and_then_moves_towards_the_returns(finished: Run) -> None:
+    first, second = finished.outcome.steps
+    assert first["critic/values"] == 0.0
+    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
+    assert second["critic/values"] != 0.0
+    # With gamma and lambda 1 the mean return is that of the rewards, weighted by length.
+    assert first["critic/returns"] > 0
+
+
+def test_the_critic_is_saved_beside_the_policy(finished: Run) -> None:
+    critic = AutoModelForSequenceClassification.from_pretrained(finished.folder / "critic", dtype=torch.float32)
+    assert critic.score.weight.shape[0] == 1
+    assert critic.score.weight.abs().sum() > 0
+    for role in ("policy", "critic"):
+        assert sorted(path.name for path in (finished.folder / "checkpoints" / role).iterdir()) == ["step-1", "step-2"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_critic(finished: Run, settings: list[str]) -> None:
+    """Step 2 again, from the checkpoint after step 1, and a torn critic is passed over together with its policy."""
+    critic = finished.folder / "checkpoints" / "critic" / "step-2"
+    next(critic.glob("*.safetensors")).write_bytes(b"torn")
+    again = run_loop([*settings, *SETTINGS, "run.name=ppo", "run.steps=2", "run.resume=auto"])
+    (step,) = again.outcome.steps
+    for name in ("reward/mean", "rollout/response_tokens_mean", "rollout/weight_version"):
+        assert step[name] == finished.outcome.steps[1][name]
+    for name in ("critic/loss", "critic/values", "critic/explained_variance", "policy/loss"):
+        assert step[name] == pytest.approx(finished.outcome.steps[1][name], abs=1e-5)
+    assert Path(critic / "manifest.json").is_file()
