@@ -260,7 +260,7 @@ def join_ranks(parts: list[dict[str, Any]]) -> Outcome:
 
 
 def assert_same(actual: Outcome, expected: Outcome, tolerance: float) -> None:
-    assert actual.metrics == pytest.approx(expected.metrics, rel=10 * tolerance)
+    assert actual.metrics == pytest.approx(expected.metrics, rel=tolerance)
     for row, log_probs in expected.log_probs.items():
         torch.testing.assert_close(actual.log_probs[row], log_probs.float(), rtol=1e-5, atol=1e-6)
     assert actual.gradients.keys() == expected.gradients.keys()
