@@ -291,6 +291,7 @@ class Trainer:
         """Grade responses to the held-out prompts, record and show them; empty without data.validation."""
         if self.validation is None:
             return {}
+        self.lookahead.wait()  # a step without anything to learn from has not waited
         settings = self.config.validation
         prompts = list(self.validation)[: settings.prompts or None]
         with self.console.phase("validation"):
