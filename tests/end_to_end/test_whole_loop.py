@@ -58,6 +58,7 @@ def finished(ray_session, loop: list[str]) -> Run:
     return run_loop([*loop, "run.name=loop"])
 
 
+@pytest.mark.slow  # test_resume.py shows it too, of steps made again after a kill
 def test_a_run_repeats(finished: Run, loop: list[str]) -> None:
     """Sampling, data order, mini-batches and rewards follow from the seed; losses agree up to rounding."""
     again = run_loop([*loop, "run.name=again", "run.steps=2"])
