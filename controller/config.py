@@ -59,6 +59,12 @@ class RunConfig:
         "`auto` goes on from the last good checkpoint of run.name, or starts where there is none; a path goes on from "
         "that checkpoint, or the last one of that run, under a new name; `never` starts from the beginning.",
     )
+    max_restarts: int = setting(
+        10,
+        "What is lost during the run is started anew so many times, a rollout engine alone and a training worker with "
+        "the run from its last checkpoint; the next loss stops the run.",
+        minimum=0,
+    )
 
 
 @dataclass

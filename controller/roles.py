@@ -14,6 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from controller.config import Config
 from controller.console import Console
+from controller.engines import MakeActor
+from controller.fleet import RestartBudget
 from controller.layout import Pool, RoleRequest, pools, role_requests
 from controller.resources import reserve
 from controller.rewards import RewardPool
@@ -52,13 +54,16 @@ class Roles:
         """The policy's weights to every engine as version `version`: through the object store, or between GPUs."""
         if self.device_to_device:
             self.policy.send_weights(version)
+            self.rollouts.weights_sent(version)
             return
         weights, _ = self.policy.export_weights()
         self.rollouts.update_weights(weights, version)
 
 
 @contextmanager
-def start_roles(config: Config, reward_functions: Sequence[RewardFunction], console: Console) -> Iterator[Roles]:
+def start_roles(
+    config: Config, reward_functions: Sequence[RewardFunction], console: Console, budget: RestartBudget
+) -> Iterator[Roles]:
     """Start every role, yield them, end every actor and give every bundle back, whatever happens.
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
@@ -71,7 +76,14 @@ def start_roles(config: Config, reward_functions: Sequence[RewardFunction], cons
         policy = _policy(stack, config, requests, bundles) if colocated else None
         # Engines take longest to start: where they can, they come up while the training roles load.
         devices = _shared_devices(policy.facts(), config.rollout) if policy else []
-        rollouts = Rollouts(_engine_actors(config, requests["rollout"], bundles, devices), config.rollout)
+        rollouts = Rollouts(
+            _engine_maker(config, requests["rollout"], bundles, devices),
+            config.rollout,
+            budget,
+            replaceable=not config.uses_gpus,  # between GPUs, sender and engines have met once and for all
+            start_timeout_s=timeout_s,
+            say=console.say,
+        )
         stack.callback(rollouts.stop)
         started = rollouts.start()
         cpus = requests["reward"].cpus
@@ -118,19 +130,22 @@ def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list
     return devices
 
 
-def _engine_actors(config: Config, request: RoleRequest, bundles: Bundles, devices: list[str]) -> list[Any]:
-    """`devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none."""
+def _engine_maker(config: Config, request: RoleRequest, bundles: Bundles, devices: list[str]) -> MakeActor:
+    """Makes the actor of a replica, and another in its place; see `Engines`.
+
+    `devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none.
+    """
     actor_class = ray.remote(RolloutWorker)
-    actors = []
-    for index in range(request.actors):
-        bundle = index * config.rollout.tensor_parallel if devices else index
+
+    def make(replica: int, attempt: int) -> Any:
+        bundle = replica * config.rollout.tensor_parallel if devices else replica
         # An actor without GPUs of its own would see none: Ray is told to leave the variable alone.
         environment = {
-            "CUDA_VISIBLE_DEVICES": devices[index] if devices else "",
+            "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
         options = {
-            "name": f"rollout {index}",
+            "name": f"rollout {replica}" + (f" restart {attempt}" if attempt else ""),
             "num_cpus": request.cpus,
             "num_gpus": request.gpus,
             "max_concurrency": 1000,
@@ -138,17 +153,16 @@ def _engine_actors(config: Config, request: RoleRequest, bundles: Bundles, devic
                 bundles[request.pool], placement_group_bundle_index=bundle
             ),
         } | ({"runtime_env": {"env_vars": environment}} if devices else {})
-        actors.append(
-            actor_class.options(**options).remote(
-                config.model,
-                config.rollout,
-                index=index,
-                placement=config.rollout_placement,
-                max_model_tokens=config.max_model_tokens,
-                seed=config.run.seed,
-            )
+        return actor_class.options(**options).remote(
+            config.model,
+            config.rollout,
+            index=replica,
+            placement=config.rollout_placement,
+            max_model_tokens=config.max_model_tokens,
+            seed=config.run.seed,
         )
-    return actors
+
+    return make
 
 
 def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:

@@ -4,7 +4,8 @@
                    ^                     |
                    +-- failed, engine lost
 
-The driver reads the light results; of the blocks it holds references only.
+The driver reads the light results; of the blocks it holds references only. A lost engine's requests go to the others at
+once, and to the one that is started in its place when it has the current weights (`controller.engines`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
+from controller.engines import Engines, MakeActor, Pending
+from controller.fleet import RestartBudget
 from controller.router import Key, Router
 from workers.config import RolloutConfig, SamplingConfig
-from workers.errors import RolloutError
 from workers.rollout.requests import SampleRequest, SampleResult
 
 OnResults = Callable[[list[SampleResult], ray.ObjectRef], None]
-STOP_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -45,70 +46,67 @@ class _Progress:
     streams: dict[Any, int] = field(default_factory=dict)  # ObjectRefGenerator -> replica
     found: dict[Key, tuple[SampleResult, ray.ObjectRef]] = field(default_factory=dict)
 
-
-class Pending:
-    """Calls under way on several replicas."""
-
-    def __init__(self, refs: dict[int, ray.ObjectRef], doing: str) -> None:
-        self._refs = refs
-        self._doing = doing
-
-    def result(self, timeout_s: float | None = None) -> None:
-        """Wait for all. Raises RolloutError naming the first replica that failed, or was late, and the cause."""
-        for replica, ref in self._refs.items():
-            try:
-                ray.get(ref, timeout=timeout_s)
-            except RayError as error:
-                raise RolloutError(f"rollout replica {replica} failed while {self._doing}: {_cause(error)}") from error
+    def lost(self, replica: int) -> None:
+        """Nothing more is read from the replica; what it owes is given to others."""
+        self.streams = {stream: owner for stream, owner in self.streams.items() if owner != replica}
+        self.router.replica_lost(replica)
 
 
 class Rollouts:
-    """The engines of a run."""
+    """The engines of a run, and rounds over them."""
 
-    def __init__(self, actors: Sequence[Any], config: RolloutConfig) -> None:
-        """`actors`: handles of `RolloutWorker` actors, numbered by their place in the list."""
-        self._actors = dict(enumerate(actors))
+    def __init__(
+        self, make: MakeActor, config: RolloutConfig, budget: RestartBudget | None = None, **options: Any
+    ) -> None:
+        """make, options: see `Engines`. budget: None allows no restart."""
         self._config = config
-        self._lost: dict[int, Exception] = {}
+        self._engines = Engines(make, config, budget or RestartBudget(0), **options)
 
     @property
     def actors(self) -> list[Any]:
         """Handles of all engines' actors."""
-        return list(self._actors.values())
+        return list(self._engines.actors.values())
 
     @property
-    def living(self) -> list[int]:
-        """Replicas that have not been lost."""
-        return [replica for replica in self._actors if replica not in self._lost]
+    def serving(self) -> list[int]:
+        """Replicas that may be given requests now."""
+        return self._engines.fleet.serving
+
+    @property
+    def budget(self) -> RestartBudget:
+        """What the run has restarted so far."""
+        return self._engines.fleet.budget
 
     def start(self) -> Pending:
         """Build all engines; returns at once, `result()` waits."""
-        return self._call("start", "starting its engine")
+        return self._engines.start()
 
     def generate(
         self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults | None = None
     ) -> RolloutRound:
         """Sample every request; `on_results` is called with finished samples and their block as they come.
 
-        Raises RolloutError if no engine is left to do it.
+        Where no engine is left, the round waits for the one that is started in its place. Raises RolloutError, the
+        cause first, when run.max_restarts are used up, and LostError if the engine lost cannot be replaced alone.
         """
-        router = Router(len(self._actors), self._config.max_concurrent, self._config.max_retries)
-        for replica in self._lost:
-            router.replica_lost(replica)
-        router.submit(requests)
-        progress = _Progress(router)
-        while not router.done:
-            self._check_living(router)
+        progress = _Progress(Router(len(self.actors), self._config.max_concurrent, self._config.max_retries))
+        progress.router.submit(requests)
+        while not progress.router.done:
+            self._engines.look_at_clock(set(progress.streams.values()))
+            for replica in self._engines.take_lost():
+                progress.lost(replica)
             self._open_streams(progress, sampling)
             # One stream at a time, so that what it frees is given out again at once.
-            (stream,), _ = ray.wait(list(progress.streams), num_returns=1, fetch_local=False)
-            self._read(progress, stream, on_results)
+            stream = self._engines.wait(list(progress.streams))
+            if stream is not None:
+                self._read(progress, stream, on_results)
         return _round(requests, progress)
 
     def _open_streams(self, progress: _Progress, sampling: SamplingConfig) -> None:
-        for replica, requests in progress.router.assign().items():
-            generate = self._actors[replica].generate.options(num_returns="streaming")
+        for replica, requests in progress.router.assign(self.serving).items():
+            generate = self._engines.actors[replica].generate.options(num_returns="streaming")
             progress.streams[generate.remote(requests, sampling)] = replica
+            self._engines.progressed(replica)
 
     def _read(self, progress: _Progress, stream: Any, on_results: OnResults | None) -> None:
         """Take one block and its results from a stream that has something, or close it."""
@@ -116,11 +114,12 @@ class Rollouts:
         try:
             pair = _next_pair(stream)
         except RayError as error:
-            self._lose(progress, replica, error)
+            self._engines.lose(replica, error)
             return
         if pair is None:
             del progress.streams[stream]
             return
+        self._engines.progressed(replica)
         block, results = pair
         finished = [result for result in results if not result.failed]
         for result in finished:
@@ -132,47 +131,28 @@ class Rollouts:
         if finished and on_results is not None:
             on_results(finished, block)
 
-    def _lose(self, progress: _Progress, replica: int, error: Exception) -> None:
-        """Take the replica out of this run: its requests go to the others. Its actor is ended, if it is not dead."""
-        self._lost[replica] = error
-        ray.kill(self._actors[replica])
-        progress.router.replica_lost(replica)
-        progress.streams = {stream: owner for stream, owner in progress.streams.items() if owner != replica}
-
-    def _check_living(self, router: Router) -> None:
-        if router.living:
-            return
-        replica, cause = next(iter(self._lost.items()))
-        raise RolloutError(
-            f"no rollout engine is left of rollout.replicas={len(self._actors)}; "
-            f"replica {replica} was lost: {_cause(cause)}"
-        ) from cause
-
     def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
-        """Load `payload`, a reference to packed weights, into every living engine as `version`.
+        """Load `payload`, a reference to packed weights, into every engine that is up as `version`; kept for restarts.
 
-        Raises RolloutError if one could not: it would go on with old weights.
+        Raises RolloutError if one refuses them: it would go on with old weights.
         """
-        self._call("update_weights", f"loading weights of version {version}", payload, version).result()
+        self._engines.update_weights(payload, version)
+
+    def weights_sent(self, version: int) -> None:
+        """Every engine has got the weights `version` from the policy itself, between GPUs."""
+        self._engines.weights_sent(version)
 
     def sleep(self) -> None:
         """Colocated engines give their GPUs to training."""
-        self._call("sleep", "going to sleep").result()
+        self._engines.on_all("sleep")
 
     def wake(self) -> None:
         """Colocated engines take their GPUs back."""
-        self._call("wake", "waking up").result()
+        self._engines.on_all("wake")
 
     def stop(self) -> None:
         """End all engines and actors; never raises for one that is dead already."""
-        stopping = [self._actors[replica].stop.remote() for replica in self.living]
-        if stopping:
-            ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
-        for actor in self._actors.values():
-            ray.kill(actor)
-
-    def _call(self, method: str, doing: str, *arguments: Any) -> Pending:
-        return Pending({r: getattr(self._actors[r], method).remote(*arguments) for r in self.living}, doing)
+        self._engines.stop()
 
 
 def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
@@ -184,12 +164,6 @@ def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
     if results is None:  # Ray hands an error over as the last object, here in the block's place
         ray.get(block)
     return block, ray.get(results)
-
-
-def _cause(error: Exception) -> str:
-    """What the actor raised, without the traceback that Ray puts around it; what Ray says where the actor died."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return f"{type(cause).__name__}: {cause}"
 
 
 def _round(requests: Sequence[SampleRequest], progress: _Progress) -> RolloutRound:

@@ -4,12 +4,14 @@
                  ^                     |
                  +---- failed (a retry), replica_lost (free) ----+---- failed too often --> dropped
 
-Invariants: every submitted request is waiting, outstanding on exactly one living replica, finished or dropped; no
-replica holds more than `max_concurrent`; no request fails more than `1 + max_retries` times.
+Which replicas may be given requests is the fleet's to say (`controller.fleet`).
+
+Invariants: every submitted request is waiting, outstanding on exactly one replica, finished or dropped; no replica
+holds more than `max_concurrent`; no request fails more than `1 + max_retries` times.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from workers.errors import DataError
@@ -32,7 +34,6 @@ class _Replica:
 
     outstanding: dict[Key, _Ticket] = field(default_factory=dict)
     tokens: int = 0  # prompt tokens of `outstanding`
-    lost: bool = False
 
     def load(self) -> tuple[int, int]:
         return len(self.outstanding), self.tokens
@@ -64,11 +65,6 @@ class Router:
         """Every submitted request finished or was dropped."""
         return not self._waiting and not any(replica.outstanding for replica in self._replicas)
 
-    @property
-    def living(self) -> list[int]:
-        """Replicas that are not lost."""
-        return [index for index, replica in enumerate(self._replicas) if not replica.lost]
-
     def outstanding(self, replica: int) -> int:
         """Requests that the replica works on."""
         return len(self._replicas[replica].outstanding)
@@ -81,18 +77,18 @@ class Router:
             self._seen.add(request.key)
             self._waiting.append(_Ticket(request))
 
-    def assign(self) -> dict[int, list[SampleRequest]]:
-        """Give waiting requests, in their order, each to the least loaded replica with room.
+    def assign(self, serving: Collection[int]) -> dict[int, list[SampleRequest]]:
+        """Give waiting requests, in their order, each to the least loaded replica of `serving` with room.
 
         Load is the number of outstanding requests, then their prompt tokens. A request that failed goes to a replica
-        that it has not failed on, and waits for one with room, as long as such a replica lives.
+        that it has not failed on, and waits for one with room, as long as such a replica serves.
         """
         assigned: dict[int, list[SampleRequest]] = {}
         kept: deque[_Ticket] = deque()
-        open_replicas = {index for index in self.living if self.outstanding(index) < self.max_concurrent}
+        open_replicas = {index for index in serving if self.outstanding(index) < self.max_concurrent}
         while self._waiting and open_replicas:
             ticket = self._waiting.popleft()
-            allowed = open_replicas & self._allowed(ticket)
+            allowed = open_replicas & _allowed(ticket, set(serving))
             if not allowed:
                 kept.append(ticket)
                 continue
@@ -120,12 +116,9 @@ class Router:
 
     def replica_lost(self, replica: int) -> None:
         """The replica is gone: its requests go back to the head of the queue, at no cost in retries."""
-        lost = self._replicas[replica]
-        lost.lost = True
+        lost, self._replicas[replica] = self._replicas[replica], _Replica()
         self._waiting.extendleft(reversed(list(lost.outstanding.values())))
-        lost.outstanding = {}
-        lost.tokens = 0
 
-    def _allowed(self, ticket: _Ticket) -> set[int]:
-        living = set(self.living)
-        return living - set(ticket.failed_on) or living
+
+def _allowed(ticket: _Ticket, serving: set[int]) -> set[int]:
+    return serving - set(ticket.failed_on) or serving

@@ -202,6 +202,13 @@ class RolloutConfig:
         2, "Times that a failed sample is sent again before it is dropped and counted.", minimum=0
     )
     threads: int = setting(0, "CPU threads of an engine; 0 takes all cores of the node.", minimum=0)
+    hang_timeout_s: float = setting(
+        60.0,
+        "Seconds without a finished sample after which an engine is asked whether it lives, and again so many until it "
+        "must have answered; one that has not is replaced.",
+        minimum=0,
+        exclusive_minimum=True,
+    )
 
 
 POLICY_LOSS_SETTINGS: dict[str, tuple[str, ...]] = {

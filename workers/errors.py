@@ -25,6 +25,10 @@ class WorkerError(BallastError):
     """A worker raised; names the rank and carries the remote traceback."""
 
 
+class LostError(BallastError):
+    """An actor that the run cannot do without was lost; the run may go on from its last checkpoint."""
+
+
 class RolloutError(BallastError):
     """Generation cannot go on: no engine is left, or none answers."""
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import ray
 
+from controller.fleet import RestartBudget
 from controller.rollouts import RolloutRound, Rollouts
 from workers.config import RolloutConfig, SamplingConfig
-from workers.errors import RolloutError
+from workers.errors import LostError, RolloutError
 from workers.remote_batch import TokenBlock
 from workers.rollout.requests import ERROR, SampleRequest, SampleResult
 
@@ -21,15 +22,18 @@ from workers.rollout.requests import ERROR, SampleRequest, SampleResult
 class ScriptedEngine:
     """Answers every request with its seed as the only token, one by one, except as told.
 
-    script: uid -> what happens: "fail" (always), "fail once", "die" (the process), "raise" (the stream).
+    script: uid -> what happens: "fail" (always), "fail once", "die" (the process), "raise" (the stream), "hang" (for
+    good, and health with it), "think" (for 3 s, in health). One that was started in another's place has no script.
     """
 
     def __init__(self, index: int, script: dict[str, str]) -> None:
         self.index = index
+        self.hung = False
         self.script = script
         self.tries: Counter[str] = Counter()
         self.running = self.most_running = 0
         self.loaded: list[tuple[int, int]] = []
+        self.asked = 0
 
     async def start(self) -> None:
         if self.script.get("start") == "raise":
@@ -42,6 +46,11 @@ class ScriptedEngine:
         self.most_running = max(self.most_running, self.running)
         for request in requests:
             await asyncio.sleep(0.002)
+            self.hung = self.script.get(request.uid) == "hang"
+            if self.hung:
+                await asyncio.sleep(1000)
+            if self.script.get(request.uid) == "think":
+                await asyncio.sleep(3)
             block, result = self.answer(request)
             self.running -= 1
             yield block
@@ -61,13 +70,23 @@ class ScriptedEngine:
                 request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason
             )
         block = TokenBlock.from_rows([{"input_ids": np.array([request.seed], dtype=np.int32)}])
-        return block, SampleResult(request.uid, request.sample, tokens, 1, "stop", weight_version=0, row=0)
+        version = self.loaded[-1][1] if self.loaded else 0
+        return block, SampleResult(request.uid, request.sample, tokens, 1, "stop", weight_version=version, row=0)
+
+    async def health(self) -> None:
+        self.asked += 1
+        if self.hung:
+            await asyncio.sleep(1000)
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
+        if self.script.get("weights") == "die":
+            os._exit(1)
+        if self.script.get("weights") == "refuse":
+            raise RolloutError("not of this model")
         self.loaded.append((int(payload.sum()), version))
 
     async def facts(self) -> dict[str, Any]:
-        return {"tries": self.tries, "most_running": self.most_running, "loaded": self.loaded}
+        return {"tries": self.tries, "most_running": self.most_running, "loaded": self.loaded, "asked": self.asked}
 
     async def stop(self) -> None:
         pass
@@ -76,12 +95,20 @@ class ScriptedEngine:
 class Fleet:
     """Scripted engines and the Rollouts over them."""
 
-    def __init__(self, scripts: list[dict[str, str]], **settings: Any) -> None:
-        self.actors = [ScriptedEngine.remote(index, script) for index, script in enumerate(scripts)]
-        self.rollouts = Rollouts(self.actors, RolloutConfig(replicas=len(scripts), **settings))
+    def __init__(self, scripts: list[dict[str, str]], restarts: int = 4, started: bool = True, **settings: Any) -> None:
+        self.said: list[str] = []
+        self.rollouts = Rollouts(
+            lambda replica, attempt: ScriptedEngine.remote(replica, {} if attempt else scripts[replica]),
+            RolloutConfig(replicas=len(scripts), **settings),
+            RestartBudget(restarts),
+            say=self.said.append,
+        )
+        self.pending = self.rollouts.start()
+        if started:
+            self.pending.result()
 
     def facts(self, replica: int) -> dict[str, Any]:
-        return ray.get(self.actors[replica].facts.remote())
+        return ray.get(self.rollouts.actors[replica].facts.remote())
 
 
 @pytest.fixture
@@ -142,28 +169,78 @@ def test_a_sample_that_fails_once_is_found_on_the_second_try(fleet) -> None:
     assert (len(finished.dropped), finished.retried) == (0, 1)
 
 
-@pytest.mark.parametrize("end", ["die", "raise"])
-def test_the_requests_of_a_lost_engine_go_to_the_others_and_so_do_later_rounds(fleet, end: str) -> None:
-    started = fleet([{"p7": end}, {}], max_concurrent=16, max_retries=0)
+WEIGHTS = np.full(3, 2, dtype=np.uint8)  # their sum is 6
+
+
+@pytest.mark.parametrize("end", ["die", "raise", "hang"])
+def test_the_requests_of_a_lost_engine_go_to_the_others_and_a_new_one_takes_its_place(fleet, end: str) -> None:
+    started = fleet([{"p7": end}, {}], max_concurrent=16, max_retries=0, hang_timeout_s=1)
+    started.rollouts.update_weights(ray.put(WEIGHTS), version=5)
     requests = requests_for([f"p{i}" for i in range(12)], samples=1)
     fatal_first = requests[7:8] + requests[:7] + requests[8:]  # the first request goes to replica 0
-    finished = started.rollouts.generate(fatal_first, SamplingConfig())
+    seen: Counter[Any] = Counter()
+    finished = started.rollouts.generate(
+        fatal_first, SamplingConfig(), lambda results, block: seen.update(result.key for result in results)
+    )
     assert sorted(tokens_of(finished)) == list(range(12))
-    assert finished.dropped == []
-    assert started.rollouts.living == [1]
+    assert set(seen.values()) == {1}
+    assert finished.dropped == [] and finished.retried == 0
+    assert started.rollouts.budget.engines == 1
+    assert len(started.said) == 1 and "rollout replica 0 was lost" in started.said[0]
+    while 0 not in started.rollouts.serving:
+        started.rollouts.generate(requests_for(["again"]), SamplingConfig())
     again = started.rollouts.generate(requests, SamplingConfig())
-    assert tokens_of(again) == list(range(12))
+    assert {result.weight_version for result in again.results} == {5}
+    assert started.facts(0)["loaded"] == [(6, 5)] and started.facts(0)["most_running"] > 0
 
 
-def test_no_engine_left_is_an_error_that_names_the_cause(fleet) -> None:
-    started = fleet([{"a": "raise"}, {"a": "raise"}])
-    with pytest.raises(RolloutError, match=r"no rollout engine is left of rollout.replicas=2.*engine dead"):
+def test_a_round_waits_for_the_engine_in_the_only_ones_place_and_it_samples_with_the_current_weights(fleet) -> None:
+    started = fleet([{"b": "die"}])
+    started.rollouts.update_weights(ray.put(WEIGHTS), version=3)
+    finished = started.rollouts.generate(requests_for(["a", "b", "c"], samples=1), SamplingConfig())
+    assert [result.uid for result in finished.results] == ["a", "b", "c"]
+    assert {result.weight_version for result in finished.results} == {3}
+
+
+def test_an_engine_that_is_slow_but_answers_is_kept(fleet) -> None:
+    started = fleet([{"a": "think"}], hang_timeout_s=1)
+    finished = started.rollouts.generate(requests_for(["a"], samples=1), SamplingConfig())
+    assert len(finished.results) == 1
+    assert started.rollouts.budget.engines == 0
+    assert started.facts(0)["asked"] >= 1
+
+
+def test_an_engine_lost_between_rounds_is_replaced_at_the_next_weights(fleet) -> None:
+    started = fleet([{"weights": "die"}, {}])
+    started.rollouts.update_weights(ray.put(WEIGHTS), version=2)
+    assert 1 in started.rollouts.serving
+    finished = started.rollouts.generate(requests_for(["a", "b"]), SamplingConfig())
+    assert {result.weight_version for result in finished.results} == {2}
+    assert started.rollouts.budget.engines == 1
+
+
+def test_past_the_budget_the_cause_comes_first(fleet) -> None:
+    started = fleet([{"a": "raise"}, {"a": "raise"}], restarts=0)
+    message = r"^rollout replica 0 was lost: RuntimeError: engine dead; all of run.max_restarts=0 are used up\.$"
+    with pytest.raises(RolloutError, match=message):
         started.rollouts.generate(requests_for(["a"], samples=1), SamplingConfig())
 
 
-def test_weights_reach_every_engine_and_a_failed_start_names_its_replica(fleet) -> None:
+def test_engines_that_cannot_be_replaced_alone_end_the_round_as_lost(ray_session: None) -> None:
+    rollouts = Rollouts(
+        lambda replica, attempt: ScriptedEngine.remote(replica, {"a": "die"}), RolloutConfig(), replaceable=False
+    )
+    rollouts.start().result()
+    with pytest.raises(LostError, match=r"rollout replica 0 was lost: .*ActorDied"):
+        rollouts.generate(requests_for(["a"], samples=1), SamplingConfig())
+    rollouts.stop()
+
+
+def test_weights_reach_every_engine_and_what_is_refused_or_cannot_start_is_named(fleet) -> None:
     started = fleet([{}, {}])
-    started.rollouts.update_weights(ray.put(np.full(3, 2, dtype=np.uint8)), version=5)
+    started.rollouts.update_weights(ray.put(WEIGHTS), version=5)
     assert [started.facts(replica)["loaded"] for replica in (0, 1)] == [[(6, 5)], [(6, 5)]]
+    with pytest.raises(RolloutError, match="not of this model"):
+        fleet([{"weights": "refuse"}]).rollouts.update_weights(ray.put(WEIGHTS), version=1)
     with pytest.raises(RolloutError, match="rollout replica 1 failed while starting its engine: ValueError: no such"):
-        fleet([{}, {"start": "raise"}]).rollouts.start().result()
+        fleet([{}, {"start": "raise"}], started=False).pending.result()

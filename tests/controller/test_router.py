@@ -45,7 +45,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule()
     def assign(self) -> None:
-        for replica, requests in self.router.assign().items():
+        for replica, requests in self.router.assign(set(range(REPLICAS)) - self.lost).items():
             assert replica not in self.lost
             for given in requests:
                 assert given.uid not in self.at
@@ -72,6 +72,11 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.replica_lost(replica)
         self.lost.add(replica)
         self.at = {name: where for name, where in self.at.items() if where != replica}
+
+    @precondition(lambda self: self.lost)
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        self.lost.remove(data.draw(st.sampled_from(sorted(self.lost))))
 
     @invariant()
     def bounds_hold(self) -> None:
@@ -106,7 +111,7 @@ TestRouter.settings = settings(max_examples=60, stateful_step_count=40, deadline
 def test_each_request_goes_to_the_least_loaded_replica_tokens_breaking_ties() -> None:
     router = Router(2, max_concurrent=8, max_retries=0)
     router.submit([request("long", tokens=9), request("b", tokens=2), request("c", tokens=2), request("d", tokens=2)])
-    assigned = router.assign()
+    assigned = router.assign({0, 1})
     assert [r.uid for r in assigned[0]] == ["long", "d"]
     assert [r.uid for r in assigned[1]] == ["b", "c"]
 
@@ -114,27 +119,27 @@ def test_each_request_goes_to_the_least_loaded_replica_tokens_breaking_ties() ->
 def test_more_than_max_concurrent_waits_until_something_finishes() -> None:
     router = Router(1, max_concurrent=2, max_retries=0)
     router.submit([request(name) for name in "abc"])
-    assert [r.uid for r in router.assign()[0]] == ["a", "b"]
-    assert router.assign() == {}
+    assert [r.uid for r in router.assign({0})[0]] == ["a", "b"]
+    assert router.assign({0}) == {}
     router.finished(0, success("b"))
-    assert [r.uid for r in router.assign()[0]] == ["c"]
+    assert [r.uid for r in router.assign({0})[0]] == ["c"]
 
 
 def test_a_failed_request_waits_for_another_replica_rather_than_return_to_the_same() -> None:
     router = Router(2, max_concurrent=1, max_retries=1)
     router.submit([request("a"), request("b")])
-    assert set(router.assign()) == {0, 1}
+    assert set(router.assign({0, 1})) == {0, 1}
     router.failed(0, failure("a"))
-    assert router.assign() == {}
+    assert router.assign({0, 1}) == {}
     router.finished(1, success("b"))
-    assert [r.uid for r in router.assign()[1]] == ["a"]
+    assert [r.uid for r in router.assign({0, 1})[1]] == ["a"]
 
 
 def test_the_only_replica_gets_a_failed_request_again_and_the_last_reason_is_kept() -> None:
     router = Router(1, max_concurrent=1, max_retries=1)
     router.submit([request("a")])
     for reason in ("first", "second"):
-        assert [r.uid for r in router.assign()[0]] == ["a"]
+        assert [r.uid for r in router.assign({0})[0]] == ["a"]
         router.failed(0, failure("a", reason=reason))
     assert router.done
     assert [result.error for result in router.dropped] == ["second"]
@@ -144,11 +149,12 @@ def test_the_only_replica_gets_a_failed_request_again_and_the_last_reason_is_kep
 def test_a_lost_replica_costs_no_retry_and_its_requests_go_first() -> None:
     router = Router(2, max_concurrent=1, max_retries=0)
     router.submit([request(name) for name in "abc"])
-    router.assign()
+    router.assign({0, 1})
     router.replica_lost(0)
     router.finished(1, success("b"))
-    assert [r.uid for r in router.assign()[1]] == ["a"]
-    assert router.dropped == [] and router.living == [1]
+    assert [r.uid for r in router.assign({1})[1]] == ["a"]
+    assert router.dropped == []
+    assert [r.uid for r in router.assign({0, 1})[0]] == ["c"]  # a new engine in the lost one's place
 
 
 def test_the_same_sample_twice_is_refused_by_name() -> None:

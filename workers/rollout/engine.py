@@ -7,6 +7,7 @@ import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import ConfigError
+from workers.rollout.engine_process import mark_actor
 from workers.rollout.weight_transfer import BACKENDS
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def check_placement(placement: str, *, has_gpu: bool) -> None:
 
 def prepare_environment(config: RolloutConfig, placement: str) -> None:
     """Set what vLLM reads when it is imported and what its processes inherit. Call before importing vllm."""
+    mark_actor()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if placement == "colocated":

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workers.rollout.engine_process import end_with_parent
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -29,6 +31,7 @@ BACKENDS = {"shared_memory": "shared_memory", "colocated": "ipc", "apart": "nccl
 @functools.cache  # vLLM may load a plugin more than once in a process, and its factory refuses a name that it knows
 def register() -> None:
     """Tell vLLM about the `shared_memory` backend: the entry point that its engine processes call when they start."""
+    end_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(

@@ -195,8 +195,12 @@ class RolloutWorker:
             await self.engine.wake_up()
 
     async def health(self) -> None:
-        """Raises what vLLM raises if the engine is dead, RolloutError if there is none."""
-        await self.engine.check_health()
+        """Return when the engine's scheduler has answered: one that hangs does not.
+
+        Raises what vLLM raises if the engine is dead, RolloutError if there is none.
+        """
+        await self.engine.check_health()  # knows of processes that died
+        await self.weight_version()
 
     async def pids(self) -> list[int]:
         """This process and all below it."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ray
 
+from controller.fleet import RestartBudget
 from controller.rollouts import RolloutRound, Rollouts
 from tests.workers.rollout import tiny
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
@@ -16,22 +17,22 @@ from workers.rollout.weight_transfer import pack_weights
 from workers.rollout.worker import RolloutWorker
 
 
-def start_engines(path: Path, replicas: int = 1, **settings: Any) -> Rollouts:
+def start_engines(path: Path, replicas: int = 1, restarts: int = 0, **settings: Any) -> Rollouts:
     """Rollouts over engines of one thread each, started."""
     config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
     actor = ray.remote(RolloutWorker).options(num_cpus=1, max_concurrency=1000)
-    actors = [
-        actor.remote(
+
+    def make(replica: int, attempt: int) -> Any:
+        return actor.remote(
             ModelConfig(path=str(path)),
             config,
-            index=index,
+            index=replica,
             placement="shared_memory",
             max_model_tokens=tiny.MAX_MODEL_TOKENS,
             seed=0,
         )
-        for index in range(replicas)
-    ]
-    rollouts = Rollouts(actors, config)
+
+    rollouts = Rollouts(make, config, RestartBudget(restarts))
     rollouts.start().result()
     return rollouts
 
@@ -45,7 +46,7 @@ class Engines:
 
     def call(self, method: str, *arguments: Any, replica: int = 0) -> Any:
         """A method of the actor itself."""
-        return ray.get(getattr(self.rollouts._actors[replica], method).remote(*arguments))
+        return ray.get(getattr(self.rollouts.actors[replica], method).remote(*arguments))
 
     def load(self, model: Any) -> int:
         """Send the model's weights under the next version."""

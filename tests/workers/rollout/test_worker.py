@@ -100,8 +100,9 @@ def test_an_update_that_leaves_out_a_weight_is_refused_by_name(engines: Engines,
     # Without lm_head.weight vLLM would go on sampling from the old output layer and never say so.
     engines.load(tiny.random_model(2))
     partial = pack_weights((n, w) for n, w in tiny.random_model(3).state_dict().items() if n != left_out)
-    with pytest.raises(RolloutError, match=f"version 99: .*{left_out}"):
-        engines.rollouts.update_weights(ray.put(partial), 99)
+    refused = engines.version + 1
+    with pytest.raises(RolloutError, match=f"version {refused}: .*{left_out}"):
+        engines.rollouts.update_weights(ray.put(partial), refused)
     assert engines.call("weight_version") == engines.version
     # The engine is well: the next complete update puts it right.
     new = tiny.random_model(4)
@@ -136,8 +137,11 @@ def test_requests_in_flight_outlive_an_update_and_carry_the_version_that_they_be
 
 
 def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: None, tiny_model_path) -> None:
-    engines = Engines(start_engines(tiny_model_path, replicas=2, max_concurrent=64))
+    """Its requests go to the other engine; the one in its place comes up with the weights that were sent last."""
+    engines = Engines(start_engines(tiny_model_path, replicas=2, restarts=1, max_concurrent=64))
+    version = engines.load(tiny.random_model(3))
     pids = [engines.call("pids", replica=replica) for replica in (0, 1)]
+    doomed = list(pids[0])
     requests = requests_for(16, samples=4)
 
     def kill_engine_once(*_: object) -> None:
@@ -147,7 +151,11 @@ def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: No
 
     finished = engines.rollouts.generate(requests, LONG, on_results=kill_engine_once)
     assert [result.key for result in finished.results] == [request.key for request in requests]
-    assert engines.rollouts.living == [1]
+    assert engines.rollouts.serving == [1]
+    while 0 not in engines.rollouts.serving:
+        engines.sample(requests_for(1, samples=1))
+    assert engines.call("weight_version", replica=0) == version
+    assert not [pid for pid in doomed if psutil.pid_exists(pid)]
     engines.call("stop", replica=1)
     assert not [pid for pid in pids[1][1:] if psutil.pid_exists(pid)]
     with pytest.raises(RolloutError, match="replica 1 has no engine"):

@@ -1,0 +1,220 @@
+"""Engines: the rollout actors of a run, and what happens when one is lost.
+
+    make(replica, attempt) --start--> up --current weights--> serves --died, hung--> killed
+            ^                                                                          |
+            '------------------------- while run.max_restarts allows ------------------'
+
+Starting, loading and asking for health go on beside the streams of a round: `wait` watches all of them at once. Which
+engine may serve is decided in `controller.fleet`.
+"""
+
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from controller.fleet import Fleet, RestartBudget, State
+from workers.config import RolloutConfig
+from workers.errors import LostError, RolloutError
+
+MakeActor = Callable[[int, int], Any]
+STOP_SECONDS = 30.0
+POLL_SECONDS = 1.0  # how often deadlines are looked at while nothing arrives
+UP = (State.STALE, State.CURRENT, State.DRAINING)
+
+
+class Pending:
+    """Calls under way on several replicas."""
+
+    def __init__(self, refs: dict[int, ray.ObjectRef], doing: str, then: Callable[[int], None]) -> None:
+        """`then`: called with every replica that is done."""
+        self._refs, self._doing, self._then = refs, doing, then
+
+    def result(self, timeout_s: float | None = None) -> None:
+        """Wait for all. Raises RolloutError naming the first replica that failed, or was late, and the cause."""
+        for replica, ref in self._refs.items():
+            try:
+                ray.get(ref, timeout=timeout_s)
+            except RayError as error:
+                raise RolloutError(
+                    f"rollout replica {replica} failed while {self._doing}: {cause_of(error)}"
+                ) from error
+            self._then(replica)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that `wait` watches: `then` is called when it is done, and the replica is lost if it fails or is late."""
+
+    replica: int
+    doing: str
+    timeout_s: float
+    deadline: float
+    then: Callable[[], None]
+
+
+class Engines:
+    """The actors of all replicas, their states, and the weights that they must have."""
+
+    def __init__(
+        self,
+        make: MakeActor,
+        config: RolloutConfig,
+        budget: RestartBudget,
+        *,
+        replaceable: bool = True,
+        start_timeout_s: float = 600.0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. replaceable: whether a lost engine
+        can be put back alone; not where weights travel between GPUs that have met. say: told what was lost."""
+        self.fleet = Fleet(config.replicas, budget)
+        self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
+        self._make, self._replaceable, self._say = make, replaceable, say
+        self._hang_timeout_s, self._start_timeout_s = config.hang_timeout_s, start_timeout_s
+        self._attempts = dict.fromkeys(self.actors, 0)
+        self._calls: dict[ray.ObjectRef, _Call] = {}
+        self._last_sign: dict[int, float] = {}
+        self._newly_lost: list[int] = []
+        self._weights: ray.ObjectRef | None = None
+
+    def start(self) -> Pending:
+        """Build all engines; returns at once, `result()` waits. One that fails here is an error, not a loss."""
+        starts = {replica: actor.start.remote() for replica, actor in self.actors.items()}
+        return Pending(starts, "starting its engine", self.fleet.started)
+
+    def wait(self, streams: Sequence[Any]) -> Any | None:
+        """The first of `streams` that has something; None after doing what another arrival made due, or after a while.
+
+        Raises RolloutError or LostError, see `lose`.
+        """
+        done, _ = ray.wait([*self._calls, *streams], num_returns=1, timeout=POLL_SECONDS, fetch_local=False)
+        for ref in done:
+            if ref not in self._calls:
+                return ref
+            self._arrived(ref)
+        return None
+
+    def look_at_clock(self, busy: Collection[int]) -> None:
+        """Lose what is late; ask replicas of `busy`, which owe results and have been silent, whether they live."""
+        now = time.monotonic()
+        for call in [call for call in self._calls.values() if call.deadline < now]:
+            self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")
+        for replica in self.fleet.serving:
+            if replica in busy and now - self._last_sign[replica] > self._hang_timeout_s:
+                self.fleet.drain(replica)
+                health, doing = self.actors[replica].health.remote(), "answering (rollout.hang_timeout_s)"
+                self._watch(replica, health, doing, self._hang_timeout_s, partial(self._healthy, replica))
+
+    def take_lost(self) -> list[int]:
+        """Replicas lost since the last call."""
+        lost, self._newly_lost = self._newly_lost, []
+        return lost
+
+    def progressed(self, replica: int) -> None:
+        """The replica was given work, or returned some."""
+        self._last_sign[replica] = time.monotonic()
+
+    def lose(self, replica: int, cause: Exception | str) -> None:
+        """Take the engine out and start a new one in its place.
+
+        Raises RolloutError, the cause first, if the run has no restart left, and LostError if it cannot be replaced.
+        """
+        text = cause if isinstance(cause, str) else cause_of(cause)
+        self.fleet.lost(replica)
+        self._newly_lost.append(replica)
+        self._calls = {ref: call for ref, call in self._calls.items() if call.replica != replica}
+        ray.kill(self.actors[replica])
+        lost = f"rollout replica {replica} was lost: {text}"
+        if not self._replaceable:
+            raise LostError(lost)
+        if not self.fleet.restart(replica):
+            raise RolloutError(f"{lost}; all of run.max_restarts={self.fleet.budget.limit} are used up.")
+        self._say(f"{lost}; starting a new one")
+        self._attempts[replica] += 1
+        self.actors[replica] = self._make(replica, self._attempts[replica])
+        started = self.actors[replica].start.remote()
+        self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica))
+
+    def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
+        """Load `payload`, a reference to packed weights, into every engine that is up; one that is starting follows.
+
+        Raises RolloutError if an engine refuses them, or see `lose`.
+        """
+        self._weights = payload
+        self.fleet.new_version(version)
+        for replica in self.fleet.in_state(State.STALE):
+            self._load(replica)
+        while self.fleet.in_state(State.STALE):
+            self.wait([])
+            self.look_at_clock(())
+
+    def weights_sent(self, version: int) -> None:
+        """Every engine has got `version` on another way."""
+        self.fleet.new_version(version)
+        for replica in self.fleet.in_state(State.STALE):
+            self.fleet.updated(replica, version)
+
+    def on_all(self, method: str) -> None:
+        """Call a method of every engine that is up; one that fails is lost."""
+        calls = {replica: getattr(self.actors[replica], method).remote() for replica in self.fleet.in_state(*UP)}
+        for replica, ref in calls.items():
+            try:
+                ray.get(ref, timeout=self._start_timeout_s)
+            except RayError as error:
+                self.lose(replica, error)
+
+    def stop(self) -> None:
+        """End all engines and actors; never raises for one that is dead already."""
+        stopping = [actor.stop.remote() for actor in self.actors.values()]
+        ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
+        for actor in self.actors.values():
+            ray.kill(actor)
+
+    def _started(self, replica: int) -> None:
+        self.fleet.started(replica)
+        self._load(replica)
+
+    def _load(self, replica: int) -> None:
+        """Bring the current weights to the engine, unless it has them or they are on their way."""
+        doing = "loading weights"
+        under_way = any(call.replica == replica and call.doing == doing for call in self._calls.values())
+        if self.fleet.state(replica) is not State.STALE or under_way:
+            return
+        version = self.fleet.version
+        ref = self.actors[replica].update_weights.remote(self._weights, version)
+        self._watch(replica, ref, doing, self._start_timeout_s, partial(self._loaded, replica, version))
+
+    def _loaded(self, replica: int, version: int) -> None:
+        self.fleet.updated(replica, version)
+        self._load(replica)  # there may be newer ones by now
+
+    def _healthy(self, replica: int) -> None:
+        self.fleet.resume(replica)
+        self.progressed(replica)
+
+    def _watch(self, replica: int, ref: ray.ObjectRef, doing: str, timeout_s: float, then: Callable[[], None]) -> None:
+        self._calls[ref] = _Call(replica, doing, timeout_s, time.monotonic() + timeout_s, then)
+
+    def _arrived(self, ref: ray.ObjectRef) -> None:
+        call = self._calls.pop(ref)
+        try:
+            ray.get(ref)
+        except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, RolloutError):
+                raise error.cause from error  # it lives, and would refuse the same again
+            self.lose(call.replica, error)
+            return
+        call.then()
+
+
+def cause_of(error: Exception) -> str:
+    """In one line what the actor raised, without the traceback that Ray puts around it, or how it died."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    text = " ".join(f"{type(cause).__name__}: {cause}".split())
+    return re.sub(r" class_name: .*? ip: \S+", "", text).partition(" Some common causes")[0]

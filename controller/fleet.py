@@ -1,0 +1,122 @@
+"""Fleet: which engine may take requests. Decides only; no I/O, no Ray, no clock.
+
+    starting --started--> stale --updated--> current --drain--> draining
+        ^                   ^                   |  ^---resume------'
+        |                   '----new_version----'
+        '----restart---- dead <----lost---- any of them
+
+Invariants: an engine serves only while it is current, and is current only with the fleet's version of the weights, so
+that a restarted engine serves nothing with the weights of its model's folder; an engine that is dead stays so until it
+is restarted; there are never more restarts than the budget allows.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class State(Enum):
+    """Where an engine stands."""
+
+    STARTING = "its process or its model is still being loaded"
+    STALE = "it answers, but has not the current weights: it serves nothing"
+    CURRENT = "it has the current weights and takes requests"
+    DRAINING = "it takes nothing new: it finishes what it has, or is found to be hung"
+    DEAD = "it was lost"
+
+
+@dataclass
+class RestartBudget:
+    """How often a run may put something lost in its place: `limit` is run.max_restarts.
+
+    engines: rollout engines started anew. recoveries: times that the whole run went on from its last checkpoint.
+    """
+
+    limit: int
+    engines: int = 0
+    recoveries: int = 0
+
+    @property
+    def left(self) -> int:
+        """Restarts that are still allowed."""
+        return self.limit - self.engines - self.recoveries
+
+    def metrics(self) -> dict[str, float]:
+        """What was restarted so far, under the names that a run logs."""
+        return {"restarts/engines": float(self.engines), "restarts/recoveries": float(self.recoveries)}
+
+
+class Fleet:
+    """States of all engines of a run. `version`: of the current weights; 0 are those of the model's folder.
+
+    An event that cannot happen in an engine's state is a mistake of the caller and raises ValueError.
+    """
+
+    def __init__(self, replicas: int, budget: RestartBudget) -> None:
+        self.version = 0
+        self.budget = budget
+        self._states = [State.STARTING] * replicas
+
+    def state(self, replica: int) -> State:
+        """Where the engine stands."""
+        return self._states[replica]
+
+    def in_state(self, *states: State) -> list[int]:
+        """Replicas that are in one of the states."""
+        return [replica for replica, state in enumerate(self._states) if state in states]
+
+    @property
+    def serving(self) -> list[int]:
+        """Replicas that may be given requests."""
+        return self.in_state(State.CURRENT)
+
+    def started(self, replica: int) -> None:
+        """The engine is up, with the weights of the model's folder: version 0."""
+        self._expect(replica, State.STARTING)
+        self._settle(replica, version=0)
+
+    def updated(self, replica: int, version: int) -> None:
+        """The engine has loaded the weights `version`, which may be old by now."""
+        self._expect(replica, State.STALE)
+        self._settle(replica, version)
+
+    def new_version(self, version: int) -> None:
+        """The policy has new weights: no engine has them yet. Raises ValueError if `version` falls."""
+        if version < self.version:
+            raise ValueError(f"weights of version {version} after those of version {self.version}")
+        self.version = version
+        for replica in self.in_state(State.CURRENT, State.DRAINING):
+            self._states[replica] = State.STALE
+
+    def drain(self, replica: int) -> None:
+        """Give the engine nothing new."""
+        self._expect(replica, State.CURRENT)
+        self._states[replica] = State.DRAINING
+
+    def resume(self, replica: int) -> None:
+        """A draining engine takes requests again."""
+        self._expect(replica, State.DRAINING)
+        self._states[replica] = State.CURRENT
+
+    def lost(self, replica: int) -> None:
+        """The engine, its actor or its node is gone."""
+        self._expect(replica, State.STARTING, State.STALE, State.CURRENT, State.DRAINING)
+        self._states[replica] = State.DEAD
+
+    def restart(self, replica: int) -> bool:
+        """Begin to start a new engine in a dead one's place; False, and nothing happens, if the budget is used up."""
+        self._expect(replica, State.DEAD)
+        if self.budget.left <= 0:
+            return False
+        self.budget.engines += 1
+        self._states[replica] = State.STARTING
+        return True
+
+    def _settle(self, replica: int, version: int) -> None:
+        self._states[replica] = State.CURRENT if version == self.version else State.STALE
+
+    def _expect(self, replica: int, *states: State) -> None:
+        state = self.state(replica)
+        if state not in states:
+            raise ValueError(
+                f"engine {replica} is {state.name.lower()}, not {' or '.join(s.name.lower() for s in states)}"
+            )
