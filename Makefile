@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cat requirements/*.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: setup fit test test-slow lint bench clean
+.PHONY: setup fit test test-slow lint soak bench clean
 
 setup: $(STAMP)
 
@@ -29,10 +29,15 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not soak" $(ARGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not soak" $(ARGS)
+
+# Everything that can be killed is killed in turn; then 200 steps with a kill every few of them.
+soak: setup
+	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(BIN)/python -m tests.benchmarks.soak --output docs/soak.md
 
 bench: setup
 	$(BIN)/python -m tests.benchmarks.dispatch

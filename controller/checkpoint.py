@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.errors import CheckpointError, WorkerError
-from workers.model.checkpoint_folder import MANIFEST, complete, prune, read_manifest, remove
+from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest, remove
 
 if TYPE_CHECKING:
     from controller.config import Config
@@ -52,25 +52,6 @@ def role_path(policy_checkpoint: Path, role: str) -> Path:
     return policy_checkpoint.parent.parent / role / policy_checkpoint.name
 
 
-def save_checkpoints(roles: "Roles", run_folder: Path, progress: Progress) -> None:
-    """Begin to save every role that learns; see `Engine.save_checkpoint`."""
-    path = checkpoint_path(run_folder, progress.step)
-    for role, group in roles.trained.items():
-        group.save_checkpoint(str(role_path(path, role)), progress.step, progress.to_json())
-
-
-def wait_for_checkpoints(roles: "Roles") -> None:
-    """Return when no save is under way. Raises WorkerError if the last one failed."""
-    for group in roles.trained.values():
-        group.wait_for_checkpoint()
-
-
-def prune_checkpoints(roles: "Roles", run_folder: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints, of every role that learns."""
-    for role in roles.trained:
-        prune(run_folder / FOLDER.parent / role, keep)
-
-
 def checkpoints_at(path: Path) -> list[Path]:
     """The complete checkpoints to go on from, newest first: `path` itself, or those of the run whose folder it is.
 
@@ -95,7 +76,7 @@ def go_on(config: "Config", roles: "Roles", console: "Console") -> Progress:
     for path in candidates:
         try:
             found = [group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()]
-        except WorkerError as error:
+        except (CheckpointError, WorkerError) as error:
             console.say(f"{path} cannot be loaded: {error}")
             continue
         console.say(f"going on from {path}")

@@ -68,20 +68,23 @@ class Engines:
         budget: RestartBudget,
         *,
         replaceable: bool = True,
+        colocated: bool = False,
         start_timeout_s: float = 600.0,
         say: Callable[[str], None] = print,
     ) -> None:
         """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. replaceable: whether a lost engine
-        can be put back alone; not where weights travel between GPUs that have met. say: told what was lost."""
+        can be put back alone; not where weights travel between GPUs that have met. colocated: whether engines sleep
+        while their GPUs train. say: told what was lost."""
         self.fleet = Fleet(config.replicas, budget)
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
-        self._make, self._replaceable, self._say = make, replaceable, say
+        self._make, self._replaceable, self._colocated, self._say = make, replaceable, colocated, say
         self._hang_timeout_s, self._start_timeout_s = config.hang_timeout_s, start_timeout_s
         self._attempts = dict.fromkeys(self.actors, 0)
         self._calls: dict[ray.ObjectRef, _Call] = {}
         self._last_sign: dict[int, float] = {}
         self._newly_lost: list[int] = []
         self._weights: ray.ObjectRef | None = None
+        self._stopped = False
 
     def start(self) -> Pending:
         """Build all engines; returns at once, `result()` waits. One that fails here is an error, not a loss."""
@@ -125,6 +128,8 @@ class Engines:
 
         Raises RolloutError, the cause first, if the run has no restart left, and LostError if it cannot be replaced.
         """
+        if self._stopped:
+            raise RolloutError("the engines were stopped during a round.")
         text = cause if isinstance(cause, str) else cause_of(cause)
         self.fleet.lost(replica)
         self._newly_lost.append(replica)
@@ -160,8 +165,10 @@ class Engines:
         for replica in self.fleet.in_state(State.STALE):
             self.fleet.updated(replica, version)
 
-    def on_all(self, method: str) -> None:
-        """Call a method of every engine that is up; one that fails is lost."""
+    def sleep_or_wake(self, method: str) -> None:
+        """Call `sleep` or `wake` of every colocated engine; one that fails is lost."""
+        if not self._colocated:
+            return
         calls = {replica: getattr(self.actors[replica], method).remote() for replica in self.fleet.in_state(*UP)}
         for replica, ref in calls.items():
             try:
@@ -170,10 +177,12 @@ class Engines:
                 self.lose(replica, error)
 
     def stop(self) -> None:
-        """End all engines and actors; never raises for one that is dead already."""
-        stopping = [actor.stop.remote() for actor in self.actors.values()]
+        """End all engines and actors; never raises for one that is dead already. A round under way fails."""
+        self._stopped = True
+        actors = list(self.actors.values())
+        stopping = [actor.stop.remote() for actor in actors]
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
-        for actor in self.actors.values():
+        for actor in actors:
             ray.kill(actor)
 
     def _started(self, replica: int) -> None:

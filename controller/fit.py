@@ -23,9 +23,11 @@ from controller.config_checks import check
 from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
 from controller.describe import describe
 from controller.describe_cluster import print_cluster
+from controller.fleet import RestartBudget
 from controller.functions import check_rewards, load_function, pack, requested_columns
 from controller.layout import reserved
 from controller.records import Record, read_records
+from controller.recovery import recovering
 from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError
 from workers.reward_process import RewardFunction
 
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ConfigError, DataError, UnsupportedModelError, BalancingError) as error:
             return _fail(error, 2)
         run(config, inputs)
-    except (BallastError, BalancingError) as error:
+    except (BallastError, BalancingError, OSError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -128,21 +130,32 @@ def run(config: Config, inputs: Inputs) -> None:
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
             if count:
                 console.say(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
-    with _ray_session(config, console), training(config, inputs, console) as trainer:
-        trainer.writer.summary(trainer.fit().summary())
+
+    def attempt(config: Config, budget: RestartBudget) -> None:
+        with training(config, inputs, console, budget) as trainer:
+            trainer.writer.summary(trainer.fit().summary())
+
+    with _ray_session(config, console):
+        recovering(attempt, config, console.say)
     console.say(f"{config.run_folder}: model, metrics.jsonl, summary.json, tensorboard")
 
 
 @contextmanager
-def training(config: Config, inputs: Inputs, console: "Console") -> Iterator["Trainer"]:
-    """The roles of a run on a connected Ray, its folder, and a trainer that stands where run.resume says; all end."""
+def training(
+    config: Config, inputs: Inputs, console: "Console", budget: RestartBudget | None = None
+) -> Iterator["Trainer"]:
+    """The roles of a run on a connected Ray, its folder, and a trainer that stands where run.resume says; all end.
+
+    budget: what the run has restarted before; None is nothing.
+    """
     from controller.checkpoint import go_on
     from controller.metrics import RunWriter
     from controller.roles import start_roles
     from controller.trainer import Trainer
 
     tensorboard = config.tracking.tensorboard
-    with start_roles(config, inputs.reward_functions, console) as roles:
+    budget = budget or RestartBudget(config.run.max_restarts)
+    with start_roles(config, inputs.reward_functions, console, budget) as roles:
         progress = go_on(config, roles, console)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
         with RunWriter(config.run_folder, to_yaml(config), tensorboard=tensorboard, after=progress.step) as writer:

@@ -11,11 +11,14 @@ import ray
 from controller.config import RewardConfig
 from controller.data import Prompt
 from controller.functions import pack
-from workers.errors import ResourceError, WorkerError
+from workers.errors import LostError, ResourceError, WorkerError
 from workers.reward import RewardWorker, ScoreRequest
 from workers.reward_process import RewardFunction
 from workers.rollout.requests import SampleResult
 from workers.score import Score
+
+# Scoring holds no state and blocks outlive the actor: Ray may start it anew and ask it again.
+AGAIN = {"max_restarts": 3, "max_task_retries": 3}
 
 
 class RewardPool:
@@ -29,7 +32,7 @@ class RewardPool:
         self._on_failure = config.on_failure
         packed, actor_class = pack(functions), ray.remote(RewardWorker)
         self._actors = [
-            actor_class.options(name=f"reward {i}", num_cpus=cpus).remote(
+            actor_class.options(name=f"reward {i}", num_cpus=cpus, **AGAIN).remote(
                 packed, tokenizer_path, timeout_s=config.timeout_s, concurrency=config.concurrency
             )
             for i in range(config.workers)
@@ -65,7 +68,7 @@ class RewardPool:
     def collect(self) -> dict[tuple[str, int], Score]:
         """Scores of everything submitted since the last call, by (uid, sample); failed ones say so in `failure`.
 
-        Raises WorkerError for a failed one with reward.on_failure=stop, and if a reward actor was lost.
+        Raises WorkerError for a failed one with reward.on_failure=stop, LostError if a reward actor was lost too often.
         """
         pending, self._pending = self._pending, []
         scores: dict[tuple[str, int], Score] = {}
@@ -73,7 +76,7 @@ class RewardPool:
             try:
                 block_scores = ray.get(ref)
             except ray.exceptions.RayError as error:
-                raise WorkerError(f"a reward worker was lost: {error}") from error
+                raise LostError(f"a reward worker was lost: {error}") from error
             scores |= {(r.uid, r.sample): score for r, score in zip(results, block_scores, strict=True)}
         if self._on_failure == "stop":
             _refuse_failures(scores)

@@ -81,6 +81,7 @@ def start_roles(
             config.rollout,
             budget,
             replaceable=not config.uses_gpus,  # between GPUs, sender and engines have met once and for all
+            colocated=colocated,
             start_timeout_s=timeout_s,
             say=console.say,
         )

@@ -144,11 +144,11 @@ class Rollouts:
 
     def sleep(self) -> None:
         """Colocated engines give their GPUs to training."""
-        self._engines.on_all("sleep")
+        self._engines.sleep_or_wake("sleep")
 
     def wake(self) -> None:
         """Colocated engines take their GPUs back."""
-        self._engines.on_all("wake")
+        self._engines.sleep_or_wake("wake")
 
     def stop(self) -> None:
         """End all engines and actors; never raises for one that is dead already."""

@@ -9,7 +9,7 @@ The driver works on lengths, ids and rewards; tokens stay in the object store (s
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,11 +18,13 @@ from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
 from balancing.plan import PlanAlgorithm
 from controller import advantages
-from controller.checkpoint import Progress, prune_checkpoints, save_checkpoints, wait_for_checkpoints
+from controller.checkpoint import Progress
+from controller.checkpoint_writer import CheckpointWriter
 from controller.config import Config
 from controller.console import Console
 from controller.credit import Credit
 from controller.data import Prompt, PromptDataset, Prompts
+from controller.interrupts import Interrupts
 from controller.lookahead import Lookahead
 from controller.metrics import RunWriter, Stopwatch
 from controller.roles import Roles
@@ -87,9 +89,25 @@ class Trainer:
         self.progress = progress or Progress()
         self.lookahead = Lookahead(self.collect)
         self.credit = Credit(config, roles, self.plan)
+        self.interrupts = Interrupts(console.say)
+        self.checkpoints = CheckpointWriter(roles, writer.folder, config.run.keep_checkpoints, console.say)
 
     def fit(self) -> Outcome:
-        """Validate, train for `run.steps` steps, validate; or do what is left of that."""
+        """Validate, train for `run.steps` steps, validate; or do what is left of that.
+
+        An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
+        """
+        self.complete = replace(self.progress)  # as it was after the last complete step
+        with self.interrupts:
+            try:
+                return self.train()
+            except KeyboardInterrupt:
+                if self.config.run.checkpoint_every and not self.interrupts.held:
+                    self.checkpoints.at_stop(self.complete)
+                raise
+
+    def train(self) -> Outcome:
+        """`fit`, to its end."""
         run, every, progress = self.config.run, self.config.validation.every, self.progress
         if progress.step:
             self.roles.send_weights(progress.weight_version)
@@ -107,13 +125,14 @@ class Trainer:
             self.writer.step(step, metrics)
             self.console.step(step, run.steps, metrics)
             steps.append(metrics)
+            self.complete = replace(progress)
             self.save_what_is_due(step)
+            self.interrupts.release()
         self.save("model")
         if self.roles.critic is not None:
             self.roles.critic.save_pretrained(str((self.writer.folder / "critic").resolve()))
         if run.checkpoint_every:
-            wait_for_checkpoints(self.roles)
-            prune_checkpoints(self.roles, self.writer.folder, run.keep_checkpoints)
+            self.checkpoints.finish()
         return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
 
     def step(self, step: int) -> dict[str, float]:
@@ -132,7 +151,8 @@ class Trainer:
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
         metrics["throughput/tokens_per_s"] = float(rollout.batch["length"].sum()) / watch.seconds["step"]
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
-        return metrics
+        metrics["checkpoint/failures"] = float(self.checkpoints.failures)
+        return metrics | self.roles.rollouts.budget.metrics()
 
     def learn(self, batch: RemoteBatch, step: int, watch: Stopwatch) -> dict[str, float]:
         """Plan, log-probs, advantages, update, weights to the engines."""
@@ -145,6 +165,7 @@ class Trainer:
             batch, mismatch = self.with_log_probs(batch)
         with watch.phase("advantages"), self.console.phase("advantages"):
             batch, metrics = self.credit.assign(batch)
+        self.interrupts.hold()
         with watch.phase("update"), self.console.phase("update"):
             metrics |= self.update_critic(batch, drawn)
             learns = step > self.config.critic.warmup_steps
@@ -269,13 +290,12 @@ class Trainer:
 
     def save_what_is_due(self, step: int) -> None:
         """A model or a checkpoint, where one is to be saved after this step."""
-        run, folder = self.config.run, self.writer.folder.resolve()
+        run = self.config.run
         if run.save_every and step % run.save_every == 0:
             self.save(f"model-{step}")
         if run.checkpoint_every and step % run.checkpoint_every == 0:
             with self.console.phase("checkpoint"):
-                save_checkpoints(self.roles, folder, self.progress)
-            prune_checkpoints(self.roles, folder, run.keep_checkpoints)
+                self.checkpoints.begin(self.complete)
 
     def save(self, name: str) -> None:
         """The model and tokenizer in Hugging Face format, in the run's folder."""

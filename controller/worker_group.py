@@ -7,15 +7,17 @@ group.log_probs.remote(batch, plan)     returns a GroupFuture; .result() joins
 
 import inspect
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from controller.engines import cause_of
 from workers.base import Worker
 from workers.dispatch import (
     DISPATCH_ATTRIBUTE,
@@ -25,8 +27,10 @@ from workers.dispatch import (
     join_tokens,
     split_arguments,
 )
-from workers.errors import WorkerError
+from workers.errors import BallastError, LostError, WorkerError
 from workers.metrics import merge
+
+LOST_SECONDS = 3.0  # Ray says within this time that an actor is gone, after its peers noticed
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,9 @@ class GroupFuture:
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait for every rank, then join.
 
-        Raises WorkerError at the first rank that fails, without waiting for the others (they may be stuck in a
-        collective that will never complete), or after `timeout_s` seconds without any rank finishing.
+        Raises at the first rank that fails, without waiting for the others (they may be stuck in a collective that
+        will never complete): LostError if an actor was lost, an error of ours as the worker raised it, WorkerError with
+        the remote traceback for any other; and WorkerError after `timeout_s` seconds without any rank finishing.
         """
         waiting = list(self._names)
         while waiting:
@@ -58,16 +63,34 @@ class GroupFuture:
             if not done:
                 late = ", ".join(self._names[ref] for ref in waiting)
                 raise WorkerError(f"{self._label} did not finish within {timeout_s:g} s on {late}.")
-            self._raise_if_failed(done[0])
+            self._raise_if_failed(done[0], waiting)
         return self._join()
 
-    def _raise_if_failed(self, ref: ray.ObjectRef) -> None:
+    def _raise_if_failed(self, ref: ray.ObjectRef, others: list[ray.ObjectRef]) -> None:
         try:
             ray.get(ref)
         except RayTaskError as error:
+            if isinstance(error.cause, BallastError):
+                raise type(error.cause)(f"{self._names[ref]}: {error.cause}") from error
+            if isinstance(error.cause, ObjectLostError):
+                raise LostError(f"{self._label} needed tokens of a node that was lost: {cause_of(error)}") from error
+            self._raise_lost(others)
             raise WorkerError(f"{self._names[ref]} failed in {self._label}: {error.cause!r}\n{error}") from error
         except RayError as error:
-            raise WorkerError(f"{self._names[ref]} was lost in {self._label}: {error}") from error
+            raise LostError(f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}") from error
+
+    def _raise_lost(self, refs: list[ray.ObjectRef]) -> None:
+        """Raise LostError for a rank that was lost: then a collective that broke elsewhere is what came of it."""
+        deadline = time.monotonic() + LOST_SECONDS
+        while refs and time.monotonic() < deadline:
+            done, refs = ray.wait(refs, num_returns=1, timeout=deadline - time.monotonic())
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except RayTaskError:
+                    continue
+                except RayError as error:
+                    raise LostError(f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}") from error
 
 
 class GroupMethod:

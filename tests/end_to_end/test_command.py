@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment, settings_file
+from workers.model.checkpoint_folder import complete
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_stopped_run_says_so_and_leaves_no_process(
+def test_a_stopped_run_says_so_and_leaves_a_checkpoint_and_no_process(
     stop: signal.Signals, settings: list[str], workspace: Path
 ) -> None:
     environment = marked_environment()
     command = [sys.executable, "-m", "controller.fit", *settings_file(workspace), *settings]
     command += [f"run.name=interrupted-{stop.name}", "run.steps=1000", "policy.ranks=1"]
+    command += ["run.checkpoint_every=1000"]
     run = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -47,7 +49,10 @@ def test_a_stopped_run_says_so_and_leaves_no_process(
     assert re.match(r"step +1/1000  reward \d\.\d+", seen[-1])
     assert all_end(environment[MARK], 30) == []
     lines = (workspace / "runs" / f"interrupted-{stop.name}" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["step"] >= 1
+    last = json.loads(lines[-1])["step"]
+    assert last >= 1
+    checkpoints = workspace / "runs" / f"interrupted-{stop.name}" / "checkpoints" / "policy"
+    assert [path.name for path, _ in complete(checkpoints)] == [f"step-{last}"]
 
 
 @pytest.fixture(scope="module")

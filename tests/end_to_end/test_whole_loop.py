@@ -15,6 +15,7 @@ from controller.console import Console
 from controller.fit import read_inputs, training
 from controller.samples import Rollout
 from controller.trainer import Outcome
+from tests.end_to_end.trouble import kill_engine, run_with
 
 
 @dataclass
@@ -59,11 +60,15 @@ def finished(ray_session, loop: list[str]) -> Run:
 
 
 @pytest.mark.slow  # test_resume.py shows it too, of steps made again after a kill
-def test_a_run_repeats(finished: Run, loop: list[str]) -> None:
-    """Sampling, data order, mini-batches and rewards follow from the seed; losses agree up to rounding."""
-    again = run_loop([*loop, "run.name=again", "run.steps=2"])
+def test_a_run_repeats_though_its_engine_is_killed(finished: Run, loop: list[str]) -> None:
+    """Sampling, data order, mini-batches and rewards follow from the seed; losses agree up to rounding.
+
+    The second step waits for the engine that is started in the killed one's place.
+    """
+    again = run_with([*loop, "run.name=again", "run.steps=2"], {2: kill_engine})
+    assert [step["restarts/engines"] for step in again.outcome.steps] == [0, 1]
     for first, second in zip(finished.outcome.steps, again.outcome.steps, strict=False):
-        for name in ("reward/mean", "rollout/response_tokens_mean", "balance/tokens_per_rank/max"):
+        for name in ("reward/mean", "rollout/samples", "rollout/response_tokens_mean", "balance/tokens_per_rank/max"):
             assert first[name] == second[name]
         assert first["policy/loss"] == pytest.approx(second["policy/loss"], abs=1e-6)
 

@@ -1,0 +1,212 @@
+"""A long run of a tiny model in which something is killed every few steps: `python -m tests.benchmarks.soak`.
+
+steps, seed --> run --every few steps--> SIGKILL of an engine, a rollout actor, a reward worker or a policy rank
+                 |--every step--> memory of every process, named actors
+                 '--end--> each step once, slopes, what is left behind --> a table, exit code 1 if anything is wrong
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+
+from examples.addition import data
+from examples.addition.warm_start import create_model
+from tests.end_to_end.trouble import Trouble, run_with
+
+SETTINGS = (
+    "batch.prompts_per_step=3",
+    "rollout.samples_per_prompt=3",
+    "rollout.sampling.max_new_tokens=8",
+    "rollout.cpu_kv_cache_gib=0.125",
+    "rollout.replicas=2",
+    "rollout.threads=1",
+    "policy.max_tokens=128",
+    "reward.function=examples.addition.reward:reward",
+    "data.max_prompt_tokens=26",
+    "run.name=soak",
+    "run.checkpoint_every=5",
+    "run.max_restarts=1000",
+    "tracking.tensorboard=false",
+)
+SAMPLES = 9  # of a step
+MIB = 2**20
+LEAST_STEPS = 20  # of a process's life, of which the first half goes to filling caches
+FLAT_MIB_A_STEP = 0.5
+
+
+@dataclass
+class Watch:
+    """What is seen of a run step by step: (step, resident MiB) of every process by role and id, and what was killed."""
+
+    rng: random.Random
+    memory: dict[tuple[str, int], list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+    killed: Counter[str] = field(default_factory=Counter)
+    most_actors: int = 0
+
+    def look(self, trainer: Any) -> None:
+        step = trainer.progress.step + 1
+        self.most_actors = max(self.most_actors, len(ray.util.list_named_actors()))
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+            try:
+                role = "driver" if process.pid == os.getpid() else role_of(" ".join(process.cmdline()))
+                if role:
+                    self.memory[role, process.pid].append((step, process.memory_info().rss / MIB))
+            except psutil.Error:
+                continue
+
+    def kill(self, trainer: Any) -> None:
+        """One of the processes of the run, drawn by role."""
+        found = defaultdict(list)
+        for role, pid in self.memory:
+            if role in ("engine", "rollout", "reward", "policy") and psutil.pid_exists(pid):
+                found[role].append(pid)
+        # A policy rank costs a start of everything, so it is drawn less often.
+        role = self.rng.choices(sorted(found), [1 if name == "policy" else 2 for name in sorted(found)])[0]
+        self.killed[role] += 1
+        os.kill(self.rng.choice(found[role]), signal.SIGKILL)
+
+    def slopes(self) -> dict[str, tuple[int, float, float]]:
+        """By role: processes that lived long enough, their largest MiB and their steepest slope in MiB a step."""
+        found: dict[str, tuple[int, float, float]] = {}
+        for (role, _), seen in sorted(self.memory.items()):
+            if len(seen) < LEAST_STEPS:
+                continue
+            steps, resident = np.array(seen[len(seen) // 2 :]).T
+            count, largest, steepest = found.get(role, (0, 0.0, -np.inf))
+            slope = float(np.polyfit(steps, resident, 1)[0])
+            found[role] = count + 1, max(largest, float(max(resident))), max(steepest, slope)
+        return found
+
+
+def role_of(command: str) -> str:
+    """Of a process, by its title; "" for those of no interest."""
+    titles = {"VLLM::EngineCore": "engine", "RolloutWorker": "rollout", "PolicyWorker": "policy"}
+    titles |= {"RewardWorker": "reward", "raylet/raylet": "raylet", "gcs_server": "gcs"}
+    return next((role for title, role in titles.items() if title in command), "")
+
+
+def in_use(name: str) -> bool:
+    """Whether a living process, such as another run's on this machine, has the file of /dev/shm mapped."""
+    for process in psutil.process_iter():
+        try:
+            if any(entry.path.endswith(f"/dev/shm/{name}") for entry in process.memory_maps()):
+                return True
+        except psutil.Error:
+            continue
+    return False
+
+
+def main() -> int:
+    """Run, print the table, return 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=8, help="steps between two kills, on average")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    before = set(os.listdir("/dev/shm"))
+    watch, begun = Watch(random.Random(arguments.seed)), time.monotonic()
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=512 * MIB)
+    with tempfile.TemporaryDirectory() as folder:
+        lines, last = soak(Path(folder), arguments.steps, arguments.every, watch)
+    left = {"named actors": ray.util.list_named_actors()}
+    ray.shutdown()
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)
+    left |= {"processes": [process.name() for process in alive]}
+    left |= {"files in /dev/shm": sorted(name for name in set(os.listdir("/dev/shm")) - before if not in_use(name))}
+    lost, wrong = unaccounted(lines, arguments.steps), problems(watch, left)
+    page = report(arguments, watch, last, left, lost, wrong, time.monotonic() - begun)
+    print(page)
+    if arguments.output:
+        arguments.output.write_text(page)
+    return 1 if lost + wrong else 0
+
+
+def soak(folder: Path, steps: int, every: int, watch: Watch) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The run; returns the lines of metrics.jsonl and the metrics of its last step."""
+    create_model(folder / "model", seed=0)
+    data.write(folder / "train.jsonl", 64, seed=1, held_out=False)
+    overrides = [*SETTINGS, f"run.steps={steps}", f"run.dir={folder}", f"model.path={folder / 'model'}"]
+    # A step that is repeated is not disturbed again: what follows it is another step's.
+    trouble: dict[int, Trouble] = dict.fromkeys(range(1, steps + 1), watch.look)
+    for step in range(every, steps, every):
+        trouble[step + watch.rng.randrange(-2, 3)] = lambda trainer: (watch.look(trainer), watch.kill(trainer))
+    run = run_with([*overrides, f"data.train={folder / 'train.jsonl'}"], trouble)
+    text = (run.config.run_folder / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()], run.last
+
+
+def unaccounted(lines: list[dict[str, Any]], steps: int) -> list[str]:
+    """Steps that metrics.jsonl does not have once and with all of their samples, a sentence each."""
+    wrong = []
+    if [line["step"] for line in lines] != list(range(steps + 1)):
+        wrong.append("metrics.jsonl does not have every step once.")
+    lines = [line for line in lines[1:] if line["rollout/samples"] != SAMPLES]
+    return wrong + [f"step {line['step']} has {line['rollout/samples']:.0f} samples." for line in lines]
+
+
+def problems(watch: Watch, left: dict[str, list[str]]) -> list[str]:
+    """What else is not as it should be."""
+    wrong = [f"{what} are left: {', '.join(found)}." for what, found in left.items() if found]
+    slopes = watch.slopes()
+    wrong += [f"{role} grows by {s:.2f} MiB a step." for role, (_, _, s) in slopes.items() if s > FLAT_MIB_A_STEP]
+    return wrong
+
+
+def report(
+    arguments: argparse.Namespace,
+    watch: Watch,
+    last: dict[str, float],
+    left: dict[str, list[str]],
+    lost: list[str],
+    wrong: list[str],
+    seconds: float,
+) -> str:
+    """The page, in Markdown."""
+    killed = ", ".join(f"{count} x {role}" for role, count in sorted(watch.killed.items()))
+    rows = [
+        f"| {role} | {count} | {largest:,.0f} | {slope:+.3f} |"
+        for role, (count, largest, slope) in sorted(watch.slopes().items())
+    ]
+    remains = ", ".join(f"{what}: {len(found)}" for what, found in left.items())
+    return "\n".join(
+        [
+            "# Soak",
+            "",
+            f"Made by `python -m tests.benchmarks.soak --steps {arguments.steps} --every {arguments.every}` "
+            f"(`make soak`), seed {arguments.seed}: {arguments.steps} steps of a tiny random model on CPU with two "
+            f"engines, in which something was killed every {arguments.every} steps or so. It took {seconds / 60:.0f} "
+            "minutes.",
+            "",
+            f"- Killed: {killed}. Engines started anew: {last['restarts/engines']:.0f}; goings-on from the last "
+            f"checkpoint: {last['restarts/recoveries']:.0f}. Reward workers are started anew by Ray.",
+            f"- Every step is in metrics.jsonl once, with all of its samples: {'no' if lost else 'yes'}.",
+            f"- Left behind when it had ended: {remains}. Most named actors at a time: {watch.most_actors}.",
+            "",
+            f"Resident memory of processes that lived for {LEAST_STEPS} steps or more, in the second half of their "
+            "lives; the slope is the steepest of the role's processes, by least squares.",
+            "",
+            "| process | processes | largest, MiB | slope, MiB a step |",
+            "| --- | ---: | ---: | ---: |",
+            *rows,
+            "",
+            *(["Not as it should be: " + " ".join(lost + wrong), ""] if lost + wrong else []),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

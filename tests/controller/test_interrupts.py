@@ -1,0 +1,42 @@
+"""Interrupts wait where a run could not go on from, and nowhere else."""
+
+import os
+import signal
+
+import pytest
+
+from controller.interrupts import SIGNALS, Interrupts
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_interrupt_stops_at_once_unless_held(number: signal.Signals) -> None:
+    with Interrupts(print), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+
+
+def test_a_held_interrupt_waits_for_the_release_and_is_said_once() -> None:
+    said: list[str] = []
+    with Interrupts(said.append) as interrupts:
+        interrupts.hold()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert len(said) == 1
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.release()
+        interrupts.hold()
+        interrupts.release()  # it came once
+
+
+def test_a_second_one_stops_at_once_and_says_that_the_step_is_torn() -> None:
+    with Interrupts(lambda text: None) as interrupts:
+        interrupts.hold()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.held
+
+
+def test_the_handlers_of_before_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Interrupts(print):
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before

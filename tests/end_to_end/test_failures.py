@@ -1,0 +1,79 @@
+"""What dies in a run costs time and nothing else: every sample comes once, and every step is the undisturbed run's."""
+
+import json
+
+import psutil
+import pytest
+
+from tests.end_to_end import trouble
+from tests.end_to_end.trouble import Trouble, TroubledRun, differences, run_with, without_validation
+
+TWO_ENGINES = ("rollout.replicas=2", "rollout.threads=1", "rollout.sampling.max_new_tokens=48", "policy.ranks=1")
+LEARNING = (
+    "policy.optimizer.learning_rate=1e-3",
+    "batch.mini_batches=2",
+    "tracking.tensorboard=false",
+)
+pytestmark = pytest.mark.soak
+
+
+def overrides(settings: list[str], name: str, *more: str) -> list[str]:
+    return [*without_validation(settings), *LEARNING, f"run.name={name}", *more]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_session, settings: list[str]) -> TroubledRun:
+    return run_with(overrides(settings, "undisturbed", *TWO_ENGINES), {})
+
+
+@pytest.mark.parametrize("what", [trouble.kill_engine, trouble.kill_actor, trouble.hang_engine, trouble.hang_actor])
+def test_an_actor_killed_or_hung_costs_no_sample_and_leaves_no_process(
+    undisturbed: TroubledRun, settings: list[str], what: Trouble
+) -> None:
+    pids: list[int] = []
+
+    def trouble_and_note(trainer) -> None:
+        pids.extend(trouble.engine_pids(trainer))
+        what(trainer)
+
+    more = (*TWO_ENGINES, "rollout.hang_timeout_s=5")
+    run = run_with(overrides(settings, what.__name__, *more), {2: trouble_and_note})
+    assert run.last["restarts/engines"] == 1, run.said
+    assert differences(run, undisturbed) == []
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    assert [process.cmdline() for process in alive] == []
+
+
+def test_with_a_single_engine_the_round_waits_for_the_one_in_its_place(
+    undisturbed: TroubledRun, settings: list[str]
+) -> None:
+    single = [*TWO_ENGINES, "rollout.replicas=1"]
+    run = run_with(overrides(settings, "single", *single), {2: trouble.kill_engine, 3: trouble.kill_actor})
+    assert run.last["restarts/engines"] == 2
+    assert differences(run, undisturbed) == []
+
+
+RANKS = ("policy.ranks=2", "algorithm.loss.kl_coefficient=0.1", "run.checkpoint_every=2", "run.steps=4")
+
+
+@pytest.mark.parametrize(
+    ("what", "before"),
+    [
+        (trouble.kill_policy, "step"),
+        (trouble.kill_policy, "send_weights"),
+        (trouble.kill_reference, "with_log_probs"),
+    ],
+)
+def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(
+    ray_session, settings: list[str], what: Trouble, before: str
+) -> None:
+    name = f"{what.__name__}-{before}"
+    usual = run_with(overrides(settings, f"usual-{name}", *RANKS), {})
+    run = run_with(overrides(settings, name, *RANKS), {4: what}, before=before)
+    assert run.last["restarts/recoveries"] == 1
+    assert any("was lost in" in text and "starting all roles anew" in text for text in run.said), run.said
+    assert any("going on from" in text and "step-2" in text for text in run.said), run.said
+    assert len(run.outcome.steps) == 2  # steps 3 and 4
+    assert differences(run, usual) == []
+    lines = (run.config.run_folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]

@@ -1,0 +1,216 @@
+"""The driver, the disk, the object store and a node: each fails under a run that is started as users start it."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment, settings_file, survivors
+from tests.end_to_end.trouble import without_validation
+from workers.model.checkpoint_folder import complete
+
+pytestmark = pytest.mark.soak
+SMALL = (
+    "policy.ranks=1",
+    "data.validation=",
+    "validation.prompts=0",
+    "policy.optimizer.learning_rate=1e-3",
+    "tracking.tensorboard=false",
+)
+PORTS = (
+    "--port=26479",
+    "--dashboard-port=28365",
+    "--ray-client-server-port=20101",
+    "--dashboard-agent-listen-port=25465",
+)
+
+
+class Run:
+    """A run in a process of its own; `lines` is what it has said so far."""
+
+    def __init__(self, settings: list[str], workspace: Path, name: str, *more: str, **environment: str) -> None:
+        self.folder = workspace / "runs" / name
+        self.environment = marked_environment() | environment
+        command = [
+            sys.executable,
+            "-m",
+            "controller.fit",
+            *settings_file(workspace),
+            *without_validation(settings),
+            *SMALL,
+        ]
+        self.command = [*command, f"run.name={name}", *more]
+        self.lines: list[str] = []
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self.command, cwd=ROOT, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def until(self, pattern: str) -> str:
+        """The first line from now on that the pattern is found in."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"{pattern!r} was never said: {self.lines}")
+
+    def end(self) -> int:
+        assert self.process.stdout is not None
+        self.lines += [line.rstrip() for line in self.process.stdout]
+        return self.process.wait(timeout=120)
+
+    def steps(self) -> list[int]:
+        return [json.loads(line)["step"] for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def checkpoints(self) -> list[str]:
+        return [path.name for path, _ in complete(self.folder / "checkpoints" / "policy")]
+
+    def pid_of(self, title: str) -> int:
+        return next(p.pid for p in survivors(self.environment[MARK]) if title in " ".join(p.cmdline()))
+
+
+@pytest.fixture
+def start(settings: list[str], workspace: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(name: str, *more: str, **environment: str) -> Run:
+        runs.append(Run(settings, workspace, name, *more, **environment))
+        runs[-1].start()
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        all_end(run.environment[MARK], 0)
+
+
+def test_a_driver_killed_while_it_saves_goes_on_from_the_checkpoint_before(start, settings, workspace) -> None:
+    run = start("killed-saving", "run.steps=5", "run.checkpoint_every=1", "run.resume=auto")
+    run.until(r"^step 3")
+    policy = run.pid_of("PolicyWorker")
+    os.kill(policy, signal.SIGSTOP)  # whatever step it saves now is never complete
+    os.kill(run.process.pid, signal.SIGKILL)
+    os.kill(policy, signal.SIGKILL)
+    run.end()
+    assert all_end(run.environment[MARK], 60) == []
+    stood = run.checkpoints()
+    assert stood and set(stood) <= {"step-1", "step-2", "step-3", "step-4"}
+    again = start("killed-saving", "run.steps=5", "run.checkpoint_every=1", "run.resume=auto")
+    again.until(f"going on from .*{stood[-1]}$")
+    assert again.end() == 0, again.lines
+    assert run.steps() == list(range(6))
+    assert run.checkpoints() == ["step-4", "step-5"]
+
+
+def test_a_full_disk_costs_checkpoints_and_no_step(start) -> None:
+    run = start("full-disk", "run.steps=6", "run.checkpoint_every=1", "run.keep_checkpoints=1", "run.save_every=0")
+    run.until(r"^step 2")
+    worker = run.pid_of("PolicyWorker")
+    usual = resource.prlimit(worker, resource.RLIMIT_FSIZE)
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (100_000, usual[1]))  # files of more bytes cannot be written
+    said = run.until("could not be saved")
+    assert said.count("\n") == 1 and "The run goes on" in said
+    assert len(run.checkpoints()) == 1
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, usual)
+    assert run.end() == 0, run.lines
+    assert run.steps() == list(range(7))
+    last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["checkpoint/failures"] >= 1
+    assert run.checkpoints() == ["step-6"]
+
+
+def test_steps_without_a_number_are_skipped_and_then_stop_the_run_by_name(start) -> None:
+    """A learning rate beyond all reason makes the second step's losses NaN."""
+    more = ("policy.optimizer.learning_rate=1e30", "policy.optimizer.max_skipped_steps=2", "run.steps=9")
+    run = start("nan", *more)
+    assert run.end() == 1
+    assert re.search(r"^error: policy dp=0: 2 optimiser steps in a row were skipped .* NaN or infinite", run.lines[-1])
+    assert all_end(run.environment[MARK], 30) == []
+
+
+class Cluster:
+    """A head and further nodes on this machine."""
+
+    def __init__(self, head_cpus: int, *options: str) -> None:
+        self.environment = marked_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+        self._ray(
+            "--head", f"--num-cpus={head_cpus}", "--disable-usage-stats", "--include-dashboard=false", *PORTS, *options
+        )
+
+    def add_node(self, cpus: int) -> psutil.Process:
+        """Returns its raylet."""
+        before = {process.pid for process in self.raylets()}
+        self._ray("--address=127.0.0.1:26479", f"--num-cpus={cpus}", "--disable-usage-stats")
+        return next(process for process in self.raylets() if process.pid not in before)
+
+    def raylets(self) -> list[psutil.Process]:
+        return [p for p in survivors(self.environment[MARK]) if p.name() == "raylet"]
+
+    def _ray(self, *options: str) -> None:
+        done = subprocess.run(
+            ["ray", "start", *options], env=self.environment, capture_output=True, text=True, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def begin(*options) -> Cluster:
+        clusters.append(Cluster(*options))
+        return clusters[-1]
+
+    yield begin
+    for started in clusters:
+        all_end(started.environment[MARK], 0)
+
+
+def in_cluster(cluster: Cluster) -> dict[str, str]:
+    return cluster.environment | {"RAY_ADDRESS": "127.0.0.1:26479"}
+
+
+def test_engines_of_a_lost_node_start_elsewhere(start, cluster) -> None:
+    """The head has room for the policy and the rewards alone; engines are on the other nodes."""
+    nodes = cluster(2)
+    first = nodes.add_node(1)
+    more = ("run.steps=6", "resources.cpus_per_worker=1", "rollout.threads=1", "run.checkpoint_every=1")
+    run = start("lost-node", *more, **in_cluster(nodes))
+    run.until(r"^step 2")
+    nodes.add_node(1)
+    for process in [*first.children(recursive=True), first]:
+        process.kill()
+    run.until("rollout replica 0 was lost.*starting a new one|starting all roles anew")
+    assert run.end() == 0, run.lines
+    assert run.steps() == list(range(7))
+
+
+def test_a_small_object_store_spills_and_loses_nothing(start, cluster) -> None:
+    """Weights of 12 MB a step in a store of 80 MB, most of which something else holds on to."""
+    nodes = cluster(4, f"--object-store-memory={80 * 10**6}")
+    hold = (
+        "import ray, time, numpy; ray.init(); held = [ray.put(numpy.zeros(9 * 10**6, numpy.uint8)) for _ in range(12)]"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{hold}; print('held', flush=True); time.sleep(600)"],
+        env=in_cluster(nodes),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    run = start("spill", "run.steps=4", **in_cluster(nodes))
+    assert run.end() == 0, run.lines
+    assert run.steps() == list(range(5))
+    spilled = list(Path("/tmp/ray").glob("session_*/**/ray_spilled_objects*/*"))
+    assert spilled
+    holder.kill()

@@ -1,0 +1,126 @@
+"""Whole runs in this process in which something is done to them at a chosen step."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import ray
+
+from controller.config import Config, load
+from controller.config_checks import check
+from controller.console import Console
+from controller.fit import read_inputs, training
+from controller.fleet import RestartBudget
+from controller.recovery import recovering
+from controller.trainer import Outcome, Trainer
+
+Trouble = Callable[[Trainer], None]
+SAME = ("reward/mean", "rollout/response_tokens_mean", "rollout/samples", "rollout/weight_version")
+CLOSE = ("policy/loss", "policy/grad_norm")
+
+
+@dataclass
+class TroubledRun:
+    """`outcome`: of the attempt that came to the end. said: what the run said. failures: checkpoints that failed."""
+
+    config: Config
+    outcome: Outcome
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def last(self) -> dict[str, float]:
+        """Metrics of the last step."""
+        return self.outcome.steps[-1]
+
+
+class Listening(Console):
+    """A console that remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        super().say(text)
+
+
+def without_validation(settings: list[str]) -> list[str]:
+    """The overrides but those that validate."""
+    return [override for override in settings if not override.startswith(("data.validation", "validation."))]
+
+
+def run_with(overrides: list[str], trouble: dict[int, Trouble], *, before: str = "step") -> TroubledRun:
+    """A whole run; before the method `before` of the trainer begins in step s, `trouble[s]` is made, once."""
+    config = load(None, overrides)
+    check(config)
+    inputs, console, left = read_inputs(config), Listening(), dict(trouble)
+
+    def attempt(config: Config, budget: RestartBudget) -> Outcome:
+        with training(config, inputs, console, budget) as trainer:
+            usual = getattr(trainer, before)
+
+            def troubled(*arguments: object) -> object:
+                left.pop(trainer.progress.step + 1, lambda _: None)(trainer)
+                return usual(*arguments)
+
+            setattr(trainer, before, troubled)
+            outcome = trainer.fit()
+            trainer.writer.summary(outcome.summary())
+            return outcome
+
+    return TroubledRun(config, recovering(attempt, config, console.say), console.said)
+
+
+def send(number: signal.Signals, pids: Iterable[int], after_s: float = 0.0) -> None:
+    """Send a signal to processes, in a while."""
+    threading.Timer(after_s, lambda: [os.kill(pid, number) for pid in pids]).start()
+
+
+def engine_pids(trainer: Trainer, replica: int = 0) -> list[int]:
+    """The actor of a replica, and the processes of its engine."""
+    return list(ray.get(trainer.roles.rollouts.actors[replica].pids.remote()))
+
+
+def kill_actor(trainer: Trainer) -> None:
+    """SIGKILL of rollout actor 0 while it generates."""
+    send(signal.SIGKILL, engine_pids(trainer)[:1], after_s=0.3)
+
+
+def kill_engine(trainer: Trainer) -> None:
+    """SIGKILL of the processes of engine 0 as it begins to generate."""
+    send(signal.SIGKILL, engine_pids(trainer)[1:])
+
+
+def hang_engine(trainer: Trainer) -> None:
+    """Engine 0 stops to answer while it generates."""
+    send(signal.SIGSTOP, engine_pids(trainer)[1:], after_s=0.3)
+
+
+def hang_actor(trainer: Trainer) -> None:
+    """Rollout actor 0 stops to answer."""
+    send(signal.SIGSTOP, engine_pids(trainer)[:1])
+
+
+def kill_policy(trainer: Trainer) -> None:
+    """SIGKILL of the last policy rank."""
+    send(signal.SIGKILL, [trainer.roles.policy.facts()[-1]["pid"]])
+
+
+def kill_reference(trainer: Trainer) -> None:
+    """SIGKILL of reference rank 0."""
+    assert trainer.roles.reference is not None
+    send(signal.SIGKILL, [trainer.roles.reference.facts()[0]["pid"]])
+
+
+def differences(run: TroubledRun, undisturbed: TroubledRun) -> list[str]:
+    """What a step of the run has other than the undisturbed run's: rewards exactly, losses up to rounding."""
+    found = []
+    steps = undisturbed.outcome.steps[-len(run.outcome.steps) :]
+    first = undisturbed.outcome.last_step - len(steps) + 1
+    for number, (step, usual) in enumerate(zip(run.outcome.steps, steps, strict=True), first):
+        found += [f"{number} {n}: {step[n]} != {usual[n]}" for n in SAME if step[n] != usual[n]]
+        found += [f"{number} {n}: {step[n]} != {usual[n]}" for n in CLOSE if abs(step[n] - usual[n]) > 1e-5]
+    return found
