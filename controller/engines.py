@@ -11,6 +11,7 @@ engine may serve is decided in `controller.fleet`.
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,8 +107,8 @@ class Engines:
     def look_at_clock(self, busy: Collection[int]) -> None:
         """Lose what is late; ask replicas of `busy`, which owe results and have been silent, whether they live."""
         now = time.monotonic()
-        for call in [call for call in self._calls.values() if call.deadline < now]:
-            self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")
+        for ref in [ref for ref, call in self._calls.items() if call.deadline < now]:
+            self._late(ref)
         for replica in self.fleet.serving:
             if replica in busy and now - self._last_sign[replica] > self._hang_timeout_s:
                 self.fleet.drain(replica)
@@ -184,6 +185,9 @@ class Engines:
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
         for actor in actors:
             ray.kill(actor)
+        for ref in self._calls:  # what nobody asked for, Ray would print as unhandled
+            with suppress(RayError):
+                ray.get(ref, timeout=POLL_SECONDS)
 
     def _started(self, replica: int) -> None:
         self.fleet.started(replica)
@@ -203,14 +207,23 @@ class Engines:
         self.fleet.updated(replica, version)
         self._load(replica)  # there may be newer ones by now
 
+    def _late(self, ref: ray.ObjectRef) -> None:
+        if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # in time, while nobody looked: between two rounds
+            self._arrived(ref)
+        elif call := self._calls.get(ref):  # none where its engine was lost just now
+            self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")
+
     def _healthy(self, replica: int) -> None:
-        self.fleet.resume(replica)
+        if self.fleet.state(replica) is State.DRAINING:  # new weights end that, too
+            self.fleet.resume(replica)
         self.progressed(replica)
 
     def _watch(self, replica: int, ref: ray.ObjectRef, doing: str, timeout_s: float, then: Callable[[], None]) -> None:
         self._calls[ref] = _Call(replica, doing, timeout_s, time.monotonic() + timeout_s, then)
 
     def _arrived(self, ref: ray.ObjectRef) -> None:
+        if ref not in self._calls:
+            return
         call = self._calls.pop(ref)
         try:
             ray.get(ref)

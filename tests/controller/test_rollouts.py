@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -208,6 +209,20 @@ def test_an_engine_that_is_slow_but_answers_is_kept(fleet) -> None:
     assert len(finished.results) == 1
     assert started.rollouts.budget.engines == 0
     assert started.facts(0)["asked"] >= 1
+
+
+def test_an_answer_that_came_while_nobody_looked_is_not_late_and_new_weights_end_draining(fleet) -> None:
+    """The health of replica 0 is asked at the end of a round, and its answer read after the next weights."""
+    started = fleet([{"a": "think"}, {"b": "think"}], hang_timeout_s=1)
+    engines = started.rollouts._engines
+    engines.progressed(0)
+    time.sleep(1.2)
+    engines.look_at_clock({0})
+    assert started.rollouts.serving == [1]
+    time.sleep(1.5)
+    started.rollouts.update_weights(ray.put(WEIGHTS), version=1)
+    engines.look_at_clock(())
+    assert started.rollouts.serving == [0, 1] and started.said == []
 
 
 def test_an_engine_lost_between_rounds_is_replaced_at_the_next_weights(fleet) -> None:
