@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed-$(shell cat requirements/*.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-.PHONY: setup fit test test-slow lint soak bench clean
+.PHONY: setup fit test test-slow lint soak bench docs clean
 
 setup: $(STAMP)
 
@@ -43,5 +43,9 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.dispatch
 	$(BIN)/python -m tests.benchmarks.balancing --output docs/balancing-benchmark.md
 
+docs: setup
+	$(BIN)/python -m controller.settings_page > docs/settings.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 clean:
-	rm -rf .venv runs examples/addition/cache
+	rm -rf .venv site runs examples/addition/cache

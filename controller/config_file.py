@@ -138,6 +138,8 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
     for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source):
         if key not in known:
             raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
+        if isinstance(value, str) and re.search(r"\$\{[^}]*:", value):
+            raise ConfigError(f"{source}{key}: of ${{...}} only other settings are read, not {_shown(value)}.")
         # What ${...} stands for is known only after merging, where OmegaConf checks its type.
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
         if not deferred and not _is_of_type(value, known[key].type):

@@ -3,7 +3,6 @@
 Config, Cluster --place--> sections "cluster", "memory" --> fits, or ConfigError after the page is printed
 """
 
-from collections.abc import Iterable
 from itertools import groupby
 
 from controller.cluster import (
@@ -16,6 +15,7 @@ from controller.cluster import (
 )
 from controller.config import Config
 from controller.memory import USABLE_SHARE, GpuMemory, Parts, check_host, check_memory, gpu_memory, host_memory
+from controller.model_files import read_model_files
 from controller.model_shape import model_shape
 
 
@@ -26,9 +26,12 @@ def print_cluster(config: Config, cluster: Cluster) -> None:
     if not cluster.gpus:
         return
     shape = model_shape(config.model_description())
-    memory = gpu_memory(config, shape, cluster.gpu_gib)
+    files = read_model_files(config.critic_model.path, "critic.path") if config.uses_critic else None
+    critic = model_shape(files.description) if files else None
+    memory = gpu_memory(config, shape, cluster.gpu_gib, critic)
     first = roles_on_node(config, placement, 0)
-    host = host_memory(config, shape, ranks=len(first.get("policy", [])), engines=len(first.get("rollout", [])))
+    ranks, engines = len(first.get("policy", [])), len(first.get("rollout", []))
+    host = host_memory(config, shape, ranks=ranks, engines=engines, critic=critic)
     heading = f"== memory, estimated for {shape.parameters:,} parameters; GiB =="
     print("\n".join(["", heading, *memory_lines(config, memory, host, cluster)]))
     check_memory(config, memory, cluster.gpu_gib)
@@ -77,8 +80,5 @@ def memory_lines(config: Config, memory: GpuMemory, host: Parts, cluster: Cluste
 
 
 def _sum(parts: Parts) -> str:
-    return f"{' + '.join(_terms(parts.items()))} = {sum(parts.values()):.1f}"
-
-
-def _terms(parts: Iterable[tuple[str, float]]) -> list[str]:
-    return [f"{name} {gib:.1f}" for name, gib in parts]
+    terms = " + ".join(f"{name} {gib:.1f}" for name, gib in parts.items())
+    return f"{terms} = {sum(parts.values()):.1f}"

@@ -181,7 +181,7 @@ def _ray_session(config: Config, console: "Console") -> Iterator[None]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
-        options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard}
+        options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
     console.say("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
     try:
         context = ray.init(address=address, **options)

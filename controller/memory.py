@@ -16,6 +16,7 @@ compute type (2 or 4), T the cap on a micro-batch's tokens on one rank, L one la
                                                  with gradient checkpointing n T 2 h + T a: inputs of all, one layer
     log-probs      3 x 4 V c                     logits, their softmax and gradient of a chunk of c tokens, float32
     reference      4 P / s                       where the loss has a KL term
+    critic         16 P / s                      of the critic's own P: weights, gradients, AdamW (PPO)
     engine         memory_fraction x GPU         vLLM's share: weights, KV cache, its own workspace
 
 While engines sleep their weights are in host memory. While they generate, the sharded states stay where they are. Not
@@ -57,9 +58,9 @@ class GpuMemory:
         return max(sum(self.training.values()), sum(self.generating.values()))
 
 
-def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float) -> GpuMemory:
-    """The estimate for a run on GPUs of `gpu_gib`."""
-    states = sharded_states(config, shape)
+def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, critic: ModelShape | None = None) -> GpuMemory:
+    """The estimate for a run on GPUs of `gpu_gib`. critic: the shape of the critic's model, in a run that has one."""
+    states = sharded_states(config, shape, critic)
     share = config.rollout.memory_fraction * gpu_gib
     engine_weights = 2 * shape.parameters / config.rollout.tensor_parallel / GIB
     apart = config.rollout_placement == "apart"
@@ -72,7 +73,9 @@ def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float) -> GpuMemory:
     )
 
 
-def host_memory(config: Config, shape: ModelShape, *, ranks: int, engines: int) -> Parts:
+def host_memory(
+    config: Config, shape: ModelShape, *, ranks: int, engines: int, critic: ModelShape | None = None
+) -> Parts:
     """GiB of the first node's host memory, which has `ranks` policy workers, rank 0 among them, and `engines`."""
     sharers = config.training_workers // config.policy.parallel.replicate
     here = ranks * shape.parameters / sharers / GIB
@@ -83,13 +86,15 @@ def host_memory(config: Config, shape: ModelShape, *, ranks: int, engines: int) 
         parts["policy"] = 4 * here + 12 * here * trained_parameters(config, shape) / shape.parameters
     if config.uses_reference and config.reference.cpu_offload:
         parts["reference"] = 4 * here
+    if critic and config.critic.cpu_offload:
+        parts["critic"] = 16 * ranks * critic.parameters / sharers / GIB
     if config.model.activation_offload:
         parts["activations"] = ranks * 2 * shape.hidden * shape.layers * config.policy.max_tokens / GIB
     return parts
 
 
-def sharded_states(config: Config, shape: ModelShape) -> Parts:
-    """What a rank keeps between micro-batches."""
+def sharded_states(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> Parts:
+    """What a rank keeps between micro-batches, of all roles that share its GPU."""
     sharers = config.training_workers // config.policy.parallel.replicate
     whole, trained = shape.parameters / sharers / GIB, trained_parameters(config, shape) / sharers / GIB
     parts = {}
@@ -97,6 +102,8 @@ def sharded_states(config: Config, shape: ModelShape) -> Parts:
         parts = {"weights": 4 * whole, "gradients": 4 * trained, "AdamW": 8 * trained}
     if config.uses_reference and not config.reference.cpu_offload:
         parts["reference"] = 4 * whole
+    if critic and not config.critic.cpu_offload:
+        parts["critic"] = 16 * critic.parameters / sharers / GIB
     return parts
 
 
@@ -126,8 +133,10 @@ def working_memory(config: Config, shape: ModelShape) -> Parts:
 
 
 def activations(config: Config, shape: ModelShape) -> float:
-    """Bytes that a micro-batch of policy.max_tokens keeps until its backward pass, in half precision."""
+    """Bytes that a full micro-batch, of the policy or the critic, keeps until its backward pass, in half precision."""
     tokens, tensor_parallel = config.policy.max_tokens, config.policy.parallel.tensor_parallel
+    if config.uses_critic:
+        tokens = max(tokens, config.critic_max_tokens)
     layer = tokens * shape.activation_bytes_per_token(tensor_parallel)
     if not config.model.gradient_checkpointing:
         return shape.layers * layer

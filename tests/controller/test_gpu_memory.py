@@ -140,6 +140,14 @@ def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
     halves = gpu_memory(shared, shape, 80.0).training
     assert halves["weights"] == plain["weights"]
     assert halves["gathered"] == plain["gathered"] / 2
+    actor_critic = eight_gpus()
+    actor_critic.algorithm.advantage, actor_critic.critic.max_tokens = "gae", 32_768
+    with_critic = gpu_memory(actor_critic, shape, 80.0, critic=shape).training
+    assert with_critic["critic"] == pytest.approx(16 * shape.parameters / 8 / GIB)
+    actor_critic.critic.cpu_offload = True
+    on_node = host_memory(actor_critic, shape, ranks=8, engines=8, critic=shape)
+    assert on_node["critic"] == pytest.approx(16 * shape.parameters / GIB)
+    assert with_critic["activations"] == pytest.approx(2 * plain["activations"])
     apart = eight_gpus()
     apart.rollout.placement = "apart"
     assert gpu_memory(apart, shape, 80.0).generating == {"engine": 40.0}

@@ -9,11 +9,13 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment, settings_file
+from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment, settings_file, survivors
 from workers.model.checkpoint_folder import complete
 
 
@@ -86,4 +88,43 @@ def test_the_same_command_runs_as_a_ray_job(cluster: dict[str, str], settings: l
     job = run_when_ready(submit, cluster)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "step 1/1" in job.stdout
-    assert json.loads((workspace / "runs" / "job" / "summary.json").read_text())["steps"] == 1
+    folder = workspace / "runs" / "job"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 1
+    token = cluster["RAY_AUTH_TOKEN"]
+    written = [path for path in folder.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert written == [], "a run wrote the cluster's token"
+    assert token not in job.stdout + job.stderr
+
+
+@pytest.mark.slow
+def test_a_ray_job_is_watched_and_stopped(cluster: dict[str, str], settings: list[str], workspace: Path) -> None:
+    fit = ["python", "-m", "controller.fit", *settings_file(workspace), *settings]
+    fit += ["run.name=watched", "run.steps=1000", "policy.ranks=1"]
+
+    def job(command: str, *arguments: str) -> str:
+        words = ["ray", "job", command, "--address=http://127.0.0.1:28265", *arguments]
+        done = run_when_ready(words, cluster)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    job("submit", "--no-wait", "--submission-id=watched", "--working-dir", ".", "--", *fit)
+    deadline = time.monotonic() + 240
+    while "step    1/1000" not in job("logs", "watched") and time.monotonic() < deadline:
+        time.sleep(2)
+    assert "step    1/1000" in job("logs", "watched")
+    assert "RUNNING" in job("status", "watched")
+    job("stop", "watched")
+    assert "STOPPED" in job("status", "watched")
+    deadline = time.monotonic() + 60
+    while (left := drivers(cluster[MARK])) and time.monotonic() < deadline:
+        time.sleep(1)
+    assert left == []
+
+
+def drivers(mark: str) -> list[str]:
+    """Living processes of the mark that are runs of ours, not Ray's."""
+    commands = []
+    for process in survivors(mark):
+        with suppress(psutil.Error):
+            commands.append(" ".join(process.cmdline()))
+    return [command for command in commands if "controller.fit" in command]

@@ -1,29 +1,30 @@
-"""The worked placements: each fits the cluster that its own comment names, and not a smaller one."""
+"""The worked placements fit the clusters that their own comments name, and no smaller ones; the launchers' files are
+valid, and what they start passes a dry run."""
 
 import re
-import shutil
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+import ray
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
 
 from controller.fit import main
-from tests.controller.qwen import write_hub
+from tests.documentation.blocks import ROOT, commands
+from tests.documentation.checks import CHECKS, dry_run, ray_understands
+from tests.documentation.workspace import write_documentation_workspace
 
-ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
 PLACEMENTS = ["one_gpu", "eight_gpus", "sixty_four_gpus"]
 
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The repository's examples, GSM8K's sample as its data, and models of the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    write_hub(tmp_path / "hub")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
-    for split in ("train", "test"):
-        shutil.copy(ROOT / "examples" / "gsm8k" / "sample.jsonl", tmp_path / "data" / "gsm8k" / f"{split}.jsonl")
+    write_documentation_workspace(tmp_path)
     return tmp_path
 
 
@@ -54,3 +55,70 @@ def test_a_placement_does_not_fit_with_a_gpu_less_or_a_quarter_of_its_memory(
     assert re.search("does not fit|without GPUs", capsys.readouterr().err)
     assert main([*arguments[:-1], arguments[-1].replace("gpu_gib=80", "gpu_gib=20")]) == 2
     assert re.search("training needs about|gives an engine", capsys.readouterr().err)
+
+
+def commands_in_comments(name: str) -> list[list[str]]:
+    """The commands that a file's first comment shows."""
+    lines = re.findall(r"^#     (.+)$", (LAUNCH / name).read_text(), re.M)
+    return commands("\n".join(lines))
+
+
+def test_the_ray_job_is_one_that_kuberay_takes(workspace: Path) -> None:
+    """The keys that the operator's reference demands, GPUs on the workers, and a command that passes a dry run."""
+    job = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert job["spec"]["shutdownAfterJobFinishes"] is True
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["rayVersion"] == ray.__version__
+    assert cluster["authOptions"] == {"mode": "token"}
+    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    for group, gpus in ((head, None), (workers, "8")):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+        assert container["resources"]["limits"].get("nvidia.com/gpu") == gpus
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
+    assert workers["minReplicas"] == workers["replicas"] == workers["maxReplicas"]
+    python, dash_m, module, *arguments = shlex.split(job["spec"]["entrypoint"])
+    assert (python, dash_m, module) == ("python", "-m", "controller.fit")
+    dry_run(arguments)
+
+
+def test_the_cluster_launchers_file_is_of_rays_schema(workspace: Path) -> None:
+    cluster = yaml.safe_load((LAUNCH / "ray_cluster.yaml").read_text())
+    validate_config(prepare_config(cluster))  # what `ray up` does with a file before it does anything else
+    assert cluster["min_workers"] == cluster["max_workers"] == len(cluster["provider"]["worker_ips"])
+    for role in ("head", "worker"):
+        start = cluster[f"{role}_start_ray_commands"][-1].replace("$RAY_HEAD_IP", "10.0.0.1")
+        (words,) = [words for words in commands(start) if "start" in words]
+        assert words[0] == "RAY_AUTH_MODE=token"
+        ray_understands(words[1:])
+    for words in commands_in_comments("ray_cluster.yaml"):
+        ray_understands(words)
+        if words[1] == "exec":
+            for inner in commands(words[-1]):
+                assert inner[0] == "cd" or CHECKS[inner[0]](inner) is None
+
+
+def test_the_slurm_script_parses_and_starts_what_exists(workspace: Path) -> None:
+    script = LAUNCH / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text().replace("\\\n", " ")
+    starts = re.findall(r'"\$bin/ray" (start .+?) &', text)
+    assert len(starts) == 2
+    for start in starts:
+        ray_understands(
+            [
+                "ray",
+                *shlex.split(
+                    re.sub(r'"?\$\w+(:\$port)?"?', "10.0.0.1:6379", start).replace(
+                        "--port=10.0.0.1:6379", "--port=6379"
+                    )
+                ),
+            ]
+        )
+    (given,) = re.findall(r'-m controller.fit "\$@" (.+?) &', text)
+    (sbatch,) = commands_in_comments("slurm.sh")
+    arguments = sbatch[sbatch.index("examples/launch/slurm.sh") + 1 :]
+    dry_run([*arguments, *shlex.split(given.replace("$head:$port", "10.0.0.1:6379"))])
+    assert "RAY_AUTH_MODE=token" in text

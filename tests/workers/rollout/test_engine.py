@@ -74,6 +74,7 @@ def test_type_and_weight_transfer_follow_the_placement(placement: str, dtype: st
     assert arguments.enforce_eager == (placement == "shared_memory")
     assert arguments.logprobs_mode == "processed_logprobs"
     assert arguments.max_model_len == 99
+    assert arguments.trust_remote_code is False
     if placement != "shared_memory":
         assert arguments.gpu_memory_utilization == 0.3
 

@@ -1,0 +1,87 @@
+"""What is checked of a command, by its first word: dry-run where it is ours, its options where it is another's."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from balancing.__main__ import main as balance
+from controller import fit
+from tests.documentation.blocks import ROOT
+
+
+def dry_run(arguments: list[str]) -> None:
+    """`python -m controller.fit`: everything up to the start, with absolute shared folders inside the workspace."""
+    if {"--settings", "--help"} & set(arguments):
+        with pytest.raises(SystemExit, match="0"):
+            fit.main(arguments)
+        return
+    local = [re.sub("(^|=)/shared", r"\1shared", argument) for argument in arguments]
+    assert fit.main([*local, *([] if "--dry-run" in local else ["--dry-run"])]) == 0
+
+
+def module_is_there(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None, f"there is no module {module}"
+
+
+def ray_understands(words: list[str]) -> None:
+    """Ray's own command line takes these options; nothing is started."""
+    from ray.scripts.scripts import cli
+
+    command, rest = cli, words[1:]
+    while hasattr(command, "commands"):
+        name, *rest = rest
+        assert name in command.commands, f"ray has no command {name}"
+        command = command.commands[name]
+    command.make_context(command.name, rest, resilient_parsing=False).close()
+
+
+def pip_finds(words: list[str]) -> None:
+    """Extras and requirement files that `pip install` names are those of this project."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in re.findall(r"\.\[(\w+)\]", " ".join(words)):
+        assert extra in extras
+
+
+def make_has(words: list[str]) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert [word for word in words[1:] if "=" not in word and word not in targets] == []
+
+
+def run_python(words: list[str]) -> None:
+    assert words[1] == "-m", f"{words}: only modules are started in the documentation"
+    module, arguments = words[2], words[3:]
+    if module == "controller.fit":
+        dry_run(arguments)
+    elif module == "balancing":
+        assert balance(arguments) in (None, 0)
+    else:
+        module_is_there(module)
+
+
+def is_installed(words: list[str]) -> None:
+    assert shutil.which(words[0], path=str(Path(sys.executable).parent)), f"{words[0]} is not installed"
+
+
+def runs(words: list[str]) -> None:
+    subprocess.run(words, check=True)
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "python": run_python,
+    ".venv/bin/python": run_python,
+    "ray": ray_understands,
+    "pip": pip_finds,
+    "make": make_has,
+    "cp": runs,
+    "tensorboard": is_installed,
+    "hf": is_installed,
+    "export": lambda words: None,
+    "source": lambda words: None,
+}

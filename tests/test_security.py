@@ -1,0 +1,136 @@
+"""What docs/security.md promises: nothing that is read is executed, and no secret is written."""
+
+import ast
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from controller.config import load
+from tests.controller.config_workspace import write_workspace
+from tests.workers.model.tiny import save_tiny_model
+from workers.config import ModelConfig
+from workers.errors import ConfigError
+from workers.model.model import load_model, load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(path for package in ("balancing", "workers", "controller") for path in ROOT.glob(f"{package}/**/*.py"))
+
+EXECUTING = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "pickle.load",
+    "pickle.loads",
+    "cloudpickle.load",
+    "cloudpickle.loads",
+    "torch.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "joblib.load",
+    "marshal.loads",
+}
+ALLOWED = {("workers/reward_process.py", "cloudpickle.loads")}
+"""What the driver has pickled a moment before, in the process that exists to run it."""
+
+
+def calls(path: Path) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+
+
+def test_no_code_of_ours_executes_what_it_reads() -> None:
+    found = {(str(path.relative_to(ROOT)), ast.unparse(call.func)) for path in SOURCES for call in calls(path)}
+    assert {(path, name) for path, name in found if name in EXECUTING} == ALLOWED
+
+
+def test_no_call_switches_a_protection_off() -> None:
+    keywords = [
+        (str(path.relative_to(ROOT)), keyword.arg, ast.unparse(keyword.value))
+        for path in SOURCES
+        for call in calls(path)
+        for keyword in call.keywords
+    ]
+    assert ("workers/model/model.py", "trust_remote_code", "False") in keywords
+    for path, name, value in keywords:
+        assert name not in ("trust_remote_code", "shell", "allow_pickle", "weights_only") or value == "False", path
+        assert value.strip("'") not in ("0.0.0.0", "::"), f"{path}: {name} listens on every interface"
+
+
+class Bomb:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.write_text, (self.trace, "executed")
+
+
+def test_a_pickle_among_the_weights_is_refused_unread(tmp_path: Path) -> None:
+    folder, trace = tmp_path / "model", tmp_path / "trace"
+    save_tiny_model(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Bomb(trace)}, folder / "pytorch_model.bin")
+    with pytest.raises((ConfigError, pickle.UnpicklingError)):
+        load_model(ModelConfig(path=str(folder)), torch.float32)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "unheard_of"])
+def test_code_in_a_models_folder_is_not_run(tmp_path: Path, model_type: str) -> None:
+    """Neither where it would replace a known family's, nor where the family is known from there alone."""
+    folder, trace = tmp_path / "model", tmp_path / "trace"
+    save_tiny_model(folder)
+    (folder / "bomb.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass Config: ...\nclass Model: ...\n")
+    described = json.loads((folder / "config.json").read_text())
+    described |= {
+        "model_type": model_type,
+        "auto_map": {"AutoConfig": "bomb.Config", "AutoModelForCausalLM": "bomb.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer |= {"auto_map": {"AutoTokenizer": ["bomb.Model", "bomb.Model"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    for read in (lambda: load_model(ModelConfig(path=str(folder)), torch.float32), lambda: load_tokenizer(str(folder))):
+        try:
+            read()
+        except ConfigError:
+            assert model_type == "unheard_of"
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run: {name: '${oc.env:SECRET}'}",
+        "run: {name: 'x-${oc.env:SECRET,none}'}",
+        "data: {train: '${oc.create:x}'}",
+        "run: {name: '${run.${oc.env:SECRET}}'}",
+    ],
+)
+def test_a_configuration_reads_nothing_but_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model: {{path: model}}\n{line}\n")
+    with pytest.raises(ConfigError, match="only other settings are read") as caught:
+        load(path)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_yaml_makes_no_objects(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"run: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'trace'}]\n")
+    with pytest.raises(ConfigError):
+        load(path)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_settings_may_follow_one_another(tmp_path: Path) -> None:
+    config = load(write_workspace(tmp_path), ["validation.sampling.max_new_tokens=${rollout.sampling.max_new_tokens}"])
+    assert config.validation.sampling.max_new_tokens == 64
