@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +14,7 @@ import ray
 
 from controller.fleet import RestartBudget
 from controller.rollouts import RolloutRound, Rollouts
+from tests.end_to_end.processes import living
 from workers.config import RolloutConfig, SamplingConfig
 from workers.errors import LostError, RolloutError
 from workers.remote_batch import TokenBlock
@@ -23,8 +25,9 @@ from workers.rollout.requests import ERROR, SampleRequest, SampleResult
 class ScriptedEngine:
     """Answers every request with its seed as the only token, one by one, except as told.
 
-    script: uid -> what happens: "fail" (always), "fail once", "die" (the process), "raise" (the stream), "hang" (for
-    good, and health with it), "think" (for 3 s, in health). One that was started in another's place has no script.
+    script: uid -> what happens: "fail" (always), "fail once", "die" (the process), "freeze" (the process), "raise" (the
+    stream), "hang" (for good, and health with it), "think" (for 3 s, in health). One that was started in another's
+    place has no script.
     """
 
     def __init__(self, index: int, script: dict[str, str]) -> None:
@@ -62,6 +65,8 @@ class ScriptedEngine:
         action = self.script.get(request.uid)
         if action == "die":
             os._exit(1)
+        if action == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if action == "raise":
             raise RuntimeError("engine dead")
         tokens = len(request.prompt_ids)
@@ -87,7 +92,13 @@ class ScriptedEngine:
         self.loaded.append((int(payload.sum()), version))
 
     async def facts(self) -> dict[str, Any]:
-        return {"tries": self.tries, "most_running": self.most_running, "loaded": self.loaded, "asked": self.asked}
+        return {
+            "tries": self.tries,
+            "most_running": self.most_running,
+            "loaded": self.loaded,
+            "asked": self.asked,
+            "pid": os.getpid(),
+        }
 
     async def stop(self) -> None:
         pass
@@ -173,10 +184,11 @@ def test_a_sample_that_fails_once_is_found_on_the_second_try(fleet) -> None:
 WEIGHTS = np.full(3, 2, dtype=np.uint8)  # their sum is 6
 
 
-@pytest.mark.parametrize("end", ["die", "raise", "hang"])
+@pytest.mark.parametrize("end", ["die", "raise", "hang", "freeze"])
 def test_the_requests_of_a_lost_engine_go_to_the_others_and_a_new_one_takes_its_place(fleet, end: str) -> None:
     started = fleet([{"p7": end}, {}], max_concurrent=16, max_retries=0, hang_timeout_s=1)
     started.rollouts.update_weights(ray.put(WEIGHTS), version=5)
+    doomed = started.facts(0)["pid"]
     requests = requests_for([f"p{i}" for i in range(12)], samples=1)
     fatal_first = requests[7:8] + requests[:7] + requests[8:]  # the first request goes to replica 0
     seen: Counter[Any] = Counter()
@@ -188,6 +200,7 @@ def test_the_requests_of_a_lost_engine_go_to_the_others_and_a_new_one_takes_its_
     assert finished.dropped == [] and finished.retried == 0
     assert started.rollouts.budget.engines == 1
     assert len(started.said) == 1 and "rollout replica 0 was lost" in started.said[0]
+    assert living([doomed]) == []
     while 0 not in started.rollouts.serving:
         started.rollouts.generate(requests_for(["again"]), SamplingConfig())
     again = started.rollouts.generate(requests, SamplingConfig())

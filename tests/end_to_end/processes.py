@@ -4,6 +4,7 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,21 @@ def survivors(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def living(pids: Iterable[int], seconds: float = 20.0) -> list[int]:
+    """Which of the processes still run after at most `seconds`; one that nobody has waited for does not."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def all_end(mark: str, seconds: float) -> list[str]:

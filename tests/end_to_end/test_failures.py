@@ -2,10 +2,10 @@
 
 import json
 
-import psutil
 import pytest
 
 from tests.end_to_end import trouble
+from tests.end_to_end.processes import living
 from tests.end_to_end.trouble import Trouble, TroubledRun, differences, run_with, without_validation
 
 TWO_ENGINES = ("rollout.replicas=2", "rollout.threads=1", "rollout.sampling.max_new_tokens=48", "policy.ranks=1")
@@ -40,8 +40,7 @@ def test_an_actor_killed_or_hung_costs_no_sample_and_leaves_no_process(
     run = run_with(overrides(settings, what.__name__, *more), {2: trouble_and_note})
     assert run.last["restarts/engines"] == 1, run.said
     assert differences(run, undisturbed) == []
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
-    assert [process.cmdline() for process in alive] == []
+    assert living(pids) == []
 
 
 def test_with_a_single_engine_the_round_waits_for_the_one_in_its_place(

@@ -21,8 +21,6 @@ from workers.model.checkpoint_folder import complete
 pytestmark = pytest.mark.soak
 SMALL = (
     "policy.ranks=1",
-    "data.validation=",
-    "validation.prompts=0",
     "policy.optimizer.learning_rate=1e-3",
     "tracking.tensorboard=false",
 )

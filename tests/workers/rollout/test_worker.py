@@ -5,6 +5,7 @@ import psutil
 import pytest
 import ray
 
+from tests.end_to_end.processes import living
 from tests.workers.rollout import tiny
 from tests.workers.rollout.conftest import Engines, largest_difference, requests_for, rows_of, start_engines
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
@@ -155,7 +156,7 @@ def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: No
     while 0 not in engines.rollouts.serving:
         engines.sample(requests_for(1, samples=1))
     assert engines.call("weight_version", replica=0) == version
-    assert not [pid for pid in doomed if psutil.pid_exists(pid)]
+    assert living(doomed) == []
     engines.call("stop", replica=1)
     assert not [pid for pid in pids[1][1:] if psutil.pid_exists(pid)]
     with pytest.raises(RolloutError, match="replica 1 has no engine"):
