@@ -185,7 +185,9 @@ def _ray_session(config: Config, console: "Console") -> Iterator[None]:
     console.say("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
     try:
         context = ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
+        if address == "local":
+            raise ResourceError(f"a local Ray did not start: {error}; is the machine overloaded?") from error
         raise ResourceError(
             f"Ray at {address} could not be reached: {error}; check resources.ray_address or RAY_ADDRESS, and that "
             "both sides use the same token (RAY_AUTH_MODE)."
