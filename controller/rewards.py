@@ -10,6 +10,7 @@ import ray
 
 from controller.config import RewardConfig
 from controller.data import Prompt
+from controller.engines import cause_of
 from controller.functions import pack
 from workers.errors import LostError, ResourceError, WorkerError
 from workers.reward import RewardWorker, ScoreRequest
@@ -76,7 +77,7 @@ class RewardPool:
             try:
                 block_scores = ray.get(ref)
             except ray.exceptions.RayError as error:
-                raise LostError(f"a reward worker was lost: {error}") from error
+                raise LostError(f"a reward worker was lost: {cause_of(error)}") from error
             scores |= {(r.uid, r.sample): score for r, score in zip(results, block_scores, strict=True)}
         if self._on_failure == "stop":
             _refuse_failures(scores)
