@@ -75,7 +75,9 @@ class Run:
         return [path.name for path, _ in complete(self.folder / "checkpoints" / "policy")]
 
     def pid_of(self, title: str) -> int:
-        return next(p.pid for p in survivors(self.environment[MARK]) if title in " ".join(p.cmdline()))
+        """A worker of the run's own Ray; its environment, and the mark in it, is hidden by its title."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child.pid for child in children if title in " ".join(child.cmdline()))
 
 
 @pytest.fixture
