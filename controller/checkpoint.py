@@ -27,7 +27,8 @@ class Progress:
     """What the driver must know to go on after a step; everything else follows from the configuration and the seed.
 
     step: the last one that is complete. position: the next prompt's place in the stream. weight_version: of the
-    policy's weights. best: highest value of validation.keep_best so far. before, latest: validations.
+    policy's weights. best: highest value of validation.keep_best so far. before, latest: validations. kl_coefficient:
+    weight of the KL in the reward, where it is adapted.
     """
 
     step: int = 0
@@ -36,6 +37,7 @@ class Progress:
     best: float | None = None
     before: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
+    kl_coefficient: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As the manifest of a checkpoint carries it."""

@@ -23,6 +23,7 @@ from controller.model_files import read_model_files
 from workers.config import (
     CriticConfig,
     GaeConfig,
+    KlInRewardConfig,
     LoraConfig,
     LossConfig,
     ModelConfig,
@@ -173,6 +174,7 @@ class AlgorithmConfig:
         10, "Rounds of generation of a step with `replace`; after the last it trains on what has signal.", minimum=2
     )
     gae: GaeConfig = field(default_factory=GaeConfig)
+    kl_in_reward: KlInRewardConfig = field(default_factory=KlInRewardConfig)
     loss: LossConfig = field(default_factory=LossConfig)
 
 
@@ -305,7 +307,8 @@ class Config:
     @property
     def old_log_probs(self) -> str:
         """Whose log-probs the policy loss takes its ratios to: the `sampler`'s, those of a `forward_pass` before the
-        first update, or, equal to these where there is one update, those of the `update` itself.
+        first update, or, equal to these where there is one update, those of the `update` itself. A KL in the reward is
+        that of the same policy.
 
         Samples a version old need a ratio to the policy that sampled them; where algorithm.loss.rollout_correction
         gives it, the other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
@@ -313,7 +316,8 @@ class Config:
         loss = self.algorithm.loss
         if self.rollout.overlap and loss.name != "reinforce" and not loss.rollout_correction.is_on:
             return "sampler"
-        return "forward_pass" if self.batch.mini_batches > 1 else "update"
+        needed_before = self.batch.mini_batches > 1 or self.algorithm.kl_in_reward.coefficient > 0
+        return "forward_pass" if needed_before else "update"
 
     @property
     def forward_max_tokens(self) -> int:
@@ -359,8 +363,8 @@ class Config:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the loss has a KL term, which needs the reference's log-probs."""
-        return self.algorithm.loss.kl_coefficient > 0
+        """Whether there is a KL, in the loss or in the reward, which needs the reference's log-probs."""
+        return self.algorithm.loss.kl_coefficient > 0 or self.algorithm.kl_in_reward.coefficient > 0
 
     @property
     def reference_model(self) -> ModelConfig:

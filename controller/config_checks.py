@@ -110,6 +110,27 @@ def _check_advantage(config: Config) -> None:
             f"algorithm.groups_without_signal={algorithm.groups_without_signal} with algorithm.advantage="
             f"{algorithm.advantage} leaves out sequences that have an advantage; remove it."
         )
+    if algorithm.kl_in_reward.coefficient:
+        _check_kl_in_reward(config)
+
+
+def _check_kl_in_reward(config: Config) -> None:
+    algorithm, horizon = config.algorithm, config.algorithm.kl_in_reward.horizon
+    if algorithm.groups_without_signal != "keep":
+        raise ConfigError(
+            f"algorithm.groups_without_signal={algorithm.groups_without_signal} with algorithm.kl_in_reward leaves out "
+            "sequences that the penalty gives an advantage; remove it, or put the KL into the loss."
+        )
+    if algorithm.advantage == "maxrl":
+        raise ConfigError(
+            "algorithm.advantage=maxrl takes rewards as rates of success, and algorithm.kl_in_reward makes them "
+            "negative; put the KL into the loss (algorithm.loss.kl_coefficient)."
+        )
+    if algorithm.kl_in_reward.target and horizon < config.sequences_per_step:
+        raise ConfigError(
+            f"algorithm.kl_in_reward.horizon={horizon} is below the {config.sequences_per_step} sequences of a step, "
+            "so that the weight would jump; raise it, such as to 20 steps."
+        )
 
 
 def _check_loss(config: Config) -> None:

@@ -18,14 +18,18 @@ NO_EFFECT_WITHOUT = (
     (
         "batch.mini_batches above 1 or rollout.overlap (the only update of a step starts where the samples came from: "
         "all ratios are 1)",
-        lambda c: c.old_log_probs != "update",
+        lambda c: c.batch.mini_batches > 1 or c.old_log_probs == "sampler",
         (
             "algorithm.loss.clip_low",
             "algorithm.loss.clip_high",
             "algorithm.loss.dual_clip",
             "algorithm.loss.sapo_tau_",
-            "critic.loss.clip",
         ),
+    ),
+    (
+        "batch.mini_batches above 1 (the only update of a step starts at the old values)",
+        lambda c: c.batch.mini_batches > 1,
+        ("critic.loss.clip",),
     ),
     (
         "batch.mini_batches above 1 (and no ratios to the sampler's log-probs)",
@@ -97,8 +101,23 @@ NO_EFFECT_WITHOUT = (
     ),
     (
         "algorithm.loss.kl_coefficient above 0",
+        lambda c: c.algorithm.loss.kl_coefficient > 0,
+        ("algorithm.loss.kl_estimator",),
+    ),
+    (
+        "algorithm.loss.kl_coefficient above 0 or algorithm.kl_in_reward.coefficient above 0",
         lambda c: c.uses_reference,
-        ("reference.", "algorithm.loss.kl_estimator"),
+        ("reference.",),
+    ),
+    (
+        "algorithm.kl_in_reward.coefficient above 0",
+        lambda c: c.algorithm.kl_in_reward.coefficient > 0,
+        ("algorithm.kl_in_reward.",),
+    ),
+    (
+        "algorithm.kl_in_reward.target above 0",
+        lambda c: c.algorithm.kl_in_reward.target > 0,
+        ("algorithm.kl_in_reward.horizon",),
     ),
     (
         "algorithm.advantage=gae",

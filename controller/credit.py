@@ -1,7 +1,7 @@
 """Credit: from rewards to what the policy learns from, an advantage for each sequence or for each token.
 
-rewards, uids --estimator, on the driver--> advantages [B]
-rewards --critic: values, GAE, where the tokens are--> advantages, returns, old_values, token by token
+rewards - weight * KL to the reference, uids --estimator, on the driver--> advantages [B]
+rewards, KL to the reference --critic: values, GAE, where the tokens are--> advantages, returns, old_values
 """
 
 from collections.abc import Callable
@@ -11,8 +11,11 @@ import numpy as np
 
 from balancing import Plan
 from controller import advantages
+from controller.checkpoint import Progress
 from controller.config import AlgorithmConfig, Config
+from controller.kl_control import adapted
 from workers.metrics import Metrics, results
+from workers.model.credit import KlPenalty
 from workers.model.losses import explained_variance
 from workers.remote_batch import RemoteBatch
 
@@ -26,24 +29,40 @@ MakePlan = Callable[[RemoteBatch, list[np.ndarray], int], Plan]
 class Credit:
     """Assigns credit as `algorithm.advantage` says."""
 
-    def __init__(self, config: Config, roles: "Roles", make_plan: MakePlan) -> None:
-        self._config, self._roles, self._plan = config, roles, make_plan
+    def __init__(self, config: Config, roles: "Roles", make_plan: MakePlan, progress: Progress) -> None:
+        """`progress` carries the weight of the KL in the reward from step to step."""
+        self._config, self._roles, self._plan, self._progress = config, roles, make_plan, progress
 
     def assign(self, batch: RemoteBatch) -> tuple[RemoteBatch, dict[str, float]]:
         """The batch with `advantages`, and for a critic's update `returns` and `old_values`; and what there is to log.
 
-        batch: light columns `reward`, `uid`, `response_tokens`; tokens `input_ids`, `loss_mask`.
+        batch: light columns `reward`, `uid`, `response_tokens`; tokens `input_ids`, `loss_mask`, and with a KL in the
+        reward `old_log_probs`, `reference_log_probs`.
         """
+        weight, kl, metrics = self._kl_in_reward(batch)
         if self._roles.critic is None:
-            return batch.with_columns(advantages=sequence_advantages(self._config.algorithm, batch)), {}
+            rewards = batch["reward"] - weight * kl
+            return batch.with_columns(advantages=sequence_advantages(self._config.algorithm, batch, rewards)), metrics
         plan = self._plan(batch, [np.arange(len(batch))], self._config.critic_forward_max_tokens)
-        valued = self._roles.critic.advantages(batch, plan, self._config.algorithm.gae)
-        return batch.with_tokens(**valued.tokens), value_metrics(valued.metrics)
+        penalty = KlPenalty(weight, self._config.algorithm.kl_in_reward.estimator) if weight else None
+        valued = self._roles.critic.advantages(batch, plan, self._config.algorithm.gae, penalty)
+        return batch.with_tokens(**valued.tokens), metrics | value_metrics(valued.metrics)
+
+    def _kl_in_reward(self, batch: RemoteBatch) -> tuple[float, np.ndarray, dict[str, float]]:
+        """(weight, KL of each sequence [B], metrics); the next step's weight goes into the progress."""
+        settings = self._config.algorithm.kl_in_reward
+        if not settings.coefficient or self._roles.reference is None:
+            return 0.0, np.zeros(len(batch)), {}
+        weight = settings.coefficient if self._progress.kl_coefficient is None else self._progress.kl_coefficient
+        plan = self._plan(batch, [np.arange(len(batch))], self._config.reference_max_tokens)
+        kl = self._roles.reference.kl(batch, plan, settings.estimator)
+        self._progress.kl_coefficient = adapted(weight, float(kl.mean()), len(batch), settings)
+        return weight, kl, {"reward/kl": float(kl.mean()), "reward/kl_coefficient": weight}
 
 
-def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch) -> np.ndarray:
-    """One advantage a sequence by the estimator that `algorithm.advantage` names, float32 [B]."""
-    columns = {"reward": batch["reward"], "uid": batch["uid"], "tokens": batch["response_tokens"]}
+def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+    """One advantage a sequence by the estimator that `algorithm.advantage` names, float32 [B]. rewards: float64 [B]."""
+    columns = {"reward": rewards, "uid": batch["uid"], "tokens": batch["response_tokens"]}
     estimated = advantages.estimate(
         algorithm.advantage, columns, normalize_by_std=algorithm.normalize_by_std, k=algorithm.pass_k
     )

@@ -88,7 +88,7 @@ class Trainer:
         self.cost_model, self.writer, self.console = cost_model, writer, console
         self.progress = progress or Progress()
         self.lookahead = Lookahead(self.collect)
-        self.credit = Credit(config, roles, self.plan)
+        self.credit = Credit(config, roles, self.plan, self.progress)
         self.interrupts = Interrupts(console.say)
         self.checkpoints = CheckpointWriter(roles, writer.folder, config.run.keep_checkpoints, console.say)
 
@@ -267,7 +267,7 @@ class Trainer:
         )
 
     def with_log_probs(self, batch: RemoteBatch) -> tuple[RemoteBatch, Metrics]:
-        """Old log-probs, where the first update would make them stale, and the reference's, where the loss has a KL.
+        """Old log-probs, where they are needed before the first update, and the reference's, where there is a KL.
 
         With one mini-batch the only update starts from the very policy that sampled: the old log-probs are those of
         the update's own forward pass, and a separate one would compute the same numbers again. Samples that are a

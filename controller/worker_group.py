@@ -24,6 +24,7 @@ from workers.dispatch import (
     DispatchMode,
     Join,
     RankCoordinates,
+    join_rows,
     join_tokens,
     split_arguments,
 )
@@ -115,16 +116,18 @@ class GroupMethod:
             for actor, (positional, named) in zip(group.actors, arguments, strict=True)
         ]
         if not mode.join.keeps_first:
-            return GroupFuture(label, group.names, calls, lambda: self._join(calls))
+            return GroupFuture(label, group.names, calls, lambda: self._join(args, calls))
         # The first return stays where it was made; the second, light one tells when it is there.
         kept, metrics = [call[0] for call in calls], [call[1] for call in calls]
         return GroupFuture(label, group.names, metrics, lambda: self._join_kept(args, kept, metrics))
 
-    def _join(self, refs: list[ray.ObjectRef]) -> Any:
+    def _join(self, args: tuple[Any, ...], refs: list[ray.ObjectRef]) -> Any:
         if self._mode.join is Join.RANK_ZERO:
             return ray.get(refs[0])
         if self._mode.join is Join.METRICS:
             return merge(ray.get([refs[i] for i in self._group.leaders]))
+        if self._mode.join is Join.ROWS:
+            return join_rows(args[1], len(args[0]), ray.get([refs[i] for i in self._group.leaders]))
         return ray.get(refs)
 
     def _join_kept(self, args: tuple[Any, ...], kept: list[ray.ObjectRef], metrics: list[ray.ObjectRef]) -> Any:

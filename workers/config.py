@@ -149,7 +149,7 @@ class PolicyConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that the KL term compares with; started only if algorithm.loss.kl_coefficient > 0."""
+    """The frozen policy that a KL compares with, in the loss or in the reward; started only if there is one."""
 
     path: str = setting("", "Model of the reference; empty takes model.path.")
     forward_max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
@@ -277,6 +277,23 @@ class GaeConfig:
         maximum=1,
     )
     whiten: bool = setting(True, "Shift and scale the advantages of a step's tokens to mean 0 and deviation 1.")
+
+
+@dataclass
+class KlInRewardConfig:
+    """A penalty on the KL to the reference, taken from the rewards: of each token with algorithm.advantage=gae, of the
+    sequence otherwise. Formulas stand in `workers.model.credit` and `controller.kl_control`."""
+
+    coefficient: float = setting(
+        0.0, "Weight of the penalty; with a target, that of the first step. 0 is no penalty.", minimum=0
+    )
+    estimator: str = setting("k1", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
+    target: float = setting(
+        0.0, "KL of a response, in nats, to which the weight is adapted step by step; 0 keeps the weight.", minimum=0
+    )
+    horizon: int = setting(
+        10000, "Sequences after which a KL far from its target has changed the weight by about a fifth.", minimum=1
+    )
 
 
 @dataclass

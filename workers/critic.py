@@ -11,7 +11,7 @@ from workers.config import GaeConfig, ValueLossConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
-from workers.model.credit import gae, loss_token_counts, token_rewards, whiten
+from workers.model.credit import KlPenalty, gae, loss_token_counts, token_rewards, whiten
 from workers.model.losses import make_value_loss, to_metrics, value_statistics
 from workers.model_worker import micro_batches_of, sequences_from, token_block
 from workers.remote_batch import TokenBlock
@@ -24,16 +24,19 @@ class CriticWorker(TrainedWorker):
     head = "value"
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("old_values", "advantages", "returns"))
-    def advantages(self, batch: DataProto, plan: RankPlan, settings: GaeConfig) -> tuple[TokenBlock, Metrics]:
+    def advantages(
+        self, batch: DataProto, plan: RankPlan, settings: GaeConfig, penalty: KlPenalty | None = None
+    ) -> tuple[TokenBlock, Metrics]:
         """Values before the update, advantages and returns of every token that the policy produced, 0 elsewhere.
 
-        batch: `input_ids`, `loss_mask`, `reward` [B]. The columns are float32, ragged like `input_ids`. The metrics are
-        those of `value_statistics`, of values that have not seen these returns.
+        batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty, `old_log_probs` and `reference_log_probs`.
+        The columns are float32, ragged like `input_ids`. The metrics are those of `value_statistics`, of values that
+        have not seen these returns.
         """
         sequences = sequences_from(batch)
         values, _ = self.engine.values(sequences, micro_batches_of(plan))
         mask, lengths = sequences.tokens["loss_mask"], loss_token_counts(sequences).numpy()
-        rewards, own = token_rewards(sequences).numpy(), values[mask].double()
+        rewards, own = token_rewards(sequences, penalty).numpy(), values[mask].double()
         found = gae(rewards, own.numpy(), lengths, gamma=settings.gamma, lam=settings.lam)
         advantages, returns = (torch.from_numpy(column) for column in found)
         statistics = to_metrics([value_statistics(own, returns)])

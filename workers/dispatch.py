@@ -40,6 +40,7 @@ class Join(Enum):
     RANK_ZERO = "the result of rank zero; the others take part, their results are not fetched"
     METRICS = "the metrics of one rank of each dp group, merged"
     RANK_ZERO_REFERENCE = "a reference to the first result of rank zero, which stays there, and merged metrics"
+    ROWS = "one number a sequence, in the order of the batch, from one rank of each dp group"
     TOKENS = "token columns that stay where they were made, in the order of the batch, and merged metrics"
 
     @property
@@ -83,10 +84,13 @@ def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] =
 
     Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan, the method receives a
     DataProto with its own rows in the plan's order and its RankPlan. Join.TOKENS methods return `(TokenBlock, Metrics)`
-    with the columns named in `returns`, one row for each row received, in that order.
+    with the columns named in `returns`, one row for each row received, in that order; Join.ROWS methods return an array
+    with one number for each.
     """
     if (join is Join.TOKENS) != bool(returns):
         raise ValueError("Join.TOKENS, and it alone, names the columns that it returns")
+    if join is Join.ROWS and split is not Split.PLAN:
+        raise ValueError(f"{join} needs Split.PLAN")
     if join in (Join.TOKENS, Join.METRICS) and split is Split.EACH:
         raise ValueError(f"{join} needs Split.PLAN or Split.ALL")
 
@@ -152,6 +156,23 @@ def join_tokens(
     rows: sequences of the batch. Raises DataError if the plan leaves a sequence of the batch out, because its row
     would have no value.
     """
+    block, row = _places(plan, rows)
+    columns = {name: TokenColumn(name, tuple(blocks), block, row) for name in mode.returns}
+    return PlanResult(columns, merge(metrics))
+
+
+def join_rows(plan: Plan, rows: int, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """One number for each of `rows` sequences, in the order of the batch, from an array for each dp rank.
+
+    Raises DataError if the plan leaves a sequence of the batch out.
+    """
+    block, row = _places(plan, rows)
+    starts = np.cumsum([0, *(len(part) for part in parts)])
+    return np.concatenate(parts)[starts[block] + row]
+
+
+def _places(plan: Plan, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each of `rows` sequences the dp rank that the plan gives it to and its row there, int32 [rows] each."""
     block = np.full(rows, -1, dtype=np.int32)
     row = np.zeros(rows, dtype=np.int32)
     for dp in range(plan.ranks):
@@ -161,5 +182,4 @@ def join_tokens(
     missing = np.flatnonzero(block < 0)
     if len(missing):
         raise DataError(f"the plan leaves out {len(missing)} of {rows} sequences, the first is {missing[0]}.")
-    columns = {name: TokenColumn(name, tuple(blocks), block, row) for name in mode.returns}
-    return PlanResult(columns, merge(metrics))
+    return block, row

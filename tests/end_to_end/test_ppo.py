@@ -16,6 +16,9 @@ SETTINGS = (
     "critic.warmup_steps=1",
     "critic.optimizer.learning_rate=1e-3",
     "policy.optimizer.learning_rate=1e-3",
+    "algorithm.kl_in_reward.coefficient=0.1",
+    "algorithm.kl_in_reward.target=1",
+    "algorithm.kl_in_reward.horizon=100",
     "run.checkpoint_every=1",
     "data.validation=''",
     "validation.prompts=0",
@@ -44,6 +47,13 @@ def test_a_new_critic_gives_0_and_then_moves_towards_the_returns(finished: Run) 
     assert first["critic/returns"] > 0
 
 
+def test_the_weight_of_the_kl_is_adapted_and_kept(finished: Run) -> None:
+    first, second = finished.outcome.steps
+    assert first["reward/kl"] == pytest.approx(0.0, abs=1e-3)  # the policy is still its reference
+    assert first["reward/kl_coefficient"] == 0.1
+    assert second["reward/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 15 / 100))
+
+
 def test_the_critic_is_saved_beside_the_policy(finished: Run) -> None:
     critic = AutoModelForSequenceClassification.from_pretrained(finished.folder / "critic", dtype=torch.float32)
     assert critic.score.weight.shape[0] == 1
@@ -61,6 +71,6 @@ def test_a_resumed_run_has_the_same_critic(finished: Run, settings: list[str]) -
     (step,) = again.outcome.steps
     for name in ("reward/mean", "rollout/response_tokens_mean", "rollout/weight_version"):
         assert step[name] == finished.outcome.steps[1][name]
-    for name in ("critic/loss", "critic/values", "critic/explained_variance", "policy/loss"):
+    for name in ("critic/loss", "critic/values", "critic/explained_variance", "policy/loss", "reward/kl_coefficient"):
         assert step[name] == pytest.approx(finished.outcome.steps[1][name], abs=1e-5)
     assert Path(critic / "manifest.json").is_file()

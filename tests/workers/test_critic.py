@@ -16,11 +16,12 @@ from workers.critic import CriticWorker
 from workers.dataproto import DataProto
 from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
-from workers.model.credit import loss_token_counts
+from workers.model.credit import KlPenalty, loss_token_counts
 from workers.model.losses import explained_variance
 from workers.model.packing import Sequences
 
 GAE = GaeConfig(gamma=0.9, lam=0.8)
+PENALTY = KlPenalty(0.1, "k3")
 Columns = dict[str, dict[int, torch.Tensor]]  # name -> row of the global batch -> [L]
 
 
@@ -28,7 +29,7 @@ def scored_sequences() -> Sequences:
     sequences = random_sequences()
     return Sequences(
         sequences.lengths,
-        {name: sequences.tokens[name] for name in ("input_ids", "loss_mask")},
+        {name: sequences.tokens[name] for name in ("input_ids", "loss_mask", "old_log_probs", "reference_log_probs")},
         {"reward": torch.linspace(-1, 2, len(sequences), dtype=torch.float64)},
     )
 
@@ -68,7 +69,7 @@ def on_a_rank(path: str, order: list[int], cap: int, context_parallel: int) -> t
         length_multiple=2 * context_parallel if context_parallel > 1 else 1,
     ).for_rank(dp)
     mine = in_order(shuffled, plan.rows.tolist())
-    block, statistics = worker.advantages(as_proto(mine), plan, GAE)
+    block, statistics = worker.advantages(as_proto(mine), plan, GAE, PENALTY)
     lengths, rows = mine.lengths.tolist(), [order[row] for row in plan.rows]
     columns = {name: torch.from_numpy(column) for name, column in block.columns.items()}
     mine = Sequences(mine.lengths, mine.tokens | columns, mine.columns)
@@ -82,12 +83,16 @@ def expected_columns(path: str) -> dict[str, torch.Tensor]:
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64)
     sequences = scored_sequences()
     masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
+    log_ratio = sequences.tokens["reference_log_probs"] - sequences.tokens["old_log_probs"]
+    penalties = PENALTY.coefficient * (log_ratio.exp() - 1 - log_ratio)
     values, advantages = [], []
     with torch.no_grad():
         alone = unpacked_values(model, sequences)
-    for value, mask, reward in zip(alone, masks, sequences.columns["reward"].tolist(), strict=True):
-        before = value[:-1][mask[1:]]
-        rewards = [0.0] * (len(before) - 1) + [reward] if len(before) else []
+    split = penalties.split(sequences.lengths.tolist())
+    for value, mask, penalty, reward in zip(alone, masks, split, sequences.columns["reward"].tolist(), strict=True):
+        before, rewards = value[:-1][mask[1:]], (-penalty[mask]).tolist()
+        if rewards:
+            rewards[-1] += reward
         values.append(before)
         advantages.append(torch.tensor(gae_by_paper(rewards, before.tolist(), GAE.gamma, GAE.lam), dtype=torch.float64))
     raw, old = torch.cat(advantages), torch.cat(values)

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import plan_batch
@@ -10,6 +10,7 @@ from workers.dispatch import (
     RankCoordinates,
     Split,
     dispatch,
+    join_rows,
     join_tokens,
     split_arguments,
 )
@@ -65,7 +66,17 @@ def test_joining_what_was_split_restores_the_order(lengths: list[int], ranks: in
     assert result.metrics["n"].value == ranks
 
 
+@settings(deadline=None)  # the first plan compiles the planner
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
+def test_numbers_of_sequences_come_back_in_the_order_of_the_batch(lengths: list[int], ranks: int) -> None:
+    plan = whole_plan(lengths, ranks)
+    parts = [np.array(lengths)[plan.for_rank(r).rows] for r in range(ranks)]
+    assert join_rows(plan, len(lengths), parts).tolist() == lengths
+
+
 def test_a_plan_that_leaves_a_row_out_cannot_be_joined() -> None:
+    with pytest.raises(DataError, match="leaves out 2 of 4 sequences, the first is 2"):
+        join_rows(whole_plan([3, 3], 1), 4, [np.zeros(2)])
     with pytest.raises(DataError, match="leaves out 2 of 4 sequences, the first is 2"):
         join_tokens(BY_PLAN, whole_plan([3, 3], 1), 4, ["block"], [{}])
 
@@ -86,3 +97,5 @@ def test_modes_that_cannot_be_joined_are_refused_where_they_are_declared() -> No
         dispatch(Split.PLAN, Join.TOKENS)
     with pytest.raises(ValueError, match=r"needs Split\.PLAN or Split\.ALL"):
         dispatch(Split.EACH, Join.METRICS)
+    with pytest.raises(ValueError, match=r"ROWS needs Split\.PLAN"):
+        dispatch(Split.ALL, Join.ROWS)

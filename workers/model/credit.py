@@ -1,6 +1,7 @@
 """Credit token by token: from the reward of a sequence and a critic's values to advantages and returns.
 
-    reward of the sequence, at its last token --token_rewards--> r_t --gae (V_t)--> A_t, R_t --whiten, all ranks--> A_t
+    reward of the sequence, at its last token \\
+    KL to the reference, at every token        --token_rewards--> r_t --gae, V_t--> A_t, R_t --whiten, all ranks--> A_t
 
 Runs on the rank that computed the values, so that the driver moves no tokens. A token here is one that the policy
 produced: those of a prompt or of a tool in between are stepped over.
@@ -9,6 +10,7 @@ B sequences, N tokens with `loss_mask` of this rank's sequences, one sequence af
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.errors import DataError
+from workers.model.losses.kl import kl_estimate
 from workers.model.packing import Sequences
 
 EPSILON = 1e-6  # keeps equal advantages at 0
@@ -27,13 +30,43 @@ def loss_token_counts(sequences: Sequences) -> Tensor:
     return torch.bincount(owner[sequences.tokens["loss_mask"].cpu()], minlength=len(sequences))
 
 
-def token_rewards(sequences: Sequences) -> Tensor:
-    """The column `reward` [B] at the last token of each sequence and 0 elsewhere: float64 [N]."""
+@dataclass(frozen=True)
+class KlPenalty:
+    """What a token's reward loses: `coefficient` times its estimated KL to the reference, see `kl_estimate`."""
+
+    coefficient: float
+    estimator: str
+
+
+def token_rewards(sequences: Sequences, penalty: KlPenalty | None = None) -> Tensor:
+    """Rewards of tokens, float64 [N] (Ziegler et al. 2019, eq. 2, token by token; Ouyang et al. 2022).
+
+    r_t = - beta KL_t + (the column `reward` at the last token of the sequence, 0 elsewhere)
+    """
     counts = loss_token_counts(sequences)
     rewards = torch.zeros(int(counts.sum()), dtype=torch.float64)
+    if penalty is not None:
+        rewards -= penalty.coefficient * token_kl(sequences, penalty.estimator)
     some = counts > 0
-    rewards[counts.cumsum(0)[some] - 1] = sequences.columns["reward"].double()[some]
+    rewards[counts.cumsum(0)[some] - 1] += sequences.columns["reward"].double()[some]
     return rewards
+
+
+def token_kl(sequences: Sequences, estimator: str) -> Tensor:
+    """Estimated KL of the policy that sampled to the reference at each token, nats, float64 [N].
+
+    Needs the columns `old_log_probs` and `reference_log_probs`.
+    """
+    mask = sequences.tokens["loss_mask"]
+    sampled, reference = (sequences.tokens[name][mask].double() for name in ("old_log_probs", "reference_log_probs"))
+    return kl_estimate(reference - sampled, estimator)
+
+
+def sequence_kl(sequences: Sequences, estimator: str) -> Tensor:
+    """The sum of `token_kl` over the tokens of each sequence, float64 [B]."""
+    owner = torch.repeat_interleave(torch.arange(len(sequences)), loss_token_counts(sequences))
+    sums = torch.zeros(len(sequences), dtype=torch.float64)
+    return sums.index_add(0, owner, token_kl(sequences, estimator))
 
 
 def gae(

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from workers.errors import DataError
-from workers.model.credit import gae, loss_token_counts, token_rewards, whiten
+from workers.model.credit import (
+    KlPenalty,
+    gae,
+    loss_token_counts,
+    sequence_kl,
+    token_kl,
+    token_rewards,
+    whiten,
+)
 from workers.model.packing import Sequences
 
 
@@ -70,6 +78,31 @@ def test_the_reward_stands_at_the_last_token_of_the_policy() -> None:
     sequences = Sequences.from_list(rows, {"reward": [2.0, 5.0, -1.0]})
     assert loss_token_counts(sequences).tolist() == [2, 0, 1]
     assert token_rewards(sequences).tolist() == [0.0, 2.0, -1.0]
+
+
+def test_a_penalty_is_taken_from_every_token_and_adds_up_over_the_sequence() -> None:
+    rows = [
+        {
+            "input_ids": [1, 2, 3],
+            "loss_mask": [False, True, True],
+            "old_log_probs": [9.0, -1.0, -2.0],
+            "reference_log_probs": [-9.0, -1.5, -1.0],
+        },
+        {"input_ids": [1], "loss_mask": [False], "old_log_probs": [1.0], "reference_log_probs": [2.0]},
+        {
+            "input_ids": [1, 2],
+            "loss_mask": [False, True],
+            "old_log_probs": [0.0, -3.0],
+            "reference_log_probs": [0.0, -1.0],
+        },
+    ]
+    sequences = Sequences.from_list(rows, {"reward": [2.0, 5.0, -1.0]})
+    # k1 is log pi - log reference: 0.5 and -1 of the first, -2 of the third.
+    assert token_kl(sequences, "k1").tolist() == [0.5, -1.0, -2.0]
+    assert sequence_kl(sequences, "k1").tolist() == [-0.5, 0.0, -2.0]
+    assert sequence_kl(sequences, "k2").tolist() == [0.625, 0.0, 2.0]
+    assert sequence_kl(sequences, "absolute").tolist() == [1.5, 0.0, 2.0]
+    assert token_rewards(sequences, KlPenalty(0.5, "k1")).tolist() == [-0.25, 2.5, 0.0]
 
 
 def test_whitening_is_that_of_float64_even_far_from_zero() -> None:

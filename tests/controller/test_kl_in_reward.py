@@ -1,0 +1,100 @@
+"""The KL in the reward: its weight, what it does to advantages, and where it is refused."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.advantages import rloo
+from controller.checkpoint import Progress
+from controller.config import Config, load
+from controller.config_checks import check
+from controller.credit import Credit
+from controller.kl_control import adapted
+from tests.controller.config_workspace import write_workspace
+from workers.config import KlInRewardConfig
+from workers.errors import ConfigError
+from workers.remote_batch import RemoteBatch
+
+ON = "algorithm.kl_in_reward.coefficient=0.1"
+
+
+def test_the_weight_follows_the_kl_by_hand() -> None:
+    settings = KlInRewardConfig(coefficient=0.1, target=6.0, horizon=1000)
+    assert adapted(0.1, 6.6, 500, settings) == pytest.approx(
+        0.1 * (1 + 0.1 * 0.5)
+    )  # a tenth too high, half the horizon
+    assert adapted(0.1, 60.0, 500, settings) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
+    assert adapted(0.1, -1.0, 500, settings) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
+    assert adapted(0.1, 60.0, 500, KlInRewardConfig(coefficient=0.1)) == 0.1
+
+
+@given(kl=st.floats(-10, 100), sequences=st.integers(1, 1000))
+def test_the_weight_moves_towards_the_target_and_stays_positive(kl: float, sequences: int) -> None:
+    weight = adapted(0.5, kl, sequences, KlInRewardConfig(coefficient=0.5, target=4.0, horizon=1000))
+    assert weight > 0
+    assert np.sign(weight - 0.5) == np.sign(kl - 4.0) or abs(kl - 4.0) < 1e-9
+
+
+def credit_of(kl: np.ndarray, progress: Progress, **settings: float) -> Credit:
+    """Credit by RLOO over a reference that answers `kl`."""
+    config = Config()
+    config.algorithm.advantage = "rloo"
+    config.algorithm.kl_in_reward = KlInRewardConfig(**settings)
+    reference = SimpleNamespace(kl=lambda batch, plan, estimator: kl)
+    roles = SimpleNamespace(critic=None, reference=reference)
+    return Credit(config, roles, lambda *arguments: None, progress)
+
+
+def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
+    columns = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "uid": np.array(["a", "a", "b", "b"])}
+    batch = RemoteBatch(columns | {"response_tokens": np.array([3, 1, 2, 2])}, {})
+    kl, progress = np.array([2.0, 0.0, 1.0, 5.0]), Progress()
+    credited, metrics = credit_of(kl, progress, coefficient=0.1, target=1.0, horizon=10).assign(batch)
+    expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), columns["uid"])
+    assert credited["advantages"] == pytest.approx(expected)
+    assert credited["reward"].tolist() == columns["reward"].tolist()
+    assert metrics == {"reward/kl": 2.0, "reward/kl_coefficient": 0.1}
+    assert progress.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.4))
+    _, metrics = credit_of(kl, progress, coefficient=0.1).assign(batch)
+    assert metrics["reward/kl_coefficient"] == progress.kl_coefficient  # also after a resume, from the progress
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_workspace(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("algorithm.kl_in_reward.target=6",), "algorithm.kl_in_reward.target=6.0 has no effect without"),
+        ((ON, "algorithm.kl_in_reward.horizon=64"), "algorithm.kl_in_reward.horizon=64 has no effect without"),
+        ((ON, "algorithm.loss.kl_estimator=k1"), "algorithm.loss.kl_estimator=k1 has no effect without"),
+        ((ON, "batch.mini_batches=1", "algorithm.loss.clip_low=0.1"), "algorithm.loss.clip_low=0.1 has no effect"),
+        ((ON, "algorithm.groups_without_signal=drop"), "algorithm.groups_without_signal=drop with algorithm.kl_in_re"),
+        ((ON, "algorithm.advantage=maxrl"), "algorithm.advantage=maxrl takes rewards as rates of success, and algor"),
+        (
+            (ON, "algorithm.kl_in_reward.target=6", "algorithm.kl_in_reward.horizon=31"),
+            "algorithm.kl_in_reward.horizon=31 is below the 32 sequences of a step",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_means_nothing_is_refused(workspace: Path, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(load("config.yaml", overrides))
+    assert str(caught.value).startswith(message)
+
+
+def test_it_brings_the_reference_and_old_log_probs(workspace: Path) -> None:
+    config = load("config.yaml", [ON, "batch.mini_batches=1", "policy.forward_max_tokens=96", "reference.path=model"])
+    check(config)
+    assert config.uses_reference
+    assert config.old_log_probs == "forward_pass"
+    check(load("config.yaml", [ON, "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1"]))
