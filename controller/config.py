@@ -157,6 +157,7 @@ class AlgorithmConfig:
             "rloo",
             "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
+            "remax",
             "opo",
             "pass_at_k",
             "maxrl",

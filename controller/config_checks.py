@@ -94,7 +94,7 @@ def _check_batch(config: Config) -> None:
 
 def _check_advantage(config: Config) -> None:
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
-    compares_groups = algorithm.advantage not in ("reinforce_plus_plus", "gae")
+    compares_groups = algorithm.advantage not in ("reinforce_plus_plus", "gae", "remax")
     if compares_groups and samples == 1:
         raise ConfigError(
             f"rollout.samples_per_prompt=1 leaves algorithm.advantage={algorithm.advantage} nothing to compare: every "

@@ -63,6 +63,8 @@ class Credit:
 def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
     """One advantage a sequence by the estimator that `algorithm.advantage` names, float32 [B]. rewards: float64 [B]."""
     columns = {"reward": rewards, "uid": batch["uid"], "tokens": batch["response_tokens"]}
+    if "greedy_reward" in batch.columns:
+        columns["greedy_reward"] = batch["greedy_reward"]
     estimated = advantages.estimate(
         algorithm.advantage, columns, normalize_by_std=algorithm.normalize_by_std, k=algorithm.pass_k
     )

@@ -54,6 +54,28 @@ class Rollout:
         }
         return replace(self, batch=self.batch.with_columns(reward=self.batch["reward"] + values), by_sample=by_sample)
 
+    def against(self, greedy: "Rollout") -> "Rollout":
+        """With the reward of the greedy response to the same prompt as the column `greedy_reward`.
+
+        greedy: one sample a prompt. Samples whose prompt has none, because it failed, are dropped and counted. Raises
+        RolloutError if that leaves nothing.
+        """
+        rewards = dict(zip(greedy.batch["uid"].tolist(), greedy.batch["reward"].tolist(), strict=True))
+        kept = np.array([uid in rewards for uid in self.batch["uid"].tolist()])
+        if not kept.any():
+            raise RolloutError("no prompt of this round has both samples and a greedy response to compare them with.")
+        batch = self.batch.select(kept)
+        batch = batch.with_columns(greedy_reward=np.array([rewards[uid] for uid in batch["uid"].tolist()]))
+        by_sample = {key: score for key, score in self.by_sample.items() if key[0] in rewards}
+        return replace(
+            self,
+            batch=batch,
+            by_sample=by_sample,
+            dropped=self.dropped + int(np.sum(~kept)),
+            retried=self.retried + greedy.retried,
+            failures=self.failures + greedy.failures,
+        )
+
     def scores(self) -> dict[str, float]:
         """Mean reward and mean of every other number that the reward function returned."""
         scores = list(self.by_sample.values())
@@ -79,6 +101,8 @@ class Rollout:
         """Rewards and lengths of the round, under the names that a run logs."""
         tokens = self.batch["response_tokens"]
         means = self.scores()
+        if "greedy_reward" in self.batch.columns:
+            means["greedy"] = float(self.batch["greedy_reward"].mean())
         return {
             "reward/mean": means.pop("reward"),
             "reward/std": float(self.batch["reward"].std()),

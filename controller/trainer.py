@@ -209,7 +209,7 @@ class Trainer:
             prompts = self.prompts.take(position, wanted)
             position += wanted
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
-            rounds.append(self.shaped(found))
+            rounds.append(self.with_baseline(self.shaped(found), prompts, step))
             kept.append(self.keep_groups_with_signal(rounds[-1].batch))
             wanted -= len(np.unique(kept[-1]["uid"]))
         if wanted and limit > 1:
@@ -218,6 +218,13 @@ class Trainer:
                 f"algorithm.max_sampling_rounds={limit}; training on the others"
             )
         return Rollout.concat(rounds), RemoteBatch.concat(kept), position
+
+    def with_baseline(self, rollout: Rollout, prompts: Sequence[Prompt], step: int) -> Rollout:
+        """The rollout with the reward of a greedy response to each prompt, where the estimator is ReMax."""
+        if self.config.algorithm.advantage != "remax":
+            return rollout
+        greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return rollout.against(self.shaped(self.roll_out(prompts, 1, greedy, step)))
 
     def shaped(self, rollout: Rollout) -> Rollout:
         """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""

@@ -76,3 +76,17 @@ def test_a_sample_without_a_score_counts_zero_or_is_dropped(finished: RolloutRou
     assert kept.batch["reward"].tolist() == [1.0, 0.0, 0.0]
     assert dropped.batch["uid"].tolist() == ["a", "b"]
     assert kept.metrics()["reward/failures"] == dropped.metrics()["reward/failures"] == 1
+
+
+def test_samples_meet_the_greedy_response_to_their_prompt(finished: RolloutRound) -> None:
+    greedy = RolloutRound([result("a", 0, 0)], ["g"], [result("b", 0, -1, finish_reason="error")], retried=1)
+    compared = assemble(finished, SCORES).against(assemble(greedy, {("a", 0): Score(0.75, "greedy")}))
+    assert compared.batch["uid"].tolist() == ["a", "a"]
+    assert compared.batch["greedy_reward"].tolist() == [0.75, 0.75]
+    assert list(compared.by_sample) == [("a", 0), ("a", 1)]
+    assert (compared.dropped, compared.retried) == (2, 3)  # the one that failed, and the one without a baseline
+    assert compared.metrics()["reward/greedy"] == 0.75
+    assert compared.metrics()["reward/mean"] == 0.75
+    elsewhere = RolloutRound([result("c", 0, 0)], ["g"], [], retried=0)
+    with pytest.raises(RolloutError, match="no prompt of this round has both"):
+        assemble(finished, SCORES).against(assemble(elsewhere, {("c", 0): Score(1.0, "greedy")}))
