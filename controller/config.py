@@ -29,6 +29,7 @@ from workers.config import (
     ModelConfig,
     PolicyConfig,
     ReferenceConfig,
+    RewardModelConfig,
     RolloutConfig,
     SamplingConfig,
     setting,
@@ -139,10 +140,12 @@ class RewardConfig:
     )
     overlong_penalty: float = setting(1.0, "What a response of sampling.max_new_tokens loses.", minimum=0)
 
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of every reward function, by `module:function`."""
-        return self.functions or {self.function: 1.0}
+        """Weight of every reward function, by `module:function`; none where a reward model alone says the reward."""
+        return self.functions or ({self.function: 1.0} if self.function else {})
 
 
 @dataclass
@@ -349,6 +352,8 @@ class Config:
         if self.uses_critic:
             caps["critic.max_tokens"] = self.critic_max_tokens
             caps["critic.forward_max_tokens"] = self.critic_forward_max_tokens
+        if self.uses_reward_model:
+            caps["reward.model.max_tokens"] = self.reward_model_max_tokens
         return caps
 
     @property
@@ -378,6 +383,21 @@ class Config:
         return self.algorithm.advantage == "gae"
 
     @property
+    def uses_reward_model(self) -> bool:
+        """Whether a model says the reward, or a part of it."""
+        return bool(self.reward.model.path)
+
+    @property
+    def reward_model(self) -> ModelConfig:
+        """The reward model: model.* with reward.model.path."""
+        return replace(self.model, path=self.reward.model.path, lora=LoraConfig())
+
+    @property
+    def reward_model_max_tokens(self) -> int:
+        """Cap on packed tokens of the reward model's micro-batches."""
+        return self.reward.model.max_tokens or self.policy.max_tokens
+
+    @property
     def critic_model(self) -> ModelConfig:
         """The critic's model: model.* with critic.path where that is set; all of it is trained."""
         return replace(self.model, path=self.critic.path or self.model.path, lora=LoraConfig())
@@ -385,7 +405,12 @@ class Config:
     @property
     def training_roles(self) -> tuple[str, ...]:
         """The roles that share the bundles of the training pool, rank by rank."""
-        there = {"policy": True, "reference": self.uses_reference, "critic": self.uses_critic}
+        there = {
+            "policy": True,
+            "reference": self.uses_reference,
+            "critic": self.uses_critic,
+            "reward_model": self.uses_reward_model,
+        }
         return tuple(role for role, used in there.items() if used)
 
     def model_description(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from controller.checkpoint import checkpoints_at
 from controller.config import Config
 from controller.config_effects import check_settings_have_effect
-from controller.critic_checks import check_critic, check_same_vocabulary
+from controller.critic_checks import check_critic, check_reward_model, check_same_vocabulary
 from controller.function_files import check_function
 from controller.model_files import ModelFiles, read_model_files
 from controller.model_support import check_supported_model
@@ -39,6 +39,7 @@ def check(config: Config) -> None:
     _check_parallel(config, model)
     _check_reference(config, model)
     check_critic(config, model)
+    check_reward_model(config, model)
     _check_data(config, model)
     _check_rewards(config)
 
@@ -371,7 +372,8 @@ def first_record(key: str, path: str, prompt_key: str) -> dict[str, Any]:
 
 
 def _check_rewards(config: Config) -> None:
-    if bool(config.reward.function) == bool(config.reward.functions):
+    without = config.uses_reward_model and not config.reward.weights
+    if bool(config.reward.function) == bool(config.reward.functions) and not without:
         raise ConfigError("one of reward.function and reward.functions (several, by weight) must be set, and not both.")
     key = "reward.functions" if config.reward.functions else "reward.function"
     names: dict[str, str] = {}

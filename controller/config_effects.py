@@ -110,6 +110,11 @@ NO_EFFECT_WITHOUT = (
         ("reference.",),
     ),
     (
+        "reward.model.path",
+        lambda c: c.uses_reward_model,
+        ("reward.model.",),
+    ),
+    (
         "algorithm.kl_in_reward.coefficient above 0",
         lambda c: c.algorithm.kl_in_reward.coefficient > 0,
         ("algorithm.kl_in_reward.",),
@@ -175,6 +180,7 @@ NO_EFFECT_WITHOUT = (
             "policy.cpu_offload",
             "reference.cpu_offload",
             "critic.cpu_offload",
+            "reward.model.cpu_offload",
             "rollout.memory_fraction",
             "rollout.enforce_eager",
         ),

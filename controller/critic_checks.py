@@ -1,4 +1,6 @@
-"""Checks of a configuration with a critic, beside those of `config_checks`."""
+"""Checks of a configuration with a critic or a reward model, beside those of `config_checks`."""
+
+import math
 
 from controller.config import Config
 from controller.model_files import ModelFiles, read_model_files
@@ -23,9 +25,28 @@ def _check_alone(config: Config) -> None:
             "algorithm.loss.name=gmpo weighs a sequence by one advantage and algorithm.advantage=gae gives one to each "
             "token; choose another loss, such as ppo_clip."
         )
+    _check_tensor_parallel(config, "critic")
+
+
+def check_reward_model(config: Config, policy: ModelFiles) -> None:
+    """Raise ConfigError unless reward.model.path, where it is set, can score the policy's sequences."""
+    key, path = "reward.model.path", config.reward.model.path
+    if not path:
+        return
+    _check_tensor_parallel(config, "reward model")
+    check_same_vocabulary(config, policy, key, path)
+    made = read_model_files(path, key).description.get("architectures") or []
+    # A causal LM would be given a head of zeros, and every score would be 0.
+    if not any(name.endswith("ForSequenceClassification") for name in made):
+        raise ConfigError(f"{key}={path} is {' or '.join(made) or 'of no architecture'}, not sequence classification.")
+    if not math.isfinite(config.reward.model.weight) or config.reward.model.weight == 0:
+        raise ConfigError(f"reward.model.weight={config.reward.model.weight} leaves the model without effect.")
+
+
+def _check_tensor_parallel(config: Config, what: str) -> None:
     if config.policy.parallel.tensor_parallel > 1:
         raise ConfigError(
-            f"policy.parallel.tensor_parallel={config.policy.parallel.tensor_parallel} would share the critic's layers "
+            f"policy.parallel.tensor_parallel={config.policy.parallel.tensor_parallel} would share the {what}'s layers "
             "between ranks, too, which a value head cannot; set it to 1, or use context_parallel."
         )
 

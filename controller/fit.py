@@ -111,7 +111,8 @@ def _reward_functions(config: Config, example: Record) -> list[RewardFunction]:
         function = load_function(key, name)
         columns = requested_columns(function, example, name)
         functions.append(RewardFunction(name.rpartition(":")[2], weight, function, columns))
-    check_rewards(pack(functions), example, timeout_s=config.reward.timeout_s)
+    if functions:
+        check_rewards(pack(functions), example, timeout_s=config.reward.timeout_s)
     return functions
 
 

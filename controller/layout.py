@@ -1,6 +1,6 @@
 """Layout: what a run asks of Ray, as data. `--dry-run` prints it, `controller.roles` starts it; neither repeats it.
 
-training pool    one bundle for each policy worker      policy i, reference i and critic i share bundle i
+training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share bundle i
 rollout pool     one bundle for each engine             with GPUs of its own where rollout.placement is apart
                  none where it is colocated             engine i shares tp bundles of training, from i*tp on
 no pool                                                 reward workers, wherever there is room

@@ -1,6 +1,6 @@
 """Roles: every actor of a run, started together and ended together.
 
-layout (pure) -> reserve pools -> engines | policy, reference, critic | reward -> Roles -> one end for all
+layout (pure) -> reserve pools -> engines | policy, reference, critic, reward model | reward -> Roles -> one end for all
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,20 @@ from controller.rewards import RewardPool
 from controller.rollouts import Rollouts
 from controller.worker_group import Share, WorkerGroup
 from workers.base import Worker
-from workers.config import CriticConfig, ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, RolloutConfig
+from workers.config import (
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
 from workers.critic import CriticWorker
 from workers.errors import ResourceError
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
+from workers.reward_model import RewardModelWorker
 from workers.reward_process import RewardFunction
 from workers.rollout.worker import RolloutWorker
 
@@ -43,6 +52,7 @@ class Roles:
     rollouts: Rollouts
     rewards: RewardPool
     critic: WorkerGroup | None = None
+    reward_model: WorkerGroup | None = None
     device_to_device: bool = False
 
     @property
@@ -99,12 +109,14 @@ def start_roles(
         console.say(f"policy: {parameters:,} parameters over {config.policy.ranks} ranks on {config.device}")
         reference = _reference(stack, config, requests, bundles) if config.uses_reference else None
         critic = _critic(stack, config, requests, bundles) if config.uses_critic else None
+        reward_model = _reward_model(stack, config, requests, bundles) if config.uses_reward_model else None
         rewards.wait_ready(timeout_s)
         started.result(timeout_s)
         rollouts.wake()
         if config.uses_gpus:
             policy.connect_engines(rollouts.actors, config.rollout_placement, config.rollout.tensor_parallel)
-        yield Roles(policy, reference, rollouts, rewards, critic, device_to_device=config.uses_gpus)
+        device_to_device = config.uses_gpus
+        yield Roles(policy, reference, rollouts, rewards, critic, reward_model, device_to_device=device_to_device)
 
 
 def _reserve(stack: ExitStack, pool: Pool, config: Config) -> PlacementGroup:
@@ -187,8 +199,15 @@ def _critic(stack: ExitStack, config: Config, requests: Requests, bundles: Bundl
     return group
 
 
+def _reward_model(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
+    arguments = _model_arguments(config, config.reward_model, config.reward.model)
+    group = _training_group(stack, config, requests["reward_model"], RewardModelWorker, bundles, arguments)
+    group.build.remote().result(config.resources.start_timeout_s)
+    return group
+
+
 def _model_arguments(
-    config: Config, model: ModelConfig, settings: PolicyConfig | ReferenceConfig | CriticConfig
+    config: Config, model: ModelConfig, settings: PolicyConfig | ReferenceConfig | CriticConfig | RewardModelConfig
 ) -> dict[str, Any]:
     """Arguments of every `ModelWorker`; all roles share the policy's ranks, and so its parallelism and threads."""
     return {

@@ -46,13 +46,14 @@ class Rollout:
             sum(found.rounds for found in rounds),
         )
 
-    def with_reward_part(self, name: str, values: np.ndarray) -> "Rollout":
-        """`values` [B] added to the rewards, and kept as a part of their own under `name`."""
+    def with_reward_part(self, name: str, values: np.ndarray, *, weight: float = 1.0) -> "Rollout":
+        """`values` [B] added to the rewards by their weight, and kept as a part of their own under `name`."""
         by_sample = {
-            key: replace(score, reward=score.reward + value, parts=score.parts | {name: value})
+            key: replace(score, reward=score.reward + weight * value, parts=score.parts | {name: value})
             for (key, score), value in zip(self.by_sample.items(), values.tolist(), strict=True)
         }
-        return replace(self, batch=self.batch.with_columns(reward=self.batch["reward"] + values), by_sample=by_sample)
+        rewards = self.batch["reward"] + weight * values
+        return replace(self, batch=self.batch.with_columns(reward=rewards), by_sample=by_sample)
 
     def against(self, greedy: "Rollout") -> "Rollout":
         """With the reward of the greedy response to the same prompt as the column `greedy_reward`.

@@ -249,7 +249,15 @@ class Trainer:
         rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
         if rollout.failures:
             self.console.say(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
-        return rollout
+        return self.scored_by_model(rollout)
+
+    def scored_by_model(self, rollout: Rollout) -> Rollout:
+        """The rollout with the reward model's scores in its rewards, where there is one."""
+        if self.roles.reward_model is None:
+            return rollout
+        plan = self.plan(rollout.batch, [np.arange(len(rollout.batch))], self.config.reward_model_max_tokens)
+        scores = self.roles.reward_model.score(rollout.batch, plan)
+        return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
 
     def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
         """The batch without groups of equal rewards, unless algorithm.groups_without_signal keeps them."""

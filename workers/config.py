@@ -280,6 +280,21 @@ class GaeConfig:
 
 
 @dataclass
+class RewardModelConfig:
+    """A model whose score of prompt and response is a part of the reward. It shares the policy's ranks, parallelism,
+    threads and model settings (without adapters)."""
+
+    path: str = setting(
+        "",
+        "Reward model: a sequence-classification checkpoint in Hugging Face format with one label, that reads the "
+        "policy's tokens; empty is none.",
+    )
+    weight: float = setting(1.0, "Weight of its score in the reward.")
+    max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
+    cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
+
+
+@dataclass
 class KlInRewardConfig:
     """A penalty on the KL to the reference, taken from the rewards: of each token with algorithm.advantage=gae, of the
     sequence otherwise. Formulas stand in `workers.model.credit` and `controller.kl_control`."""

@@ -98,3 +98,38 @@ def test_training_roles_share_a_gpu_evenly() -> None:
     config = Config()
     config.algorithm.advantage, config.algorithm.loss.kl_coefficient = "gae", 0.1
     assert config.training_roles == ("policy", "reference", "critic")
+
+
+MODEL = "reward.model.path=judge"
+JUDGE = ["Qwen2ForSequenceClassification"]
+
+
+def test_a_reward_model_stands_beside_a_function_or_alone(workspace: Path) -> None:
+    write_model(workspace / "judge", architectures=JUDGE)
+    check(load("config.yaml", [MODEL, "reward.model.weight=-0.5", "reward.model.max_tokens=96"]))
+    alone = load("config.yaml", [MODEL, "reward.function=''"])
+    check(alone)
+    assert alone.reward.weights == {}
+    assert alone.training_roles == ("policy", "reward_model")
+    assert (alone.reward_model.path, alone.reward_model_max_tokens) == ("judge", 4096)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("reward.model.weight=2",), "reward.model.weight=2.0 has no effect without reward.model.path"),
+        ((MODEL, "reward.model.weight=0"), "reward.model.weight=0.0 leaves the model without effect"),
+        ((MODEL, "reward.model.max_tokens=95"), "reward.model.max_tokens=95 is below the longest possible sequence"),
+        (
+            (MODEL, "policy.parallel.tensor_parallel=2"),
+            "policy.parallel.tensor_parallel=2 would share the reward model",
+        ),
+        (("reward.model.path=model",), "reward.model.path=model is of no architecture, not sequence classification."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_a_reward_model_cannot_do_is_refused(workspace: Path, overrides: tuple[str, ...], message: str) -> None:
+    write_model(workspace / "judge", architectures=JUDGE)
+    with pytest.raises(ConfigError) as caught:
+        check(load("config.yaml", overrides))
+    assert str(caught.value).startswith(message)

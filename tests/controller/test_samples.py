@@ -70,6 +70,12 @@ def test_a_part_of_the_reward_added_later_counts_and_is_logged(finished: Rollout
     assert shaped.metrics()["reward/mean"] == pytest.approx(1 / 3)
 
 
+def test_a_weighted_part_is_kept_as_it_was_given(finished: RolloutRound) -> None:
+    scored = assemble(finished, SCORES).with_reward_part("model", np.array([2.0, 0.0, -4.0]), weight=0.5)
+    assert scored.batch["reward"].tolist() == [2.0, 0.5, -2.0]
+    assert [score.parts["model"] for score in scored.by_sample.values()] == [2.0, 0.0, -4.0]
+
+
 def test_a_sample_without_a_score_counts_zero_or_is_dropped(finished: RolloutRound) -> None:
     scores = SCORES | {("a", 1): Score(0.0, "so so", failure="f: raised KeyError: 'x'")}
     kept, dropped = assemble(finished, scores), assemble(finished, scores, drop_failed=True)

@@ -28,7 +28,7 @@ from workers.errors import ConfigError, DataError
 from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
 from workers.model.input_checks import check_sequences, check_tokenizer, max_positions
-from workers.model.layout import Layout
+from workers.model.layout import LaidOut, Layout
 from workers.model.loading import Source
 from workers.model.lora import adapter_weights, add_adapters, merged_weights, without_adapters, write_adapters
 from workers.model.losses import (
@@ -167,6 +167,23 @@ class Engine:
         return self._forward_only(
             "values", sequences, micro_batches, lambda found: (found.values, {"values": mean(found.values)})
         )
+
+    @torch.no_grad()
+    def scores(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """What the value head says of each whole sequence, at its last token, forward only: float32 [B] on the CPU.
+
+        Raises ConfigError for an engine without a value head, DataError as `log_probs` does.
+        """
+        self._check_head("value")
+        check_sequences(sequences, self.vocabulary, self.positions)
+        _check_micro_batches(micro_batches, len(sequences), complete=True)
+        result = torch.zeros(len(sequences), dtype=torch.float32)
+        for start, stop in micro_batches:
+            with self.clock.micro_step("scores", sequences.lengths[start:stop]):
+                laid_out = self.layout.lay_out(sequences.slice(start, stop), last=True)
+                result[start:stop] = self._values(laid_out).float().cpu()
+        reshard(self.module)
+        return result
 
     def _forward_only(
         self,
@@ -347,12 +364,15 @@ class Engine:
         """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
         laid_out = self.layout.lay_out(micro_batch)
         if self.head == "value":
-            arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
-            values = laid_out.whole(self.module(**arguments))
-            return ValuePredictions.gather(values, micro_batch, laid_out.rows), laid_out.rows
+            return ValuePredictions.gather(self._values(laid_out), micro_batch, laid_out.rows), laid_out.rows
         outputs = self.module(**laid_out.arguments, temperature=self.temperature)
         log_probs, entropy = laid_out.whole(torch.stack(outputs, dim=-1)).unbind(-1)
         return Predictions.gather(log_probs, entropy, micro_batch, laid_out.rows), laid_out.rows
+
+    def _values(self, laid_out: LaidOut) -> Tensor:
+        """[N], on every rank of a context-parallel group those of the whole micro-batch."""
+        arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
+        return laid_out.whole(self.module(**arguments))
 
     def _reduce_gradients_in_next_backward(self, reduce: bool) -> None:
         """Between the micro-batches of a mini-batch gradients add up locally, and gathered parameters may stay."""

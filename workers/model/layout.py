@@ -24,6 +24,7 @@ from workers.model.packing import ModelInput, PackedRow, Sequences, pack
 from workers.model.padded import pad
 from workers.model.parallel import Parallel
 from workers.model.ring_attention import RingAttention
+from workers.model.values import after_last
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,18 @@ class Layout:
             check_heads(model.model.config, context_parallel=cp, tensor_parallel=tp)
             self._backend = choose_backend(config.attention, device, compute_dtype, model.required_features)
 
-    def lay_out(self, micro_batch: Sequences) -> LaidOut:
-        """Raises DataError if `loss_mask` marks the first token of a sequence."""
+    def lay_out(self, micro_batch: Sequences, *, last: bool = False) -> LaidOut:
+        """last: in place of what is before each token with `loss_mask`, what is after the last token of each sequence.
+
+        Raises DataError if `loss_mask` marks the first token of a sequence.
+        """
         if not self._packed:
             rows = pad(micro_batch, self._multiple)
+            rows = after_last(rows, micro_batch) if last else rows
             mask = {"attention": None, "attention_mask": rows.attention_mask.to(self._device)}
             return LaidOut(rows, self._cells(rows) | mask, lambda values: values)
         row = pack(micro_batch, self._multiple)
+        row = after_last(row, micro_batch) if last else row
         if self._parallel.context.size() == 1:
             attention = packed_attention(self._backend, row, self._device)
             return LaidOut(row, self._cells(row) | {"attention": attention}, lambda values: values)

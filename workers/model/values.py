@@ -10,6 +10,9 @@ No chunks are needed: a value is one number where log-probs take V logits.
 Shapes: R rows of W cells, N predicted tokens, B sequences.
 """
 
+from dataclasses import replace
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -18,7 +21,7 @@ from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import PackedAttention
 from workers.model.model import PackedModel, read_pretrained, read_rows
-from workers.model.packing import ModelInput, PackedRow
+from workers.model.packing import ModelInput, PackedRow, Sequences
 from workers.model.padded import PaddedRows
 
 HEAD = "score"  # what transformers calls the head of sequence classification, in every family
@@ -68,6 +71,24 @@ def packed_value_model(model: PreTrainedModel, config: ModelConfig) -> PackedVal
     if not hasattr(model, HEAD):
         raise UnsupportedModelError(f"{type(model).__name__} has no linear head named {HEAD}")
     return read_rows(model, config, lambda: PackedValueModel(model, config.activation_offload))
+
+
+Rows = TypeVar("Rows", bound=ModelInput)
+
+
+def after_last(rows: Rows, sequences: Sequences) -> Rows:
+    """`rows`, the micro-batch of `sequences` laid out, that reads the cell of each sequence's last token alone: N = B.
+
+    There is nothing that these cells are to predict: `targets` is 0.
+    """
+    cells = last_cells(rows, len(sequences))
+    return replace(
+        rows,
+        predicting=cells,
+        targets=torch.zeros_like(cells),
+        loss_positions=sequences.lengths.cumsum(0) - 1,
+        sequence_index=torch.arange(len(sequences)),
+    )
 
 
 def last_cells(rows: ModelInput, sequences: int) -> Tensor:

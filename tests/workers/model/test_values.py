@@ -152,6 +152,37 @@ def test_a_critic_on_two_ranks_equals_one_on_single_sequences(context_parallel, 
             assert relative_error(gradients[name], parameter.grad) < 1e-9, name
 
 
+def scores_on_a_rank(path: str, context_parallel: int, layout: str) -> dict[int, Tensor]:
+    shares = (ROWS, MICRO_BATCHES) if dist.get_world_size() > context_parallel else TOGETHER
+    rows, micro_batches = (share[dist.get_rank() // context_parallel] for share in shares)
+    engine = Engine(
+        ModelConfig(path=path, dtype="float64", layout=layout),
+        optimizer=None,
+        total_steps=0,
+        device="cpu",
+        head="value",
+        parallel=ParallelConfig(context_parallel=context_parallel),
+    )
+    scores = engine.scores(in_order(random_sequences(), rows), micro_batches)
+    return dict(zip(rows, scores, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("count", "context_parallel", "layout"), [(1, 1, "packed"), (2, 1, "padded"), (2, 1, "packed"), (2, 2, "packed")]
+)
+def test_a_reward_model_scores_each_sequence_at_its_last_token(count, context_parallel, layout, tmp_path, ranks):
+    path = save_tiny_model(tmp_path)  # for its tokenizer
+    reward_model().save_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64)
+    with torch.no_grad():
+        alone = [values[-1] for values in unpacked_values(model, random_sequences())]
+    parts = ranks.run(scores_on_a_rank, count, path, context_parallel, layout)
+    assert {row for part in parts for row in part} == set(range(11))
+    for part in parts:
+        for row, score in part.items():
+            assert score.item() == pytest.approx(alone[row].item(), rel=1e-5, abs=1e-6)
+
+
 def test_training_a_critic_explains_more_of_the_returns(tmp_path):
     sequences, path = for_a_critic(), save_tiny_model(tmp_path)
     engine = Engine(
