@@ -48,4 +48,4 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
-	rm -rf .venv site runs examples/addition/cache
+	rm -rf .venv site runs examples/*/cache

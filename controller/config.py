@@ -121,30 +121,35 @@ class RewardConfig:
     )
     workers: int = setting(1, "Processes that score samples beside generation.", minimum=1)
     timeout_s: float = setting(
-        30.0, "Seconds that one call of a reward function may take.", minimum=0, exclusive_minimum=True
+        30.0,
+        "Seconds that one call of a reward function, or of rollout.environment, may take.",
+        minimum=0,
+        exclusive_minimum=True,
     )
     concurrency: int = setting(
         16, "Samples that one worker scores at a time, where a reward function is a coroutine function.", minimum=1
     )
     on_failure: str = setting(
         "zero",
-        "What becomes of a sample whose reward function raised, hung, died or returned no number: its reward is "
-        "`zero`, it is left out (`drop`), or the run ends (`stop`). It is counted in any case.",
+        "What becomes of a sample whose reward function, or environment, raised, hung, died or returned no number: its "
+        "reward is `zero`, it is left out (`drop`), or the run ends (`stop`). It is counted in any case.",
         choices=("zero", "drop", "stop"),
     )
     overlong_tokens: int = setting(
         0,
-        "Soft punishment of long responses (DAPO): over the last so many tokens before sampling.max_new_tokens the "
-        "reward falls linearly, by reward.overlong_penalty in all; 0 punishes none.",
+        "Soft punishment of long responses (DAPO): over the last so many tokens before sampling.max_new_tokens (of an "
+        "episode: before rollout.max_episode_tokens) the reward falls linearly, by reward.overlong_penalty in all; 0 "
+        "punishes none.",
         minimum=0,
     )
-    overlong_penalty: float = setting(1.0, "What a response of sampling.max_new_tokens loses.", minimum=0)
+    overlong_penalty: float = setting(1.0, "What a response of that length loses.", minimum=0)
 
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of every reward function, by `module:function`; none where a reward model alone says the reward."""
+        """Weight of every reward function, by `module:function`; none where an environment or a reward model alone gives
+        rewards."""
         return self.functions or ({self.function: 1.0} if self.function else {})
 
 
@@ -281,15 +286,25 @@ class Config:
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that training can meet."""
-        return self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens
+        return self.data.max_prompt_tokens + self.longest_response
+
+    @property
+    def longest_response(self) -> int:
+        """Most tokens after a prompt in training: of a response, or of an episode's turns and observations."""
+        return self.rollout.response_limit(self.rollout.sampling)
 
     @property
     def max_model_tokens(self) -> int:
         """Longest prompt plus response that an engine takes, in training and validation."""
-        responses = [self.rollout.sampling.max_new_tokens]
+        return self.rollout.max_model_tokens or self.needed_model_tokens
+
+    @property
+    def needed_model_tokens(self) -> int:
+        """Tokens of the longest sequence that training or validation can meet."""
+        responses = [self.longest_response]
         if self.data.validation:
-            responses.append(self.validation.sampling.max_new_tokens)
-        return self.rollout.max_model_tokens or self.data.max_prompt_tokens + max(responses)
+            responses.append(self.rollout.response_limit(self.validation.sampling))
+        return self.data.max_prompt_tokens + max(responses)
 
     @property
     def training_workers(self) -> int:

@@ -31,6 +31,7 @@ def check(config: Config) -> None:
     _check_loss(config)
     _check_optimizer(config)
     _check_sampling(config)
+    _check_environment(config)
     _check_overlong(config)
     _check_caps(config)
     _check_devices(config)
@@ -185,12 +186,37 @@ def _check_sampling(config: Config) -> None:
 
 
 def _check_overlong(config: Config) -> None:
-    overlong, longest = config.reward.overlong_tokens, config.rollout.sampling.max_new_tokens
+    overlong, longest = config.reward.overlong_tokens, config.longest_response
     if overlong >= longest:
         raise ConfigError(
             f"reward.overlong_tokens={overlong} punishes every response: it must be below "
-            f"rollout.sampling.max_new_tokens={longest}."
+            f"{_response_limit(config)}={longest}."
         )
+
+
+def _response_limit(config: Config) -> str:
+    """What sets `longest_response`."""
+    if not config.rollout.environment:
+        return "rollout.sampling.max_new_tokens"
+    if config.rollout.max_episode_tokens:
+        return "rollout.max_episode_tokens"
+    return "rollout.max_turns * rollout.sampling.max_new_tokens"
+
+
+def _check_environment(config: Config) -> None:
+    rollout = config.rollout
+    if not rollout.environment:
+        return
+    check_function("rollout.environment", rollout.environment)
+    turns = {"rollout.sampling": rollout.sampling}
+    if config.data.validation:
+        turns["validation.sampling"] = config.validation.sampling
+    for key, sampling in turns.items():
+        if sampling.max_new_tokens > rollout.response_limit(sampling):
+            raise ConfigError(
+                f"rollout.max_episode_tokens={rollout.max_episode_tokens} is below "
+                f"{key}.max_new_tokens={sampling.max_new_tokens}, the longest turn; raise it, or leave it at 0."
+            )
 
 
 def _check_caps(config: Config) -> None:
@@ -198,7 +224,7 @@ def _check_caps(config: Config) -> None:
     longest = config.longest_sequence
     parts = (
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
-        f"rollout.sampling.max_new_tokens={config.rollout.sampling.max_new_tokens} = {longest} tokens"
+        f"{_response_limit(config)}={config.longest_response} = {longest} tokens"
     )
     multiple, sharing = config.length_multiple, config.policy.parallel.context_parallel
     if longest % multiple:
@@ -210,14 +236,10 @@ def _check_caps(config: Config) -> None:
             raise ConfigError(
                 f"{key}={cap}{times} is below the longest possible sequence, {parts}; raise the cap or lower either."
             )
-    needed = config.data.max_prompt_tokens + max(
-        config.rollout.sampling.max_new_tokens,
-        config.validation.sampling.max_new_tokens if config.data.validation else 0,
-    )
-    if config.max_model_tokens < needed:
+    if config.max_model_tokens < config.needed_model_tokens:
         raise ConfigError(
-            f"rollout.max_model_tokens={config.max_model_tokens} is below the {needed} tokens that "
-            "data.max_prompt_tokens and max_new_tokens (of rollout.sampling or validation.sampling) allow; raise it or "
+            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
+            f"data.max_prompt_tokens and {_response_limit(config)} (or that of validation.sampling) allow; raise it or "
             "leave it at 0."
         )
 
@@ -303,7 +325,7 @@ def _check_model(config: Config, model: ModelFiles) -> None:
     if model.positions is not None and config.max_model_tokens > model.positions:
         raise ConfigError(
             f"prompt and response may reach {config.max_model_tokens} tokens, but {config.model.path} takes "
-            f"{model.positions}; lower data.max_prompt_tokens, max_new_tokens or rollout.max_model_tokens."
+            f"{model.positions}; lower data.max_prompt_tokens, {_response_limit(config)} or rollout.max_model_tokens."
         )
     parallel, heads, pairs = config.rollout.tensor_parallel, model.attention_heads, model.key_value_heads
     if heads is not None and heads % parallel:
@@ -372,9 +394,12 @@ def first_record(key: str, path: str, prompt_key: str) -> dict[str, Any]:
 
 
 def _check_rewards(config: Config) -> None:
-    without = config.uses_reward_model and not config.reward.weights
-    if bool(config.reward.function) == bool(config.reward.functions) and not without:
-        raise ConfigError("one of reward.function and reward.functions (several, by weight) must be set, and not both.")
+    given = bool(config.reward.function) + bool(config.reward.functions)
+    if given > 1 or not (given or config.rollout.environment or config.uses_reward_model):
+        raise ConfigError(
+            "one of reward.function and reward.functions (several, by weight) must be set, and not both; "
+            "rollout.environment and reward.model.path need none."
+        )
     key = "reward.functions" if config.reward.functions else "reward.function"
     names: dict[str, str] = {}
     for function, weight in config.reward.weights.items():

@@ -143,6 +143,11 @@ NO_EFFECT_WITHOUT = (
         ("model.lora.alpha", "model.lora.target_modules"),
     ),
     (
+        "rollout.environment",
+        lambda c: bool(c.rollout.environment),
+        ("rollout.max_turns", "rollout.max_episode_tokens"),
+    ),
+    (
         "data.validation",
         lambda c: bool(c.data.validation),
         ("validation.",),

@@ -78,5 +78,5 @@ def check_same_vocabulary(config: Config, policy: ModelFiles, key: str, path: st
     if model.positions is not None and config.longest_sequence > model.positions:
         raise ConfigError(
             f"sequences may reach {config.longest_sequence} tokens, but {key}={path} takes {model.positions}; lower "
-            "data.max_prompt_tokens or rollout.sampling.max_new_tokens."
+            "data.max_prompt_tokens or the limits of a response."
         )

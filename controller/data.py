@@ -183,11 +183,12 @@ def tokenize_record(record: Record, tokenizer: Any, rules: PromptRules, where: s
     """Token ids int32 [P] of a record's prompt. Raises DataError naming the record `where`."""
     prompt = record[rules.prompt_key]
     if rules.system_prompt:
-        prompt = _with_system_prompt(prompt, rules.system_prompt, where)
+        prompt = with_system_prompt(prompt, rules.system_prompt, where)
     return tokenize(tokenizer, prompt, where=where)
 
 
-def _with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
+def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
+    """Chat messages with a system message first, unless they have one. Raises DataError, naming `where`, for a text."""
     if isinstance(prompt, str):
         raise DataError(f"{where} is a text, but data.system_prompt goes before chat messages; make it a list of them.")
     if not isinstance(prompt, list) or (prompt and prompt[0].get("role") == "system"):

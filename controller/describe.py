@@ -87,7 +87,7 @@ def _sizes(config: Config) -> list[str]:
         f"a step: {config.batch.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = "
         f"{config.sequences_per_step} sequences, at most {tokens:,} tokens",
         f"a mini-batch: {spread} sequences over {config.policy.ranks} ranks; {len(sizes)} a step",
-        f"a sequence: at most {config.data.max_prompt_tokens} + {config.rollout.sampling.max_new_tokens} = "
+        f"a sequence: at most {config.data.max_prompt_tokens} + {config.longest_response} = "
         f"{config.longest_sequence} tokens; engines take {config.max_model_tokens}",
         f"the run: {config.run.steps} steps, {config.run.steps * config.batch.mini_batches} optimiser steps, "
         f"written to {config.run_folder}",

@@ -24,7 +24,14 @@ from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
 from controller.describe import describe
 from controller.describe_cluster import print_cluster
 from controller.fleet import RestartBudget
-from controller.functions import check_rewards, load_function, pack, requested_columns
+from controller.functions import (
+    check_environment,
+    check_rewards,
+    load_function,
+    pack,
+    pack_environment,
+    requested_columns,
+)
 from controller.layout import reserved
 from controller.records import Record, read_records
 from controller.recovery import recovering
@@ -38,13 +45,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run needs beside its configuration, read and checked before anything starts."""
+    """What a run needs beside its configuration, read and checked before anything starts. environment: the packed class
+    of rollout.environment, empty without one."""
 
     sources: list[PromptDataset]
     validation: PromptDataset | None
     reward_functions: list[RewardFunction]
     cost_model: CostModel
     weights: dict[str, float]
+    environment: bytes = b""
 
     @property
     def prompts(self) -> Prompts:
@@ -84,7 +93,8 @@ def read_inputs(config: Config) -> Inputs:
     data = config.data
     records = {path: read_records(path, data.prompt_key) for path in data.weights}
     held_out = {data.validation: read_records(data.validation, data.prompt_key)} if data.validation else {}
-    functions = _reward_functions(config, next(iter(records.values()))[0])
+    example = next(iter(records.values()))[0]
+    functions = _reward_functions(config, example)
     for path, rows in (records | held_out).items():
         for function in functions:
             _check_columns(path, rows, function)
@@ -93,14 +103,28 @@ def read_inputs(config: Config) -> Inputs:
 
     from workers.model.model import load_tokenizer
 
+    tokenizer = load_tokenizer(config.model.path)
+    environment = _environment(config, example, tokenizer) if config.rollout.environment else b""
     rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
-    dataset = partial(PromptDataset, tokenizer=load_tokenizer(config.model.path), rules=rules)
+    dataset = partial(PromptDataset, tokenizer=tokenizer, rules=rules)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=curriculum)
         for path, rows in records.items()
     ]
     validation = [dataset(rows, shuffle=False, name=path) for path, rows in held_out.items()]
-    return Inputs(sources, validation[0] if validation else None, functions, cost_model, data.weights)
+    held_out_prompts = validation[0] if validation else None
+    return Inputs(sources, held_out_prompts, functions, cost_model, data.weights, environment)
+
+
+def _environment(config: Config, example: Record, tokenizer: Any) -> bytes:
+    """The packed environment, tried on the first record; and the chat template, where prompts need one."""
+    from workers.rollout.conversation import check_template
+
+    if isinstance(example[config.data.prompt_key], list):
+        check_template(tokenizer, config.model.path)
+    environment = pack_environment(config.rollout.environment)
+    check_environment(environment, example, timeout_s=config.reward.timeout_s)
+    return environment
 
 
 def _reward_functions(config: Config, example: Record) -> list[RewardFunction]:
@@ -156,7 +180,7 @@ def training(
 
     tensorboard = config.tracking.tensorboard
     budget = budget or RestartBudget(config.run.max_restarts)
-    with start_roles(config, inputs.reward_functions, console, budget) as roles:
+    with start_roles(config, inputs.reward_functions, console, budget, environment=inputs.environment) as roles:
         progress = go_on(config, roles, console)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
         with RunWriter(config.run_folder, to_yaml(config), tensorboard=tensorboard, after=progress.step) as writer:

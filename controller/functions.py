@@ -1,9 +1,11 @@
-"""A user's functions, such as the reward: found by name and checked before anything starts.
+"""A user's functions, such as the reward, and environment: found by name and checked before anything starts.
 
 "module:function" or "path/file.py:function" --load_function--> callable --requested_columns--> names it is given
 reward functions --pack--> bytes that their processes unpack, tried once by check_rewards
+"module:Class" --pack_environment--> bytes likewise, tried once by check_environment
 """
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +16,8 @@ from typing import Any, cast
 
 import cloudpickle
 
-from workers.errors import ConfigError
+from workers.environment_process import EnvironmentPool
+from workers.errors import ConfigError, EpisodeError
 from workers.reward_process import Call, RewardFunction, RewardProcess
 
 RESPONSES = {"response", "responses"}
@@ -83,10 +86,45 @@ def requested_columns(function: Callable[..., Any], record: Mapping[str, Any], n
 def pack(functions: Sequence[RewardFunction]) -> bytes:
     """The functions pickled by value, so that other nodes and processes need no copy of their files."""
     for function in functions:
-        module = sys.modules[function.function.__module__]
-        if "site-packages" not in (getattr(module, "__file__", None) or "site-packages"):
-            cloudpickle.register_pickle_by_value(module)
+        _pickle_by_value(function.function)
     return cast(bytes, cloudpickle.dumps(list(functions)))
+
+
+def pack_environment(name: str) -> bytes:
+    """The class that rollout.environment names, pickled by value. Raises ConfigError if it lacks `reset` or `step`."""
+    environment = load_function("rollout.environment", name)
+    methods = [method for method in ("reset", "step") if not callable(getattr(environment, method, None))]
+    if not isinstance(environment, type) or methods:
+        raise ConfigError(f"rollout.environment={name!r} must be a class with the methods reset and step.")
+    _pickle_by_value(environment)
+    return cast(bytes, cloudpickle.dumps(environment))
+
+
+def _pickle_by_value(found: Any) -> None:
+    module = sys.modules[found.__module__]
+    if "site-packages" not in (getattr(module, "__file__", None) or "site-packages"):
+        cloudpickle.register_pickle_by_value(module)
+
+
+def check_environment(environment: bytes, example: dict[str, Any], *, timeout_s: float) -> None:
+    """Play one turn, an empty response to one record, in a process of its own.
+
+    Raises ConfigError with what went wrong: an environment must answer any text.
+    """
+
+    async def one_turn() -> None:
+        pool = EnvironmentPool(environment, timeout_s)
+        try:
+            async with pool.episode() as played:
+                await played.reset(example)
+                await played.step("")
+        finally:
+            await pool.stop()
+
+    try:
+        asyncio.run(one_turn())
+    except EpisodeError as error:
+        raise ConfigError(f"rollout.environment failed on the first record and an empty response: {error}.") from None
 
 
 def check_rewards(functions: bytes, example: Mapping[str, Any], *, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from workers.errors import LostError, ResourceError, WorkerError
 from workers.reward import RewardWorker, ScoreRequest
 from workers.reward_process import RewardFunction
 from workers.rollout.requests import SampleResult
-from workers.score import Score
+from workers.score import Score, beside_environment
 
 # Scoring holds no state and blocks outlive the actor: Ray may start it anew and ask it again.
 AGAIN = {"max_restarts": 3, "max_task_retries": 3}
@@ -30,7 +30,7 @@ class RewardPool:
     ) -> None:
         """`cpus`: what each actor reserves."""
         self._columns = sorted({name for function in functions for name in function.columns})
-        self._on_failure = config.on_failure
+        self._on_failure, self._has_functions = config.on_failure, bool(functions)
         packed, actor_class = pack(functions), ray.remote(RewardWorker)
         self._actors = [
             actor_class.options(name=f"reward {i}", num_cpus=cpus, **AGAIN).remote(
@@ -78,10 +78,16 @@ class RewardPool:
                 block_scores = ray.get(ref)
             except ray.exceptions.RayError as error:
                 raise LostError(f"a reward worker was lost: {cause_of(error)}") from error
-            scores |= {(r.uid, r.sample): score for r, score in zip(results, block_scores, strict=True)}
+            pairs = zip(results, block_scores, strict=True)
+            scores |= {result.key: self._joined(score, result.environment) for result, score in pairs}
         if self._on_failure == "stop":
             _refuse_failures(scores)
         return scores
+
+    def _joined(self, score: Score, environment: Score | None) -> Score:
+        if environment is None:
+            return score
+        return beside_environment(score, environment, has_functions=self._has_functions)
 
     def stop(self) -> None:
         """End the actors."""

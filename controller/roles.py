@@ -72,9 +72,16 @@ class Roles:
 
 @contextmanager
 def start_roles(
-    config: Config, reward_functions: Sequence[RewardFunction], console: Console, budget: RestartBudget
+    config: Config,
+    reward_functions: Sequence[RewardFunction],
+    console: Console,
+    budget: RestartBudget,
+    *,
+    environment: bytes = b"",
 ) -> Iterator[Roles]:
     """Start every role, yield them, end every actor and give every bundle back, whatever happens.
+
+    environment: see `workers.environment_process`; empty where samples are one turn.
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
@@ -87,7 +94,7 @@ def start_roles(
         # Engines take longest to start: where they can, they come up while the training roles load.
         devices = _shared_devices(policy.facts(), config.rollout) if policy else []
         rollouts = Rollouts(
-            _engine_maker(config, requests["rollout"], bundles, devices),
+            _engine_maker(config, requests["rollout"], bundles, devices, environment),
             config.rollout,
             budget,
             replaceable=not config.uses_gpus,  # between GPUs, sender and engines have met once and for all
@@ -143,7 +150,9 @@ def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list
     return devices
 
 
-def _engine_maker(config: Config, request: RoleRequest, bundles: Bundles, devices: list[str]) -> MakeActor:
+def _engine_maker(
+    config: Config, request: RoleRequest, bundles: Bundles, devices: list[str], environment: bytes
+) -> MakeActor:
     """Makes the actor of a replica, and another in its place; see `Engines`.
 
     `devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none.
@@ -153,7 +162,7 @@ def _engine_maker(config: Config, request: RoleRequest, bundles: Bundles, device
     def make(replica: int, attempt: int) -> Any:
         bundle = replica * config.rollout.tensor_parallel if devices else replica
         # An actor without GPUs of its own would see none: Ray is told to leave the variable alone.
-        environment = {
+        variables = {
             "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
@@ -165,7 +174,7 @@ def _engine_maker(config: Config, request: RoleRequest, bundles: Bundles, device
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 bundles[request.pool], placement_group_bundle_index=bundle
             ),
-        } | ({"runtime_env": {"env_vars": environment}} if devices else {})
+        } | ({"runtime_env": {"env_vars": variables}} if devices else {})
         return actor_class.options(**options).remote(
             config.model,
             config.rollout,
@@ -173,6 +182,8 @@ def _engine_maker(config: Config, request: RoleRequest, bundles: Bundles, device
             placement=config.rollout_placement,
             max_model_tokens=config.max_model_tokens,
             seed=config.run.seed,
+            environment=environment,
+            environment_timeout_s=config.reward.timeout_s,
         )
 
     return make

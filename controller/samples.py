@@ -13,17 +13,20 @@ from controller.rollouts import RolloutRound
 from controller.validation import Graded
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.rollout.requests import LENGTH, TURNS
 from workers.score import Score
 
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
+COUNTS = ("prompt_tokens", "response_tokens", "length", "turns", "weight_version", "newest_weight_version")
 
 
 @dataclass(frozen=True)
 class Rollout:
     """The samples of one round of generation, or of several.
 
-    batch: columns uid, sample, prompt_tokens, response_tokens, length (int64), truncated (bool), weight_version
-    (int64), reward (float64); tokens input_ids, loss_mask, rollout_log_probs. `by_sample`: scores in the batch's order.
+    batch: columns uid, sample, prompt_tokens, response_tokens (the policy's), length (of all), turns (int64), truncated
+    (bool), weight_version, newest_weight_version (int64), reward (float64); tokens input_ids, loss_mask,
+    rollout_log_probs. `by_sample`: scores in the batch's order.
     `failures`: why samples have no score of their own. `rounds`: rounds of generation that it joins.
     """
 
@@ -101,6 +104,7 @@ class Rollout:
     def metrics(self) -> dict[str, float]:
         """Rewards and lengths of the round, under the names that a run logs."""
         tokens = self.batch["response_tokens"]
+        observed = self.batch["length"] - self.batch["prompt_tokens"] - tokens
         means = self.scores()
         if "greedy_reward" in self.batch.columns:
             means["greedy"] = float(self.batch["greedy_reward"].mean())
@@ -116,7 +120,10 @@ class Rollout:
             "rollout/response_tokens_mean": float(tokens.mean()),
             "rollout/response_tokens_max": float(tokens.max()),
             "rollout/truncated_share": float(self.batch["truncated"].mean()),
+            "rollout/turns_mean": float(self.batch["turns"].mean()),
+            "rollout/observation_tokens_mean": float(observed.mean()),
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
+            "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
         }
 
 
@@ -141,16 +148,11 @@ def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score], *,
     block = np.array([number[ref] for _, ref in kept], dtype=np.int32)
     row = np.array([result.row for result in found], dtype=np.int32)
     by_sample = {(result.uid, result.sample): scores[result.uid, result.sample] for result in found}
-    prompt_tokens = np.array([result.prompt_tokens for result in found], dtype=np.int64)
-    response_tokens = np.array([result.response_tokens for result in found], dtype=np.int64)
     columns = {
         "uid": np.array([result.uid for result in found]),
         "sample": np.array([result.sample for result in found], dtype=np.int64),
-        "prompt_tokens": prompt_tokens,
-        "response_tokens": response_tokens,
-        "length": prompt_tokens + response_tokens,
-        "truncated": np.array([result.finish_reason == "length" for result in found]),
-        "weight_version": np.array([result.weight_version for result in found], dtype=np.int64),
+        **{name: np.array([getattr(result, name) for result in found], dtype=np.int64) for name in COUNTS},
+        "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
         "reward": np.array([score.reward for score in by_sample.values()]),
     }
     tokens = {name: TokenColumn(name, tuple(blocks), block, row) for name in TOKEN_COLUMNS}

@@ -27,6 +27,7 @@ from controller.data import Prompt, PromptDataset, Prompts
 from controller.interrupts import Interrupts
 from controller.lookahead import Lookahead
 from controller.metrics import RunWriter, Stopwatch
+from controller.requests import sample_requests
 from controller.roles import Roles
 from controller.samples import Rollout, assemble
 from controller.shaping import overlong_penalty
@@ -35,7 +36,6 @@ from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.metrics import Metrics, results
 from workers.remote_batch import RemoteBatch
-from workers.rollout.requests import SampleRequest, sample_seed
 
 MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
 # The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
@@ -228,20 +228,17 @@ class Trainer:
 
     def shaped(self, rollout: Rollout) -> Rollout:
         """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""
-        settings, longest = self.config.reward, self.config.rollout.sampling.max_new_tokens
+        settings, longest = self.config.reward, self.config.longest_response
         if not settings.overlong_tokens:
             return rollout
-        penalty = overlong_penalty(rollout.batch["response_tokens"], longest, settings.overlong_tokens)
+        tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
+        penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
         return rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
 
     def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> Rollout:
         """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
-        requests = [
-            SampleRequest(prompt.uid, i, prompt.ids, sample_seed(self.config.run.seed, step, prompt.uid, i))
-            for prompt in prompts
-            for i in range(samples)
-        ]
+        requests = sample_requests(self.config, prompts, samples, step)
         finished = self.roles.rollouts.generate(
             requests, sampling, on_results=lambda found, block: self.roles.rewards.submit(found, block, by_uid)
         )

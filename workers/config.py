@@ -183,7 +183,8 @@ class RolloutConfig:
     )
     max_model_tokens: int = setting(
         0,
-        "Longest prompt plus response an engine takes; 0 takes data.max_prompt_tokens + sampling.max_new_tokens.",
+        "Longest prompt plus response an engine takes; 0 takes data.max_prompt_tokens + sampling.max_new_tokens, or "
+        "+ rollout.max_episode_tokens with an environment.",
         minimum=0,
     )
     max_concurrent: int = setting(
@@ -209,6 +210,24 @@ class RolloutConfig:
         minimum=0,
         exclusive_minimum=True,
     )
+    environment: str = setting(
+        "",
+        "A class that answers the policy's turns, `module:Class` or `path/file.py:Class` (see docs/environments.md); "
+        "empty: a sample is one turn. reward.timeout_s and reward.on_failure are also its own.",
+    )
+    max_turns: int = setting(8, "Turns of the policy in an episode.", minimum=1)
+    max_episode_tokens: int = setting(
+        0,
+        "Tokens of an episode after its prompt: the policy's, each turn up to sampling.max_new_tokens, and the "
+        "environment's; 0 takes max_turns * sampling.max_new_tokens.",
+        minimum=0,
+    )
+
+    def response_limit(self, sampling: SamplingConfig) -> int:
+        """Most tokens after a prompt: of a response, or of an episode's turns and observations."""
+        if not self.environment:
+            return sampling.max_new_tokens
+        return self.max_episode_tokens or self.max_turns * sampling.max_new_tokens
 
 
 POLICY_LOSS_SETTINGS: dict[str, tuple[str, ...]] = {

@@ -39,3 +39,7 @@ class CheckpointError(BallastError):
 
 class NonFiniteError(BallastError):
     """Loss or gradients were NaN or infinite in too many optimiser steps in a row; names the sequences."""
+
+
+class EpisodeError(BallastError):
+    """An episode's environment raised, hung, died or answered with the wrong type; it costs that sample alone."""

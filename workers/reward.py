@@ -1,11 +1,16 @@
 """RewardWorker: decodes finished samples and has them scored, beside generation.
 
 block of tokens (object store) --decode--> response text --RewardProcess--> Score
+
+Of an episode with several turns the functions score the last one, the policy's own words; what is shown and recorded
+is all that follows the prompt.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from workers.remote_batch import TokenBlock
 from workers.reward_process import Call, RewardProcess
@@ -40,10 +45,24 @@ class RewardWorker:
 
     def score(self, block: TokenBlock, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One Score for each request, in order; one that could not be scored says why in `failure`."""
-        calls = [Call(i, self._response(block, request), request.columns) for i, request in enumerate(requests)]
+        rows = [block.row(request.row) for request in requests]
+        calls = [
+            Call(i, self._text(row["input_ids"][last_turn(row["loss_mask"])]), request.columns)
+            for i, (row, request) in enumerate(zip(rows, requests, strict=True))
+        ]
         scores = self._process.run(calls)
-        return [scores[i] for i in range(len(requests))]
+        return [
+            replace(scores[i], response=self._text(row["input_ids"][request.prompt_tokens :]))
+            for i, (row, request) in enumerate(zip(rows, requests, strict=True))
+        ]
 
-    def _response(self, block: TokenBlock, request: ScoreRequest) -> str:
-        ids = block.row(request.row)["input_ids"][request.prompt_tokens :]
+    def _text(self, ids: np.ndarray) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+def last_turn(loss_mask: np.ndarray) -> slice:
+    """Where the policy's last turn lies in a row: its last run of tokens with bool `loss_mask`, which has some."""
+    marked = np.flatnonzero(loss_mask)
+    breaks = np.flatnonzero(np.diff(marked) > 1)
+    first = marked[breaks[-1] + 1] if len(breaks) else marked[0]
+    return slice(int(first), int(marked[-1]) + 1)

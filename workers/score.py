@@ -15,9 +15,9 @@ from workers.errors import DataError
 class Score:
     """The reward of one sample.
 
-    `parts`: further numbers by name, logged beside the reward. `response`: the text that was scored. `answer`: what was
-    read from it, if the function says so; responses with the same answer vote together in validation. `failure`: why
-    there is no score, and then the reward is 0.
+    `parts`: further numbers by name, logged beside the reward. `response`: the text, with all its turns. `answer`: what
+    was read from it, if the function says so; responses with the same answer vote together in validation. `failure`:
+    why there is no score, and then the reward is 0.
     """
 
     reward: float
@@ -45,6 +45,18 @@ def as_score(value: Any, response: str) -> Score:
     if not math.isfinite(reward):
         raise DataError(f"the reward function returned {reward} for {response!r}.")
     return Score(reward, response, numbers, answer)
+
+
+def beside_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:
+    """The sample's score: what the environment gave, plus what reward functions said, if there are any.
+
+    Beside them the environment's reward is a part of its own. A failure of either is the sample's.
+    """
+    if failure := environment.failure or score.failure:
+        return Score(0.0, score.response, failure=failure)
+    own = {"environment": environment.reward} if has_functions else {}
+    parts = own | environment.parts | score.parts
+    return Score(environment.reward + score.reward, score.response, parts, score.answer)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:

@@ -29,9 +29,9 @@ STEPS = 600
 BATCH = 32
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; <pad> and <eos> beside them."""
-    vocabulary = {c: i for i, c in enumerate(["<pad>", "<eos>", "<unk>", *data.CHARACTERS])}
+def tokenizer(characters: str = data.CHARACTERS) -> PreTrainedTokenizerFast:
+    """One token a character; <pad>, <eos> and <unk> beside them."""
+    vocabulary = {c: i for i, c in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokens.decoder = decoders.Fuse()
@@ -40,9 +40,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def create_model(folder: Path, seed: int) -> None:
-    """A random Qwen2 of 3M parameters with tied embeddings, in Hugging Face format."""
-    characters = tokenizer()
+def create_model(folder: Path, seed: int, characters: PreTrainedTokenizerFast | None = None) -> None:
+    """A random Qwen2 of 3M parameters with tied embeddings and at most 32 tokens, in Hugging Face format."""
+    characters = characters or tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=32,

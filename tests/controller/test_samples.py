@@ -96,3 +96,13 @@ def test_samples_meet_the_greedy_response_to_their_prompt(finished: RolloutRound
     elsewhere = RolloutRound([result("c", 0, 0)], ["g"], [], retried=0)
     with pytest.raises(RolloutError, match="no prompt of this round has both"):
         assemble(finished, SCORES).against(assemble(elsewhere, {("c", 0): Score(1.0, "greedy")}))
+
+
+def test_tokens_of_an_environment_count_for_the_length_and_not_for_the_response() -> None:
+    results = [result("a", 0, 0, observation_tokens=4, turns=3, newest_weight_version=3, finish_reason="turns")]
+    found = assemble(RolloutRound(results, ["x"], [], retried=0), {("a", 0): Score(1.0, "yes")})
+    assert (found.batch["length"].tolist(), found.batch["response_tokens"].tolist()) == ([12], [5])
+    assert found.batch["truncated"].tolist() == [True]
+    metrics = found.metrics()
+    assert (metrics["rollout/turns_mean"], metrics["rollout/observation_tokens_mean"]) == (3, 4)
+    assert (metrics["rollout/oldest_weight_version"], metrics["rollout/newest_weight_version"]) == (2, 3)

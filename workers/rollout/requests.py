@@ -5,20 +5,34 @@ SampleRequest --engine--> SampleResult (to the driver) + one row of a TokenBlock
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-STOP, LENGTH, ERROR = "stop", "length", "error"
+from workers.environment import Text
+from workers.score import Score
+
+STOP, LENGTH, TURNS, ERROR = "stop", "length", "turns", "error"
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """What an environment begins with: the record, and its prompt as it was tokenized (text or chat messages)."""
+
+    record: dict[str, Any]
+    prompt: Text
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One response wanted. prompt_ids: int32 [prompt tokens]; the samples of a group share the array."""
+    """One response wanted. prompt_ids: int32 [prompt tokens]; the samples of a group share the array. start: set where
+    an environment answers the policy's turns; else there is one turn."""
 
     uid: str
     sample: int
     prompt_ids: np.ndarray
     seed: int
+    start: EpisodeStart | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -30,9 +44,12 @@ class SampleRequest:
 class SampleResult:
     """What became of one request.
 
-    finish_reason: `stop` (end of sequence), `length` (sampling.max_new_tokens or the engine's longest sequence) or
-    `error`, with the reason in `error`. weight_version: the oldest weights that any of its tokens was sampled with.
-    row: its row in the TokenBlock that came with it; -1 after an error.
+    response_tokens: those of the policy. observation_tokens: those that an environment put between its turns.
+    finish_reason: `stop` (end of sequence, or the environment was done), `length` (sampling.max_new_tokens,
+    rollout.max_episode_tokens or the engine's longest sequence), `turns` (rollout.max_turns) or `error`, with the
+    reason in `error`. weight_version, newest_weight_version: the oldest and the newest weights that any of its tokens
+    was sampled with. environment: its reward, or why it has none; None without one. row: its row in the TokenBlock that
+    came with it; -1 after an error.
     """
 
     uid: str
@@ -43,11 +60,20 @@ class SampleResult:
     weight_version: int
     error: str = ""
     row: int = -1
+    newest_weight_version: int = -1
+    turns: int = 1
+    observation_tokens: int = 0
+    environment: Score | None = None
 
     @property
     def key(self) -> tuple[str, int]:
         """What identifies the sample within a round."""
         return self.uid, self.sample
+
+    @property
+    def length(self) -> int:
+        """All tokens of the sequence."""
+        return self.prompt_tokens + self.response_tokens + self.observation_tokens
 
     @property
     def failed(self) -> bool:
@@ -57,6 +83,14 @@ class SampleResult:
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
     """A seed in [0, 2^63) that is the same on every machine and in every process, unlike `hash`."""
-    text = f"{run_seed}/{step}/{sample}/{uid}"
+    return _seed(f"{run_seed}/{step}/{sample}/{uid}")
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of a sample's turn, counted from 0, derived from the sample's: the first turn has that itself."""
+    return _seed(f"{seed}/{turn}") if turn else seed
+
+
+def _seed(text: str) -> int:
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,6 +1,9 @@
 """RolloutWorker: the actor around one vLLM engine.
 
     requests --generate--> [vLLM: scheduler, model, sampler] --every 0.25 s--> TokenBlock, list[SampleResult], ...
+                               turn | ^ observation              an environment's, where there is one
+                                    v |
+                            [EnvironmentPool: a process an episode]
     payload --update_weights--> pause, load, resume (requests in flight go on)
 
 An `AsyncLLM` keeps its model in processes of its own, so this process only hands requests over and packs what returns.
@@ -11,13 +14,16 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.errors import RolloutError
+from workers.environment_process import EnvironmentPool
+from workers.errors import DataError, RolloutError
 from workers.remote_batch import TokenBlock
+from workers.rollout.conversation import Conversation
 from workers.rollout.engine import (
     check_placement,
     engine_arguments,
@@ -25,8 +31,11 @@ from workers.rollout.engine import (
     refusal,
     sampling_parameters,
 )
-from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest, SampleResult
+from workers.rollout.episode import Episode, Limits, Turn
+from workers.rollout.play import play
+from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest, SampleResult, turn_seed
 from workers.rollout.weight_transfer import private_file
+from workers.score import Score
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -50,8 +59,11 @@ class RolloutWorker:
         placement: str,
         max_model_tokens: int,
         seed: int,
+        environment: bytes = b"",
+        environment_timeout_s: float = 0.0,
     ) -> None:
-        """`placement`: one of `workers.rollout.weight_transfer.BACKENDS`. The engine comes with `start`.
+        """`placement`: one of `workers.rollout.weight_transfer.BACKENDS`. The engine comes with `start`. `environment`,
+        `environment_timeout_s`: see EnvironmentPool; without one every sample is one turn.
 
         Raises ConfigError if this process's device cannot receive weights the placement's way.
         """
@@ -64,6 +76,8 @@ class RolloutWorker:
         self.seed = seed
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
+        self._environments = EnvironmentPool(environment, environment_timeout_s) if environment else None
+        self._tokenizer: Any = None
 
     @property
     def engine(self) -> "AsyncLLM":
@@ -82,6 +96,8 @@ class RolloutWorker:
         check_placement(self.placement, has_gpu=torch.cuda.is_available())
         # In a thread, so that `stop` and `pids` answer while the engine loads.
         engine = await asyncio.to_thread(self._build)
+        if self._environments is not None:
+            self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
         await engine.update_weight_version("0")
         self._engine = engine
 
@@ -98,14 +114,19 @@ class RolloutWorker:
             )
         )
 
+    def _load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model.path, trust_remote_code=False)
+
     async def generate(
         self, requests: list[SampleRequest], sampling: SamplingConfig
     ) -> AsyncIterator[TokenBlock | list[SampleResult]]:
         """Yield a TokenBlock and then the list of its results, again and again, as samples finish.
 
         The block comes first: whoever holds the list knows that the block was made. Its columns are `input_ids` int32,
-        `loss_mask` bool (True on the response) and `rollout_log_probs` float32 (0 on the prompt); failed samples have
-        no row. A sample that fails, fails alone; only the engine's death ends the stream, with RolloutError.
+        `loss_mask` bool (True where the policy sampled) and `rollout_log_probs` float32 (0 elsewhere); failed samples
+        have no row. A sample that fails, fails alone; only the engine's death ends the stream, with RolloutError.
         """
         pending = {asyncio.create_task(self._sample(request, sampling)) for request in requests}
         try:
@@ -120,25 +141,47 @@ class RolloutWorker:
                 task.cancel()
 
     async def _sample(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
-        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        engine = self.engine
-        vocabulary = engine.model_config.get_vocab_size()
+        vocabulary = self.engine.model_config.get_vocab_size()
         reason = refusal(request.prompt_ids, vocab_size=vocabulary, max_model_tokens=self.max_model_tokens)
         if reason:
             return _failure(request, reason)
-        prompt = tokens_input(request.prompt_ids.tolist())
-        name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
         try:
-            (output,) = [o async for o in engine.generate(prompt, sampling_parameters(sampling, request.seed), name)]
+            return await self._play(request, sampling)
         except EngineDeadError as error:
             raise RolloutError(
                 f"the engine of rollout replica {self.index} died; its log is in Ray's session folder, logs/worker-*."
             ) from error
         except Exception as error:  # whatever else vLLM raises concerns this request alone
             return _failure(request, f"{type(error).__name__}: {error.__cause__ or error}")
-        return _success(request, output)
+
+    async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
+        """One turn, or as many as an environment makes of it."""
+        limits = Limits(self.config.max_turns, self.config.response_limit(sampling))
+        episode, sample = Episode(request.prompt_ids, limits), partial(self._turn, request, sampling)
+        if request.start is None:
+            episode.add(await sample(episode))
+            return _success(request, episode, episode.turns[-1].finish_reason)
+        if self._environments is None:
+            raise DataError("the request has an environment, but rollout.environment is not set.")
+        conversation = Conversation(self._tokenizer, request.start.prompt, self.model.path)
+        environments = self._environments.episode()
+        return _success(
+            request, episode, *await play(episode, sample, environments, conversation, request.start.record)
+        )
+
+    async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Turn:
+        """What the engine samples after the episode's tokens."""
+        from vllm.inputs.engine import tokens_input
+
+        number = len(episode.turns)
+        tokens = min(sampling.max_new_tokens, episode.room)
+        parameters = sampling_parameters(replace(sampling, max_new_tokens=tokens), turn_seed(request.seed, number))
+        name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
+        prompt = tokens_input(episode.ids.tolist())
+        (output,) = [output async for output in self.engine.generate(prompt, parameters, name)]
+        return _as_turn(output)
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
         """Load `payload` (see `pack_weights`); samples of this engine carry `version` from the next token on.
@@ -212,6 +255,8 @@ class RolloutWorker:
     async def stop(self) -> None:
         """End the engine; returns when none of its processes is left. May be called at any time, and again."""
         engine, self._engine = self._engine, None
+        if self._environments is not None:
+            await self._environments.stop()
         await asyncio.to_thread(_end_engine, engine)
 
 
@@ -245,19 +290,31 @@ def _failure(request: SampleRequest, reason: str) -> Sample:
     return SampleResult(request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason), None
 
 
-def _success(request: SampleRequest, output: "RequestOutput") -> Sample:
+def _as_turn(output: "RequestOutput") -> Turn:
     completion = output.outputs[0]
     reason = completion.finish_reason
     if reason not in (STOP, LENGTH):
-        return _failure(request, f"vLLM ended the request with finish reason {reason!r}.")
-    prompt = len(request.prompt_ids)
-    response = np.asarray(completion.token_ids, dtype=np.int32)
-    log_probs = np.zeros(prompt + len(response), dtype=np.float32)
-    log_probs[prompt:] = completion.logprobs.logprobs  # flat: one entry a token, the sampled one's
-    row = {
-        "input_ids": np.concatenate([request.prompt_ids, response]),
-        "loss_mask": np.arange(len(log_probs)) >= prompt,
-        "rollout_log_probs": log_probs,
-    }
-    version = min(int(span.version) for span in completion.weight_versions)
-    return SampleResult(request.uid, request.sample, prompt, len(response), reason, version), row
+        raise RolloutError(f"vLLM ended the request with finish reason {reason!r}.")
+    return Turn(
+        ids=np.asarray(completion.token_ids, dtype=np.int32),
+        log_probs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),  # flat: one a token, the sampled one's
+        finish_reason=reason,
+        versions=tuple(int(span.version) for span in completion.weight_versions),
+    )
+
+
+def _success(request: SampleRequest, episode: Episode, reason: str, environment: Score | None = None) -> Sample:
+    oldest, newest = episode.versions
+    result = SampleResult(
+        request.uid,
+        request.sample,
+        episode.prompt_tokens,
+        episode.response_tokens,
+        reason,
+        oldest,
+        newest_weight_version=newest,
+        turns=len(episode.turns),
+        observation_tokens=episode.observation_tokens,
+        environment=environment,
+    )
+    return result, episode.row()

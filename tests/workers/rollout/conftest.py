@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import ray
@@ -17,7 +18,9 @@ from workers.rollout.weight_transfer import pack_weights
 from workers.rollout.worker import RolloutWorker
 
 
-def start_engines(path: Path, replicas: int = 1, restarts: int = 0, **settings: Any) -> Rollouts:
+def start_engines(
+    path: Path, replicas: int = 1, restarts: int = 0, environment: bytes = b"", **settings: Any
+) -> Rollouts:
     """Rollouts over engines of one thread each, started."""
     config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
     actor = ray.remote(RolloutWorker).options(num_cpus=1, max_concurrency=1000)
@@ -30,6 +33,8 @@ def start_engines(path: Path, replicas: int = 1, restarts: int = 0, **settings: 
             placement="shared_memory",
             max_model_tokens=tiny.MAX_MODEL_TOKENS,
             seed=0,
+            environment=environment,
+            environment_timeout_s=5.0,
         )
 
     rollouts = Rollouts(make, config, RestartBudget(restarts))
@@ -94,6 +99,7 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engines(ray_session: None, tiny_model_path: Path) -> Iterator[Engines]:
     """One engine, shared: a test that needs certain weights loads them first."""
-    rollouts = start_engines(tiny_model_path)
+    environment = cloudpickle.dumps(tiny.Echo)
+    rollouts = start_engines(tiny_model_path, environment=environment, max_turns=2)
     yield Engines(rollouts)
     rollouts.stop()

@@ -1,11 +1,14 @@
 """A Qwen2 of 240 thousand parameters with tied embeddings and a tokenizer, and its log-probs by transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from workers.environment import Observation
 
 VOCABULARY = 512
 EOS = 1
@@ -15,8 +18,9 @@ MAX_MODEL_TOKENS = 256
 def save_model(folder: Path) -> Path:
     """Random weights of seed 0, written as a Hugging Face folder."""
     random_model(0).save_pretrained(folder)
-    vocabulary = {"<pad>": 0, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    # A token a character, '!' to '~' from 2 on; the others stand for nothing that is ever encoded.
+    characters = {chr(i + 31): i for i in range(2, 96)} | {f"word{i}": i for i in range(96, VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE({"<pad>": 0, "<eos>": EOS} | characters, merges=[]))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
     return folder
 
@@ -48,3 +52,17 @@ def log_probs(model: Qwen2ForCausalLM, input_ids: np.ndarray, temperature: float
         logits = model(ids[None], use_cache=False).logits[0, :-1] / temperature
     picked = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     return np.concatenate([[0.0], picked.numpy()]).astype(np.float32)
+
+
+class Echo:
+    """An environment of two turns: says the first character of the first turn again, between brackets."""
+
+    def reset(self, record: dict[str, Any]) -> str:
+        if record["opening"] == "raise":
+            raise KeyError("no such record")
+        self.turns = 0
+        return str(record["opening"])
+
+    def step(self, response: str) -> Observation:
+        self.turns += 1
+        return Observation(f"<{response[:1]}>", reward=0.5, done=self.turns == 2, parts={"turn": self.turns})

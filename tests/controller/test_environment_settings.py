@@ -1,0 +1,110 @@
+"""rollout.environment: what is refused before anything starts, and the example of docs/environments.md, played."""
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.config import load
+from controller.config_checks import check
+from controller.data import Prompt
+from controller.functions import check_environment, pack_environment
+from controller.requests import sample_requests
+from tests.controller.config_workspace import write_workspace
+from workers.environment import Observation
+from workers.environment_process import EnvironmentPool
+from workers.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+ENVIRONMENT = ["rollout.environment=guess.py:Guess", "rollout.max_turns=2", 'reward.function=""']
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """config.yaml of a workspace with the page's example as guess.py."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "guess.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1))
+    return write_workspace(tmp_path)
+
+
+def play(packed: bytes, record: dict[str, Any], *turns: str) -> list[Any]:
+    async def episode() -> list[Any]:
+        pool = EnvironmentPool(packed, timeout_s=10.0)
+        try:
+            async with pool.episode() as environment:
+                return [await environment.reset(record), *[await environment.step(turn) for turn in turns]]
+        finally:
+            await pool.stop()
+
+    return asyncio.run(episode())
+
+
+def test_the_pages_example_plays(file: Path) -> None:
+    packed = pack_environment("guess.py:Guess")
+    check_environment(packed, {"number": 40}, timeout_s=10.0)
+    opening, first, second, last = play(packed, {"number": 40}, "10", " 50", "40")
+    assert opening == "Find a number below 100. "
+    assert [first.text, second.text] == ["more", "less"]
+    assert last == Observation(reward=1.0, done=True, parts={"found": 1.0})
+
+
+def test_the_pages_settings_are_settings(file: Path) -> None:
+    (file.parent / "page.yaml").write_text(re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1))
+    assert load(file.parent / "page.yaml", ["model.path=model"]).longest_response == 256
+
+
+def test_an_environment_needs_no_reward_function(file: Path) -> None:
+    config = load(file, ENVIRONMENT)
+    check(config)
+    assert config.reward.weights == {}
+    assert config.longest_sequence == 32 + 2 * 64
+    with pytest.raises(ConfigError, match=r"one of reward\.function and"):
+        check(load(file, ['reward.function=""']))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.max_turns=3"], "rollout.max_turns=3 has no effect without rollout.environment"),
+        ([*ENVIRONMENT, "rollout.environment=guess.py:Gues"], "guess.py defines no Gues"),
+        ([*ENVIRONMENT, "rollout.max_episode_tokens=60"], "60 is below rollout.sampling.max_new_tokens=64"),
+        ([*ENVIRONMENT, "policy.max_tokens=159"], r"rollout.max_turns \* rollout.sampling.max_new_tokens=128 = 160"),
+        ([*ENVIRONMENT, "rollout.max_episode_tokens=100"], "prompt and response may reach 132 tokens.*takes 128"),
+        ([*ENVIRONMENT, "reward.overlong_tokens=128"], "must be below rollout.max_turns"),
+        ([*ENVIRONMENT, "rollout.max_model_tokens=159"], "is below the 160 tokens"),
+    ],
+)
+def test_impossible_limits_are_refused(file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(load(file, overrides))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def Guess(): pass", "must be a class with the methods reset and step"),
+        ("class Guess:\n    def reset(self, record): pass", "must be a class with the methods"),
+    ],
+)
+def test_what_is_no_environment_is_refused(tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "guess.py").write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        pack_environment(f"{tmp_path / 'guess.py'}:Guess")
+
+
+def test_one_that_fails_on_the_first_record_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"failed on the first record .*reset raised KeyError: 'number'"):
+        check_environment(pack_environment("guess.py:Guess"), {"prompt": "x"}, timeout_s=10.0)
+
+
+def test_requests_carry_the_record_and_the_prompt_as_it_was_tokenized(file: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    prompt = Prompt("7", [1, 2], {"prompt": chat, "number": 3})
+    config = load(file, [*ENVIRONMENT, "data.system_prompt=be brief"])
+    first, second = sample_requests(config, [prompt], samples=2, step=1)
+    assert first.start.record == prompt.columns
+    assert first.start.prompt == [{"role": "system", "content": "be brief"}, *chat]
+    assert (first.key, second.key) == (("7", 0), ("7", 1)) and first.seed != second.seed
+    assert sample_requests(load(file), [prompt], samples=1, step=1)[0].start is None

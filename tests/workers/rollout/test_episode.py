@@ -1,0 +1,173 @@
+"""Episodes without an engine: what becomes of tokens, masks and limits."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.environment import Observation
+from workers.errors import EpisodeError
+from workers.rollout.episode import Episode, Limits, Turn
+from workers.rollout.play import play
+from workers.rollout.requests import LENGTH, STOP, TURNS, turn_seed
+
+END = 1
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
+
+
+def turn(*numbers: int, reason: str = STOP, versions: tuple[int, ...] = (0,)) -> Turn:
+    return Turn(ids(*numbers), -np.arange(1.0, len(numbers) + 1, dtype=np.float32), reason, versions)
+
+
+def test_a_row_marks_what_the_policy_sampled_and_only_that() -> None:
+    episode = Episode(ids(5, 6), Limits(turns=3, tokens=10))
+    episode.add(turn(7, END, versions=(3, 4)))
+    assert episode.observe(ids(8, 9, 8))
+    episode.add(turn(4, END, versions=(4, 5)))
+    row = episode.row()
+    assert row["input_ids"].tolist() == [5, 6, 7, END, 8, 9, 8, 4, END] == episode.ids.tolist()
+    assert row["loss_mask"].tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True] * 2
+    assert row["rollout_log_probs"].tolist() == [0, 0, -1, -2, 0, 0, 0, -1, -2]
+    assert {name: column.dtype for name, column in row.items()} == {
+        "input_ids": np.int32,
+        "loss_mask": np.bool_,
+        "rollout_log_probs": np.float32,
+    }
+    assert (episode.prompt_tokens, episode.response_tokens, episode.observation_tokens) == (2, 4, 3)
+    assert (episode.room, episode.versions) == (3, (3, 5))
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=6), st.integers(1, 20), st.integers(1, 4))
+def test_the_limits_hold_whatever_is_sampled_and_observed(parts: list, tokens: int, turns: int) -> None:
+    """Every turn is at most as long as the room that was left, as the engine is told."""
+    episode = Episode(ids(5, 6, 7), Limits(turns, tokens))
+    for sampled, observed in parts:
+        sampled = min(sampled, episode.room)
+        episode.add(turn(*[4] * sampled, reason=STOP if sampled < episode.room else LENGTH))
+        if episode.end(done=False) or not episode.observe(ids(*[9] * observed)):
+            break
+        assert episode.room >= 1
+    assert len(episode.turns) <= turns
+    assert len(episode.ids) == 3 + episode.response_tokens + episode.observation_tokens <= 3 + tokens
+    assert episode.row()["loss_mask"].sum() == episode.response_tokens
+
+
+@pytest.mark.parametrize(
+    ("reason", "done", "expected"),
+    [(STOP, True, STOP), (STOP, False, TURNS), (LENGTH, True, LENGTH), (LENGTH, False, LENGTH)],
+)
+def test_the_last_turn_ends_an_episode(reason: str, done: bool, expected: str) -> None:
+    episode = Episode(ids(5), Limits(turns=1, tokens=9))
+    episode.add(turn(7, reason=reason))
+    assert episode.end(done=done) == expected
+
+
+def test_an_opening_lengthens_the_prompt_and_counts() -> None:
+    episode = Episode(ids(5, 6), Limits(turns=2, tokens=4))
+    assert not episode.open(ids(5, 6, 7, 7, 7, 7))
+    assert episode.open(ids(5, 6, 7))
+    assert (episode.prompt_tokens, episode.room, episode.ids.tolist()) == (3, 3, [5, 6, 7])
+    assert episode.row()["rollout_log_probs"].tolist() == [0, 0, 0]
+
+
+def test_every_turn_has_a_seed_of_its_own_and_the_first_that_of_the_sample() -> None:
+    seeds = [turn_seed(77, number) for number in range(4)]
+    assert seeds[0] == 77
+    assert len(set(seeds)) == 4
+    assert seeds == [turn_seed(77, number) for number in range(4)]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Scripted:
+    """An environment that answers with prepared observations, or raises them."""
+
+    def __init__(self, *observations: Any, opening: Any = "") -> None:
+        self.observations, self.opening = list(observations), opening
+        self.heard: list[str] = []
+
+    async def reset(self, record: dict[str, Any]) -> Any:
+        if isinstance(self.opening, Exception):
+            raise self.opening
+        return self.opening
+
+    async def step(self, response: str) -> Observation:
+        self.heard.append(response)
+        observation = self.observations.pop(0)
+        if isinstance(observation, Exception):
+            raise observation
+        return observation
+
+    @asynccontextmanager
+    async def played(self) -> AsyncIterator["Scripted"]:
+        yield self
+
+
+class Numbers:
+    """A conversation in which a text is its numbers."""
+
+    def opened(self, prompt_ids: np.ndarray, opening: str) -> np.ndarray:
+        return np.concatenate([prompt_ids, ids(*map(int, opening.split()))])
+
+    def response(self, turn_ids: np.ndarray) -> str:
+        return " ".join(map(str, turn_ids.tolist()))
+
+    def observation_ids(self, turn_ids: np.ndarray, observation: str) -> np.ndarray:
+        return ids(*map(int, observation.split()))
+
+
+def played(environment: Scripted, *turns: Turn, limits: Limits) -> tuple[Episode, list[list[int]], str, Any]:
+    """The episode, the prompts that were sampled from, how it ended, its score."""
+    episode, prompts, left = Episode(ids(5, 6), limits), [], list(turns)
+
+    async def sample(so_far: Episode) -> Turn:
+        prompts.append(so_far.ids.tolist())
+        return left.pop(0)
+
+    reason, score = asyncio.run(play(episode, sample, environment.played(), Numbers(), {}))
+    return episode, prompts, reason, score
+
+
+def test_every_prompt_is_what_was_sampled_and_observed_before() -> None:
+    environment = Scripted(
+        Observation("8 8", reward=0.25, parts={"calls": 1.0}),
+        Observation("9", reward=-0.5, done=True, parts={"right": 1.0}),
+        opening="3",
+    )
+    episode, prompts, reason, score = played(environment, turn(7, END), turn(4, END), limits=Limits(5, 20))
+    assert prompts == [[5, 6, 3], [5, 6, 3, 7, END, 8, 8]]
+    assert environment.heard == [f"7 {END}", f"4 {END}"]
+    assert episode.ids.tolist() == [5, 6, 3, 7, END, 8, 8, 4, END]  # nobody reads what is said after the end
+    assert (reason, score.reward, score.parts) == (STOP, -0.25, {"calls": 1.0, "right": 1.0})
+
+
+def test_an_episode_ends_with_its_turns_and_with_its_room() -> None:
+    talk = [Observation("8 8", reward=1.0) for _ in range(3)]
+    _, prompts, reason, score = played(Scripted(*talk), turn(7, END), turn(7, END), limits=Limits(2, 20))
+    assert (len(prompts), reason, score.reward) == (2, TURNS, 2.0)
+    episode, prompts, reason, _ = played(Scripted(*talk), turn(7, END), limits=Limits(9, 4))
+    assert (len(prompts), reason, episode.observation_tokens) == (1, LENGTH, 0)
+    _, _, reason, score = played(Scripted(*talk), turn(7, 7, reason=LENGTH), limits=Limits(9, 2))
+    assert (reason, score.reward) == (LENGTH, 1.0)  # a turn cut off is graded all the same
+
+
+def test_an_environment_that_fails_leaves_the_turns_that_were_taken() -> None:
+    environment = Scripted(Observation("8"), EpisodeError("step ended its process"))
+    episode, _, reason, score = played(environment, turn(7, END), turn(4, END), limits=Limits(5, 20))
+    assert (score.reward, score.failure) == (0.0, "environment: step ended its process")
+    assert (reason, episode.ids.tolist()) == (STOP, [5, 6, 7, END, 8, 4, END])
+
+
+@pytest.mark.parametrize("opening", [EpisodeError("reset raised"), "3 3 3 3"])
+def test_one_that_fails_at_once_leaves_one_turn(opening: Any) -> None:
+    episode, prompts, _, score = played(Scripted(opening=opening), turn(7, END), limits=Limits(5, 4))
+    assert prompts == [[5, 6]]
+    assert episode.response_tokens == 2
+    assert score.failure.startswith("environment: reset")

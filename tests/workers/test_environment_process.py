@@ -1,0 +1,177 @@
+"""Environments that raise, hang, die or answer nonsense, in real processes."""
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import cloudpickle
+import psutil
+
+from workers.environment import Observation
+from workers.environment_process import EnvironmentPool
+from workers.errors import EpisodeError
+
+
+class Obedient:
+    """Does what the response says; counts its turns."""
+
+    def reset(self, record: dict[str, Any]) -> Any:
+        self.turns = 0
+        return self.obey(record["opening"])
+
+    def step(self, response: str) -> Any:
+        self.turns += 1
+        return self.obey(response)
+
+    def obey(self, word: str) -> Any:
+        match word:
+            case "raise":
+                raise ValueError("no such move")
+            case "hang":
+                time.sleep(1000)
+            case "exit":
+                os._exit(7)
+            case "number":
+                return 3
+            case "nan":
+                return Observation("x", reward=float("nan"))
+            case "nothing":
+                return None
+            case "undecided":
+                return Observation("x", done=1)
+            case "bytes":
+                return Observation(b"x")
+            case "unprintable":
+                return Observation([{"role": "user", "content": object()}])
+        return Observation(f"{word}{self.turns}", reward=0.5, parts={"pid": os.getpid()}) if word != "go" else "go"
+
+
+class Patient:
+    """The same, by coroutine functions."""
+
+    async def reset(self, record: dict[str, Any]) -> Any:
+        await asyncio.sleep(0.01)
+
+    async def step(self, response: str) -> Any:
+        await asyncio.sleep(1000 if response == "hang" else 0.01)
+        return Observation(response.upper(), done=True)
+
+
+def pool_of(environment: type) -> EnvironmentPool:
+    return EnvironmentPool(cloudpickle.dumps(environment), timeout_s=2.0)
+
+
+async def episode(pool: EnvironmentPool, *words: str, opening: str = "go") -> list[Any]:
+    """What came of every word, or the failure that ended the episode."""
+    answers: list[Any] = []
+    try:
+        async with pool.episode() as environment:
+            answers.append(await environment.reset({"opening": opening}))
+            for word in words:
+                answers.append(await environment.step(word))
+    except EpisodeError as failure:
+        answers.append(str(failure))
+    return answers
+
+
+def together(pool: EnvironmentPool, *episodes: Any) -> list[list[Any]]:
+    """All episodes side by side; then the pool ends."""
+
+    async def gather() -> Any:
+        try:
+            return await asyncio.gather(*episodes)
+        finally:
+            await pool.stop()
+
+    return asyncio.run(gather())
+
+
+FAILURES = [
+    ("raise", "step raised ValueError: no such move"),
+    ("hang", "step took more than reward.timeout_s=2 s"),
+    ("exit", "step ended its process"),
+    ("number", "step must return a workers.environment.Observation, it returned 3."),
+    ("nothing", "step must return a workers.environment.Observation, it returned None."),
+    ("nan", "the reward of an Observation must be a finite number, not nan."),
+    ("undecided", "the done of an Observation must be true or false, not 1."),
+    ("bytes", "the text that step returns must be a string or chat messages, not b'x'."),
+    ("unprintable", "step raised TypeError: Object of type object is not JSON serializable"),
+]
+
+
+def test_every_way_to_fail_costs_that_episode_alone() -> None:
+    """All at once, beside an episode that outlives them."""
+    pool = pool_of(Obedient)
+    failing = [episode(pool, "a", word) for word, _ in FAILURES]
+    *failed, good = together(pool, *failing, episode(pool, *"abcdef"))
+    assert [answers[-1] for answers in failed] == [reason for _, reason in FAILURES]
+    assert [answers[1].text for answers in failed] == ["a1"] * len(FAILURES)
+    assert [observation.text for observation in good[1:]] == ["a1", "b2", "c3", "d4", "e5", "f6"]
+    assert sum(observation.reward for observation in good[1:]) == 3.0
+
+
+def test_a_reset_may_fail_too() -> None:
+    pool = pool_of(Obedient)
+    openings = ["raise", "exit", "number", "nothing"]
+    answers = together(pool, *(episode(pool, "a", opening=opening) for opening in openings))
+    assert answers[0] == ["reset raised ValueError: no such move"]
+    assert answers[1] == ["reset ended its process"]
+    assert answers[2] == ["the text that reset returns must be a string or chat messages, not 3."]
+    assert answers[3][0] == ""
+
+
+def test_processes_are_used_again_unless_their_episode_failed() -> None:
+    pool = pool_of(Obedient)
+
+    async def one_after_another() -> list[Any]:
+        return [await episode(pool, *words) for words in ("a", "b", ("c", "raise"), "d")]
+
+    (answers,) = together(pool, one_after_another())
+    pids = [answer[1].parts["pid"] for answer in answers]
+    assert pids[0] == pids[1] == pids[2] != pids[3]
+    assert [answer[1].text for answer in answers] == ["a1", "b1", "c1", "d1"]  # nothing is left of the last episode
+
+
+def test_coroutine_functions_are_awaited_and_ended_in_time() -> None:
+    pool = pool_of(Patient)
+    good, late = together(pool, episode(pool, "a"), episode(pool, "hang"))
+    assert good == ["", Observation("A", done=True, parts={})]
+    assert late == ["", "step took more than reward.timeout_s=2 s"]
+
+
+def test_a_killed_source_process_is_started_again() -> None:
+    pool = pool_of(Obedient)
+
+    async def kill_between() -> list[Any]:
+        await episode(pool, "a")
+        for child in psutil.Process().children():
+            if "workers.environment_process" in child.cmdline():
+                child.kill()
+        await asyncio.sleep(0.5)
+        return await episode(pool, "b")
+
+    (answers,) = together(pool, kill_between())
+    assert answers[1].text == "b1"
+
+
+def test_a_class_that_cannot_be_imported_is_a_failure() -> None:
+    pool = EnvironmentPool(b"nonsense", timeout_s=2.0)
+    (answers,) = together(pool, episode(pool, "a"))
+    assert answers == ["the class of rollout.environment could not be imported in its process"]
+
+
+def test_all_processes_end_with_the_pool_even_one_that_hangs() -> None:
+    pool = pool_of(Obedient)
+    mine: list[psutil.Process] = []
+
+    async def look() -> list[Any]:
+        await asyncio.sleep(1.0)
+        found = psutil.Process().children(recursive=True)
+        mine.extend(process for process in found if "workers.environment_process" in process.cmdline())
+        await pool.stop()
+        return []
+
+    together(pool, episode(pool, "a"), episode(pool, "hang"), look())
+    assert len(mine) == 3
+    assert psutil.wait_procs(mine, timeout=5)[1] == []

@@ -1,0 +1,30 @@
+import numpy as np
+import pytest
+
+from workers.reward import last_turn
+from workers.score import Score, beside_environment
+
+SCORED = Score(0.5, "text", {"format": 0.5}, "42")
+
+
+def test_an_environments_reward_is_the_samples_alone_or_beside_reward_functions() -> None:
+    environment = Score(1.0, "", {"calls": 2.0})
+    alone = beside_environment(Score(0.0, "text"), environment, has_functions=False)
+    assert alone == Score(1.0, "text", {"calls": 2.0})
+    both = beside_environment(SCORED, environment, has_functions=True)
+    assert both == Score(1.5, "text", {"environment": 1.0, "calls": 2.0, "format": 0.5}, "42")
+
+
+@pytest.mark.parametrize(
+    ("scored", "environment"),
+    [(SCORED, Score(0.0, "", failure="it")), (Score(0.0, "text", failure="it"), Score(1.0, ""))],
+)
+def test_a_failure_of_either_is_the_samples(scored: Score, environment: Score) -> None:
+    assert beside_environment(scored, environment, has_functions=True) == Score(0.0, "text", failure="it")
+
+
+@pytest.mark.parametrize(
+    ("mask", "turn"), [([0, 1, 1], (1, 3)), ([0, 1, 0, 0, 1, 1], (4, 6)), ([0, 1, 0, 1, 0], (3, 4))]
+)
+def test_the_last_turn_is_the_last_run_of_sampled_tokens(mask: list[int], turn: tuple[int, int]) -> None:
+    assert last_turn(np.array(mask, dtype=bool)) == slice(*turn)

@@ -1,0 +1,77 @@
+"""An environment: the other side of a conversation with the policy. One object plays one episode.
+
+    environment = Environment()                            in a process of its own
+    prompt += await environment.reset(record)              what there is to add to the record's prompt, if anything
+    while turns and tokens are left:
+        response = await policy(prompt)                    up to and with the end-of-sequence token
+        observation = await environment.step(response)
+        reward += observation.reward
+        if observation.done:
+            break
+        prompt += response + observation.text              token ids: what was sampled is never tokenized again
+
+Users write the class; nothing of Ray, torch or vLLM is in it.
+"""
+
+import json
+import math
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from workers.errors import DataError
+
+Text = str | list[dict[str, Any]]
+"""A text, or chat messages where the prompt is a list of these."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An environment's answer to one turn.
+
+    text: what the policy reads next; chat prompts take messages, and a text as one of the user's. Not used when `done`.
+    reward: of this turn; an episode's reward is the sum over its turns. parts: numbers logged beside it, the last of a
+    name over an episode.
+    """
+
+    text: Text = ""
+    reward: float = 0.0
+    done: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """What a class named by rollout.environment has. Both methods may be coroutine functions."""
+
+    def reset(self, record: dict[str, Any]) -> Text | Awaitable[Text | None] | None:
+        """Begin an episode on a record of the data, all columns of it; returns what to add to its prompt."""
+
+    def step(self, response: str) -> Observation | Awaitable[Observation]:
+        """Answer the policy's turn: its text, without special tokens."""
+
+
+def encode_opening(value: Any) -> str:
+    """JSON of what `reset` returned. Raises DataError if it is no text, messages or None."""
+    return json.dumps(_checked_text(value or "", "reset"))
+
+
+def encode_observation(value: Any) -> str:
+    """JSON of what `step` returned. Raises DataError if it is no Observation of the promised types."""
+    if not isinstance(value, Observation):
+        raise DataError(f"step must return a workers.environment.Observation, it returned {value!r:.80}.")
+    if not isinstance(value.done, bool):
+        raise DataError(f"the done of an Observation must be true or false, not {value.done!r:.80}.")
+    numbers = {"reward": value.reward, **value.parts}
+    for name, number in numbers.items():
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise DataError(f"the {name} of an Observation must be a finite number, not {number!r:.80}.")
+    parts = {str(name): float(part) for name, part in value.parts.items()}
+    text = _checked_text(value.text, "step")
+    return json.dumps({"text": text, "reward": float(value.reward), "done": value.done, "parts": parts})
+
+
+def _checked_text(value: Any, method: str) -> Text:
+    messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    if not isinstance(value, str) and not messages:
+        raise DataError(f"the text that {method} returns must be a string or chat messages, not {value!r:.80}.")
+    return value

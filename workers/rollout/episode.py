@@ -1,0 +1,115 @@
+"""Episode: one sample, grown turn by turn as token ids.
+
+    prompt | turn | observation | turn | observation | turn          one row of a TokenBlock
+             ^^^^                 ^^^^                 ^^^^          the policy's: loss_mask True, log-probs
+
+The next request's prompt is `Episode.ids`, the very numbers that were sampled: text that is tokenized again need not
+give the same tokens, and then the trainer's log-probs would be of something that was never sampled.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from workers.rollout.requests import LENGTH, STOP, TURNS
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the engine sampled in one request.
+
+    ids: int32 [n], with the end-of-sequence token if that ended it. log_probs: float32 [n]. finish_reason: `stop` or
+    `length`. versions: of the weights that its tokens were sampled with, at least one.
+    """
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+    finish_reason: str
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """turns: most turns of an episode. tokens: most tokens after the prompt, of turns and observations together."""
+
+    turns: int
+    tokens: int
+
+
+class Episode:
+    """The tokens so far, the turns among them, and what is left of the limits."""
+
+    def __init__(self, prompt_ids: np.ndarray, limits: Limits) -> None:
+        """`prompt_ids`: int32 [prompt tokens]."""
+        self.limits = limits
+        self.turns: list[Turn] = []
+        self.prompt_tokens, self.observation_tokens = len(prompt_ids), 0
+        self._ids = [prompt_ids]
+        self._log_probs = [np.zeros(len(prompt_ids), np.float32)]
+        self._sampled = [False]
+
+    @property
+    def ids(self) -> np.ndarray:
+        """All tokens, int32: the prompt of the next turn."""
+        return np.concatenate(self._ids)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens that the policy produced."""
+        return sum(len(turn.ids) for turn in self.turns)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow."""
+        return self.limits.tokens - self.response_tokens - self.observation_tokens
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The oldest and the newest weights that a token was sampled with."""
+        found = [version for turn in self.turns for version in turn.versions]
+        return min(found), max(found)
+
+    def open(self, prompt_ids: np.ndarray) -> bool:
+        """Begin with a longer prompt, int32, if that leaves room for a turn; what is added counts too."""
+        added = len(prompt_ids) - self.prompt_tokens
+        if added >= self.room:
+            return False
+        self.prompt_tokens += added
+        self.limits = replace(self.limits, tokens=self.limits.tokens - added)
+        self._ids, self._log_probs = [prompt_ids], [np.zeros(len(prompt_ids), np.float32)]
+        return True
+
+    def add(self, turn: Turn) -> None:
+        """Append what the policy sampled after `ids`."""
+        self.turns.append(turn)
+        self._append(turn.ids, turn.log_probs, sampled=True)
+
+    def observe(self, ids: np.ndarray) -> bool:
+        """Append an observation, int32, if it leaves room for another turn; else nobody would learn from it."""
+        if len(ids) >= self.room:
+            return False
+        self.observation_tokens += len(ids)
+        self._append(ids, np.zeros(len(ids), np.float32), sampled=False)
+        return True
+
+    def end(self, *, done: bool) -> str:
+        """Why no turn follows the last one: `length` (it was cut off), `stop` (the environment is `done`), `turns`
+        (there are no more), or "" if one may."""
+        if self.turns[-1].finish_reason == LENGTH:
+            return LENGTH
+        if done:
+            return STOP
+        return TURNS if len(self.turns) == self.limits.turns else ""
+
+    def row(self) -> dict[str, np.ndarray]:
+        """The columns of a TokenBlock's row: `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32."""
+        return {
+            "input_ids": self.ids,
+            "loss_mask": np.repeat(self._sampled, [len(part) for part in self._ids]),
+            "rollout_log_probs": np.concatenate(self._log_probs),
+        }
+
+    def _append(self, ids: np.ndarray, log_probs: np.ndarray, *, sampled: bool) -> None:
+        self._ids.append(ids)
+        self._log_probs.append(log_probs)
+        self._sampled.append(sampled)
