@@ -56,10 +56,10 @@ def test_the_pages_settings_are_settings(file: Path) -> None:
 
 
 def test_an_environment_needs_no_reward_function(file: Path) -> None:
-    config = load(file, ENVIRONMENT)
+    config = load(file, [*ENVIRONMENT, "rollout.sampling.max_new_tokens=40"])
     check(config)
     assert config.reward.weights == {}
-    assert config.longest_sequence == 32 + 2 * 64
+    assert config.longest_sequence == 32 + 2 * 40
     with pytest.raises(ConfigError, match=r"one of reward\.function and"):
         check(load(file, ['reward.function=""']))
 
