@@ -40,15 +40,17 @@ def tokenizer(characters: str = data.CHARACTERS) -> PreTrainedTokenizerFast:
     )
 
 
-def create_model(folder: Path, seed: int, characters: PreTrainedTokenizerFast | None = None) -> None:
-    """A random Qwen2 of 3M parameters with tied embeddings and at most 32 tokens, in Hugging Face format."""
+def create_model(
+    folder: Path, seed: int, characters: PreTrainedTokenizerFast | None = None, *, width: int = 256, layers: int = 4
+) -> None:
+    """A random Qwen2, of 3M parameters unless it is told otherwise, with tied embeddings, in Hugging Face format."""
     characters = characters or tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=32,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

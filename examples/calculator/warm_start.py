@@ -1,6 +1,6 @@
 """A small policy that seldom asks the calculator: the start of this example.
 
-    random Qwen2 (3M) --a quarter asks, the others guess--> cache/model
+    random Qwen2 (0.3M) --a quarter asks, the others guess--> cache/model
 
 Supervised, on the same engine that RL uses, without Ray, and kept for the next run. What the calculator says is read,
 not learned, as in RL: `python -m examples.calculator.warm_start`.
@@ -23,7 +23,7 @@ from workers.model.packing import Sequences
 CACHE = Path(__file__).parent / "cache"
 ASKS = 0.25  # of the examples
 STEPS = 250
-BATCH = 64
+BATCH = 32
 
 
 def episode(rng: random.Random) -> list[tuple[str, bool]]:
@@ -50,7 +50,7 @@ def batch(characters: PreTrainedTokenizerFast, rng: random.Random) -> Sequences:
 def train(folder: Path, seed: int) -> None:
     """Supervised training of the model in `folder`, in place."""
     characters = tokenizer(data.CHARACTERS)
-    optimizer = OptimizerConfig(learning_rate=1.5e-3, schedule="cosine", warmup_steps=25, weight_decay=0.01)
+    optimizer = OptimizerConfig(learning_rate=4e-3, schedule="cosine", warmup_steps=25, weight_decay=0.01)
     engine = Engine(ModelConfig(path=str(folder)), optimizer=optimizer, total_steps=STEPS, device="cpu")
     rng = random.Random(seed)
     for step in track(range(STEPS), description="warm start"):
@@ -71,7 +71,7 @@ def main() -> None:
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 4096, seed=1, held_out=False)
     data.write(CACHE / "validation.jsonl", 256, seed=2, held_out=True)
-    create_model(scratch, 0, tokenizer(data.CHARACTERS))
+    create_model(scratch, 0, tokenizer(data.CHARACTERS), width=128, layers=2)
     train(scratch, seed=0)
     scratch.rename(model)
     print(f"warm start: {model}")
