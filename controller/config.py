@@ -246,6 +246,7 @@ class ResourcesConfig:
 @dataclass
 class TrackingConfig:
     tensorboard: bool = setting(True, "Write TensorBoard events beside metrics.jsonl.")
+    timeline: bool = setting(True, "Write timeline.jsonl, for `python -m controller.timeline runs/NAME`.")
 
 
 @dataclass

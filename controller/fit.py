@@ -178,12 +178,18 @@ def training(
     from controller.roles import start_roles
     from controller.trainer import Trainer
 
-    tensorboard = config.tracking.tensorboard
+    tracking = config.tracking
     budget = budget or RestartBudget(config.run.max_restarts)
     with start_roles(config, inputs.reward_functions, console, budget, environment=inputs.environment) as roles:
         progress = go_on(config, roles, console)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
-        with RunWriter(config.run_folder, to_yaml(config), tensorboard=tensorboard, after=progress.step) as writer:
+        with RunWriter(
+            config.run_folder,
+            to_yaml(config),
+            tensorboard=tracking.tensorboard,
+            timeline=tracking.timeline,
+            after=progress.step,
+        ) as writer:
             yield Trainer(
                 config,
                 roles,

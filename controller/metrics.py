@@ -1,26 +1,30 @@
-"""RunWriter: what a run leaves behind - config.yaml, metrics and lengths of every step, validation/, summary.json."""
+"""RunWriter: what a run leaves behind - config.yaml; of every step metrics, lengths and timeline; validation/,
+summary.json."""
 
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import perf_counter
 from typing import Any, TextIO
 
+from controller.spans import Span, spanning
 from controller.validation import Graded
 
 
 class RunWriter:
     """Writes `runs/NAME/`. metrics.jsonl gets one line a step, flushed at once, so that a killed run loses nothing."""
 
-    def __init__(self, folder: Path, config_yaml: str, *, tensorboard: bool = True, after: int = 0) -> None:
+    def __init__(
+        self, folder: Path, config_yaml: str, *, tensorboard: bool = True, timeline: bool = True, after: int = 0
+    ) -> None:
         """`after`: the step that a run goes on from; what it recorded beyond that comes again. 0 keeps nothing."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         (folder / "config.yaml").write_text(config_yaml)
         self._lines = _lines_until(folder / "metrics.jsonl", after)
         self._lengths = _lines_until(folder / "lengths.jsonl", after)
+        self._timeline = _lines_until(folder / "timeline.jsonl", after) if timeline else None
         self._tensorboard = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -39,6 +43,12 @@ class RunWriter:
         """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`."""
         self._lengths.write(json.dumps({"step": step, "lengths": [int(length) for length in lengths]}) + "\n")
         self._lengths.flush()
+
+    def timeline(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record what happened when, for `python -m controller.timeline runs/NAME`."""
+        if self._timeline is not None:
+            self._timeline.write(json.dumps({"step": step} | record, separators=(",", ":")) + "\n")
+            self._timeline.flush()
 
     def validation(self, step: int, responses: Sequence[Graded]) -> None:
         """Record every held-out response of one validation in validation/step-N.jsonl."""
@@ -61,6 +71,8 @@ class RunWriter:
         """Flush and close what is open."""
         self._lines.close()
         self._lengths.close()
+        if self._timeline is not None:
+            self._timeline.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -84,16 +96,21 @@ def finite(value: float) -> float | None:
 
 
 class Stopwatch:
-    """Seconds by phase of one step: `with watch.phase("rollout"): ...`."""
+    """Phases of one step: `with watch.phase("rollout"): ...`."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to phase `name`."""
-        start = perf_counter()
-        try:
+        with spanning(name, self.spans):
             yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, in the order in which they ended."""
+        total: dict[str, float] = {}
+        for span in self.spans:
+            total[span.name] = total.get(span.name, 0.0) + span.end - span.start
+        return total

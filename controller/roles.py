@@ -4,11 +4,12 @@ layout (pure) -> reserve pools -> engines | policy, reference, critic, reward mo
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,10 +34,12 @@ from workers.config import (
 )
 from workers.critic import CriticWorker
 from workers.errors import ResourceError
+from workers.model.timing import MicroStepTime
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.reward_process import RewardFunction
+from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker
 
 Requests = dict[str, RoleRequest]
@@ -68,6 +71,23 @@ class Roles:
             return
         weights, _ = self.policy.export_weights()
         self.rollouts.update_weights(weights, version)
+
+    def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
+        """What every micro-step since the last call took, in order, by the name of the rank's actor."""
+        groups = [group for group in (self.policy, self.reference) if group is not None]
+        taken = [(group, group.take_micro_step_times.remote()) for group in groups]
+        return {
+            name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
+        }
+
+    def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
+        """The engines' updates of weights since the last call, by actor; an engine that is gone is left out."""
+        asked = {f"rollout {i}": actor.take_weight_loads.remote() for i, actor in enumerate(self.rollouts.actors)}
+        loads = {}
+        for name, ref in asked.items():
+            with suppress(RayError):  # whoever next needs the engine says so
+                loads[name] = ray.get(ref)
+        return loads
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from controller.requests import sample_requests
 from controller.roles import Roles
 from controller.samples import Rollout, assemble
 from controller.shaping import overlong_penalty
+from controller.spans import TimelineRecorder
 from controller.validation import summarize
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
@@ -91,6 +92,7 @@ class Trainer:
         self.credit = Credit(config, roles, self.plan, self.progress)
         self.interrupts = Interrupts(console.say)
         self.checkpoints = CheckpointWriter(roles, writer.folder, config.run.keep_checkpoints, console.say)
+        self.timeline = TimelineRecorder()
 
     def fit(self) -> Outcome:
         """Validate, train for `run.steps` steps, validate; or do what is left of that.
@@ -114,6 +116,7 @@ class Trainer:
         else:
             progress.before = progress.latest = self.validate(0)
             self.writer.step(0, prefixed("validation", progress.before))
+            self.writer.timeline(0, self.timeline.take())
         steps = []
         for step in range(progress.step + 1, run.steps + 1):
             metrics = self.step(step)
@@ -127,12 +130,14 @@ class Trainer:
             steps.append(metrics)
             self.complete = replace(progress)
             self.save_what_is_due(step)
+            self.writer.timeline(step, self.timeline.take())
             self.interrupts.release()
         self.save("model")
         if self.roles.critic is not None:
             self.roles.critic.save_pretrained(str((self.writer.folder / "critic").resolve()))
         if run.checkpoint_every:
             self.checkpoints.finish()
+        self.writer.timeline(progress.step, self.timeline.take())
         return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
 
     def step(self, step: int) -> dict[str, float]:
@@ -148,6 +153,8 @@ class Trainer:
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
             if len(batch):
                 metrics |= self.learn(batch, step, watch)
+        self.timeline.phases(watch.spans)
+        self.timeline.weight_loads(self.roles.take_weight_loads())
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
         metrics["throughput/tokens_per_s"] = float(rollout.batch["length"].sum()) / watch.seconds["step"]
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
@@ -172,6 +179,7 @@ class Trainer:
             updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss) if learns else {}
         with watch.phase("rollout"), self.console.phase("rollout"):
             self.lookahead.wait()
+        self.timeline.micro_steps(self.roles.take_micro_step_times(), self.cost_model)
         with watch.phase("weights"), self.console.phase("weights"):
             self.roles.rollouts.wake()
             if learns:
@@ -242,6 +250,7 @@ class Trainer:
         finished = self.roles.rollouts.generate(
             requests, sampling, on_results=lambda found, block: self.roles.rewards.submit(found, block, by_uid)
         )
+        self.timeline.samples([*finished.results, *finished.dropped])
         drop_failed = self.config.reward.on_failure == "drop"
         rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
         if rollout.failures:
@@ -306,12 +315,12 @@ class Trainer:
         if run.save_every and step % run.save_every == 0:
             self.save(f"model-{step}")
         if run.checkpoint_every and step % run.checkpoint_every == 0:
-            with self.console.phase("checkpoint"):
+            with self.timeline.phase("checkpoint"), self.console.phase("checkpoint"):
                 self.checkpoints.begin(self.complete)
 
     def save(self, name: str) -> None:
         """The model and tokenizer in Hugging Face format, in the run's folder."""
-        with self.console.phase("saving"):
+        with self.timeline.phase("save"), self.console.phase("saving"):
             self.roles.policy.save_pretrained(str((self.writer.folder / name).resolve()))
 
     def send_weights(self) -> None:
@@ -326,7 +335,7 @@ class Trainer:
         self.lookahead.wait()  # a step without anything to learn from has not waited
         settings = self.config.validation
         prompts = list(self.validation)[: settings.prompts or None]
-        with self.console.phase("validation"):
+        with self.timeline.phase("validation"), self.console.phase("validation"):
             rollout = self.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
         responses = rollout.graded({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
         metrics = summarize(responses, settings.success, settings.success_threshold)

@@ -14,7 +14,9 @@ from controller.config_checks import check
 from controller.console import Console
 from controller.fit import read_inputs, training
 from controller.samples import Rollout
+from controller.timeline import write_trace
 from controller.trainer import Outcome
+from tests.controller import trace_format
 from tests.end_to_end.trouble import kill_engine, run_with
 
 
@@ -103,6 +105,30 @@ def test_every_step_is_recorded(finished: Run) -> None:
     assert set(summary["validation"]) == {"before", "after"}
     assert summary["seconds_per_step"] > 0
     assert summary["tokens_per_second"] > 0
+
+
+def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(finished: Run, tmp_path: Path) -> None:
+    write_trace(finished.folder, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    trace_format.check(trace)
+    phases = [event["name"] for event in trace_format.slices_of(trace, "driver", "phases")]
+    assert [phases.count(name) for name in ("step", "rollout", "update", "validation", "save")] == [3, 3, 3, 2, 1]
+    generated = trace_format.slices_of(trace, "rollout 0", "generate")
+    assert sum(event["args"]["samples"] for event in generated if event["args"]["step"]) == 3 * 15 + 4
+    loads = trace_format.slices_of(trace, "rollout 0", "weights")
+    assert [event["args"]["version"] for event in loads] == [1, 2, 3]
+    micro_steps = sum(int(step["balance/micro_batches"]) for step in finished.outcome.steps)
+    for rank in ("policy dp=0", "policy dp=1"):
+        measured = trace_format.slices_of(trace, rank, "measured")
+        assert sum(event["name"].startswith("update") for event in measured) == micro_steps
+        assert {event["name"].split()[0] for event in measured} == {"update", "log_probs"}
+    tokens = sum(
+        event["args"]["tokens"]
+        for rank in ("reference dp=0", "reference dp=1")
+        for event in trace_format.slices_of(trace, rank, "measured")
+    )
+    lengths = [json.loads(line)["lengths"] for line in (finished.folder / "lengths.jsonl").read_text().splitlines()]
+    assert tokens == sum(map(sum, lengths))
 
 
 def test_sampler_and_trainer_agree_at_every_step(finished: Run) -> None:

@@ -49,7 +49,8 @@ class SampleResult:
     rollout.max_episode_tokens or the engine's longest sequence), `turns` (rollout.max_turns) or `error`, with the
     reason in `error`. weight_version, newest_weight_version: the oldest and the newest weights that any of its tokens
     was sampled with. environment: its reward, or why it has none; None without one. row: its row in the TokenBlock that
-    came with it; -1 after an error.
+    came with it; -1 after an error. replica: the engine it ran on, from `start`, seconds since 1970 by the clock there,
+    for `seconds`, waiting for its turn included.
     """
 
     uid: str
@@ -64,6 +65,9 @@ class SampleResult:
     turns: int = 1
     observation_tokens: int = 0
     environment: Score | None = None
+    replica: int = -1
+    start: float = 0.0
+    seconds: float = 0.0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -79,6 +83,15 @@ class SampleResult:
     def failed(self) -> bool:
         """No response came of it."""
         return self.finish_reason == ERROR
+
+
+@dataclass(frozen=True)
+class WeightLoad:
+    """New weights in one engine: held requests included. start: seconds since 1970 by the clock there."""
+
+    version: int
+    start: float
+    seconds: float
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:

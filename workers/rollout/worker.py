@@ -11,6 +11,7 @@ An `AsyncLLM` keeps its model in processes of its own, so this process only hand
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
@@ -33,7 +34,15 @@ from workers.rollout.engine import (
 )
 from workers.rollout.episode import Episode, Limits, Turn
 from workers.rollout.play import play
-from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest, SampleResult, turn_seed
+from workers.rollout.requests import (
+    ERROR,
+    LENGTH,
+    STOP,
+    SampleRequest,
+    SampleResult,
+    WeightLoad,
+    turn_seed,
+)
 from workers.rollout.weight_transfer import private_file
 from workers.score import Score
 
@@ -78,6 +87,8 @@ class RolloutWorker:
         self._numbers = itertools.count()
         self._environments = EnvironmentPool(environment, environment_timeout_s) if environment else None
         self._tokenizer: Any = None
+        self._update_began = 0.0
+        self._loads: list[WeightLoad] = []
 
     @property
     def engine(self) -> "AsyncLLM":
@@ -128,7 +139,7 @@ class RolloutWorker:
         `loss_mask` bool (True where the policy sampled) and `rollout_log_probs` float32 (0 elsewhere); failed samples
         have no row. A sample that fails, fails alone; only the engine's death ends the stream, with RolloutError.
         """
-        pending = {asyncio.create_task(self._sample(request, sampling)) for request in requests}
+        pending = {asyncio.create_task(self._timed(request, sampling)) for request in requests}
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
@@ -139,6 +150,11 @@ class RolloutWorker:
         finally:
             for task in pending:
                 task.cancel()
+
+    async def _timed(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
+        start = time.time()
+        result, row = await self._sample(request, sampling)
+        return replace(result, replica=self.index, start=start, seconds=time.time() - start), row
 
     async def _sample(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -207,6 +223,7 @@ class RolloutWorker:
 
     async def begin_update(self) -> None:
         """Hold requests in flight and make ready for new weights."""
+        self._update_began = time.time()
         await self.engine.pause_generation(mode="keep", clear_cache=True)
         await self.engine.start_weight_update()
 
@@ -222,6 +239,12 @@ class RolloutWorker:
             await self.engine.finish_weight_update(str(version))
         finally:
             await self.engine.resume_generation()
+        self._loads.append(WeightLoad(version, self._update_began, time.time() - self._update_began))
+
+    async def take_weight_loads(self) -> list[WeightLoad]:
+        """The updates of weights since the last call."""
+        loads, self._loads = self._loads, []
+        return loads
 
     async def weight_version(self) -> int:
         """Version of the weights that the engine samples with."""

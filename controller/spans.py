@@ -1,0 +1,98 @@
+"""Spans: what happened when in a run, gathered on the driver from what comes back anyway.
+
+    phases of the driver ------------------+
+    start and end of every sample ---------+--> TimelineRecorder --take--> one line of timeline.jsonl a step
+    micro-steps of every rank, weight loads+
+
+Times are seconds since 1970 by the clock of the machine where something happened: on several nodes, keep the clocks
+together (NTP).
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from balancing import CostModel
+
+if TYPE_CHECKING:
+    from workers.model.timing import MicroStepTime
+    from workers.rollout.requests import SampleResult, WeightLoad
+
+Rows = dict[str, list[list[Any]]]
+"""What each actor did, by its name."""
+
+_ORIGIN = time.time() - time.perf_counter()
+"""One reading for the whole process: a phase inside another then never seems to begin before it or to outlast it."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase of the driver. start: seconds since 1970; end: likewise."""
+
+    name: str
+    start: float
+    end: float
+
+
+@contextmanager
+def spanning(name: str, spans: list[Span]) -> Iterator[None]:
+    """Append the time of the block to `spans`, also where it raises."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        spans.append(Span(name, _ORIGIN + start, _ORIGIN + time.perf_counter()))
+
+
+class TimelineRecorder:
+    """What has happened since the last `take`."""
+
+    def __init__(self) -> None:
+        self._phases: list[Span] = []
+        self._rows: dict[str, Rows] = {name: {} for name in ("samples", "weights", "micro_steps")}
+        self._cost = (1.0, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the time of the block."""
+        with spanning(name, self._phases):
+            yield
+
+    def phases(self, spans: Iterable[Span]) -> None:
+        """Record phases that somebody else has measured."""
+        self._phases.extend(spans)
+
+    def samples(self, results: Iterable["SampleResult"]) -> None:
+        """Record when every sample was generated, and where; not those that no engine has seen."""
+        for result in results:
+            if result.replica < 0:
+                continue
+            row = [*_interval(result.start, result.seconds), result.response_tokens]
+            self._rows["samples"].setdefault(f"rollout {result.replica}", []).append(row)
+
+    def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
+        """Record what each engine, by its actor's name, took for its weights."""
+        for actor, found in loads.items():
+            rows = [[*_interval(load.start, load.seconds), load.version] for load in found]
+            self._rows["weights"].setdefault(actor, []).extend(rows)
+
+    def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
+        """Record the micro-steps of each rank, by its actor's name, and the costs that they were planned with."""
+        self._cost = (cost_model.linear, cost_model.quadratic)
+        for actor, found in times.items():
+            rows = [[t.name, *_interval(t.start, t.seconds), t.tokens, t.squared_tokens] for t in found]
+            self._rows["micro_steps"].setdefault(actor, []).extend(rows)
+
+    def take(self) -> dict[str, Any]:
+        """Everything since the last call, ready for JSON; see `controller.timeline` for its form."""
+        phases = [[span.name, round(span.start, 6), round(span.end, 6)] for span in self._phases]
+        record = {"phases": phases, **self._rows, "cost": list(self._cost)}
+        self._phases, self._rows = [], {name: {} for name in self._rows}
+        return record
+
+
+def _interval(start: float, seconds: float) -> tuple[float, float]:
+    """(start, end), rounded alike, so that what follows another still does."""
+    return round(start, 6), round(start + seconds, 6)

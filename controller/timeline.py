@@ -1,0 +1,221 @@
+"""`python -m controller.timeline runs/NAME [--steps 3-5] [--output trace.json]`: a run as a Chrome or Perfetto trace.
+
+    timeline.jsonl --read_timeline--> a record a step --trace_events--> trace.json (https://ui.perfetto.dev)
+
+    driver          step | rollout . plan . update . weights        validation      save
+    rollout 0       generating; samples in flight; weights loaded
+    policy dp=0     measured micro-steps over planned ones
+
+A record holds, with times in seconds since 1970 and actors by their names: `phases` [name, start, end];
+`samples` {actor: [start, end, response tokens]}; `weights` {actor: [start, end, version]};
+`micro_steps` {actor: [pass, start, end, tokens, squared tokens]}; `cost` [linear, quadratic] of the cost model.
+
+Planned widths are in proportion to what the cost model predicts, and each pass is scaled to last as long as it did: a
+planned bar longer than the measured one above it is work that was overestimated.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workers.errors import BallastError, DataError
+
+RECORD = "timeline.jsonl"
+Event = dict[str, Any]
+DRIVER = "driver"
+
+
+class MicroStep(NamedTuple):
+    """One micro-batch of one rank; see `workers.model.timing.MicroStepTime`."""
+
+    name: str
+    start: float
+    end: float
+    tokens: int
+    squared_tokens: int
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Track(NamedTuple):
+    """Where a slice is drawn: a process of the trace and a thread in it."""
+
+    process: int
+    thread: int
+
+    def slice(self, name: str, start: float, end: float, **arguments: Any) -> Event:
+        """A complete event; whole microseconds, rounded so that what lies inside another still does."""
+        begin = round(start * 1e6)
+        return {
+            "ph": "X",
+            "name": name,
+            "cat": "ballast",
+            "pid": self.process,
+            "tid": self.thread,
+            "ts": begin,
+            "dur": round(end * 1e6) - begin,
+            "args": arguments,
+        }
+
+
+def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, Any]]:
+    """The records of a run, in order; those of `steps` alone where given.
+
+    Raises DataError if the run has recorded none, or none of these steps.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        raise DataError(f"{path} is not there; a run writes it with tracking.timeline=true.")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines if line.endswith("}")]  # a last line may be cut short by a crash
+    chosen = [record for record in records if steps is None or record["step"] in steps]
+    if not chosen:
+        there = f"steps {records[0]['step']} to {records[-1]['step']}" if records else "none"
+        raise DataError(f"{path} has no record of the steps asked for; it has {there}: choose --steps among them.")
+    return chosen
+
+
+def trace_events(records: Sequence[Mapping[str, Any]]) -> list[Event]:
+    """The events of Chrome's trace format: metadata that names the tracks, then slices and counters."""
+    names = list(dict.fromkeys(actor for record in records for actor in _actors(record)))
+    process = {name: number for number, name in enumerate([DRIVER, *sorted(names, key=_natural)], start=1)}
+    events = list(_metadata(process))
+    for record in records:
+        driver = Track(process[DRIVER], 1)
+        events += [driver.slice(name, start, end, step=record["step"]) for name, start, end in record["phases"]]
+        for actor, rows in record["samples"].items():
+            events += _generation(process[actor], rows, record["step"])
+        for actor, rows in record["weights"].items():
+            track = Track(process[actor], 2)
+            events += [track.slice("weights", start, end, version=version) for start, end, version in rows]
+        events += _micro_steps(process, record)
+    return events
+
+
+def _actors(record: Mapping[str, Any]) -> Iterator[str]:
+    for kind in ("samples", "weights", "micro_steps"):
+        yield from record[kind]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts `rollout 10` after `rollout 9`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+THREADS = {DRIVER: {1: "phases"}, "rollout": {1: "generate", 2: "weights"}, "": {1: "measured", 2: "planned"}}
+"""Threads of a process by the first word of its name."""
+
+
+def _metadata(process: Mapping[str, int]) -> Iterator[Event]:
+    for name, number in process.items():
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+        for thread, title in THREADS.get(name.split()[0], THREADS[""]).items():
+            yield {"ph": "M", "name": "thread_name", "pid": number, "tid": thread, "args": {"name": title}}
+
+
+def _generation(process: int, rows: Sequence[Sequence[float]], step: int) -> Iterator[Event]:
+    """When an engine was generating, as one slice for each stretch without a break, and how many samples at a time."""
+    stretches: list[list[float]] = []  # start, end, samples, tokens
+    for start, end, tokens in sorted(rows):
+        if stretches and start <= stretches[-1][1]:
+            last = stretches[-1]
+            stretches[-1] = [last[0], max(last[1], end), last[2] + 1, last[3] + tokens]
+        else:
+            stretches.append([start, end, 1, tokens])
+    for start, end, samples, tokens in stretches:
+        yield Track(process, 1).slice("generate", start, end, step=step, samples=samples, tokens=tokens)
+    changes = sorted([(start, 1) for start, _, _ in rows] + [(end, -1) for _, end, _ in rows])
+    running = 0
+    for moment, group in groupby(changes, key=lambda change: round(change[0] * 1e6)):
+        running += sum(change for _, change in group)
+        yield {
+            "ph": "C",
+            "name": "samples in flight",
+            "pid": process,
+            "tid": 0,
+            "ts": moment,
+            "args": {"samples": running},
+        }
+
+
+def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Iterator[Event]:
+    """Measured and planned slices of every rank, role by role and pass by pass."""
+    linear, quadratic = record["cost"]
+    ranks = {actor: [MicroStep(*row) for row in rows] for actor, rows in record["micro_steps"].items()}
+    for role in dict.fromkeys(actor.split()[0] for actor in ranks):
+        members = {actor: steps for actor, steps in ranks.items() if actor.split()[0] == role}
+        for name in dict.fromkeys(step.name for steps in members.values() for step in steps):
+            of_pass = {actor: [step for step in steps if step.name == name] for actor, steps in members.items()}
+            predicted = {
+                actor: [linear * step.tokens + quadratic * step.squared_tokens for step in steps]
+                for actor, steps in of_pass.items()
+            }
+            yield from _one_pass(process, of_pass, _scaled(predicted, of_pass))
+
+
+def _scaled(predicted: Mapping[str, list[float]], measured: Mapping[str, list[MicroStep]]) -> dict[str, list[float]]:
+    """Predictions in seconds: the slowest ranks of all micro-steps together last as long as they did."""
+    lasted = sum(max(step.seconds for step in column if step) for column in zip_longest(*measured.values()))
+    expected = sum(max(value or 0.0 for value in column) for column in zip_longest(*predicted.values()))
+    factor = lasted / expected if expected else 0.0
+    return {actor: [factor * value for value in values] for actor, values in predicted.items()}
+
+
+def _one_pass(
+    process: Mapping[str, int], measured: Mapping[str, list[MicroStep]], planned: Mapping[str, list[float]]
+) -> Iterator[Event]:
+    """A planned slice begins when the first rank began the micro-step, but not before the one before it ends."""
+    begins = [min(step.start for step in column if step) for column in zip_longest(*measured.values())]
+    for actor, steps in measured.items():
+        free = 0.0
+        for number, (step, seconds) in enumerate(zip(steps, planned[actor], strict=True)):
+            title, facts = f"{step.name} {number}", {"tokens": step.tokens, "planned_s": round(seconds, 6)}
+            yield Track(process[actor], 1).slice(title, step.start, step.end, **facts)
+            start = max(free, begins[number])
+            free = start + seconds
+            yield Track(process[actor], 2).slice(title, start, free, measured_s=round(step.seconds, 6), **facts)
+
+
+def write_trace(folder: Path, output: Path, steps: range | None = None) -> int:
+    """Write the trace of a run's folder to `output`; returns the number of events. Raises as `read_timeline`."""
+    events = trace_events(read_timeline(folder, steps))
+    with output.open("w", encoding="utf-8") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, separators=(",", ":"))
+    return len(events)
+
+
+def parse_steps(text: str) -> range:
+    """`3-5` or `4` as a range that holds both ends; ValueError for anything else."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not found or int(found[2] or found[1]) < int(found[1]):
+        raise ValueError(text)
+    return range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Exit code: 0, or 2 with one line that says what is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m controller.timeline", description="A run as a Perfetto trace.")
+    parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
+    parser.add_argument("--steps", type=parse_steps, metavar="3-5", help="steps to show, both ends included (all)")
+    parser.add_argument("--output", type=Path, help="file to write (runs/NAME/trace.json)")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    output = options.output or options.folder / "trace.json"
+    try:
+        events = write_trace(options.folder, output, options.steps)
+    except (BallastError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{output}: {events:,} events; open it in https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
