@@ -1,5 +1,5 @@
-"""RunWriter: what a run leaves behind - config.yaml; of every step metrics, lengths and timeline; validation/,
-summary.json."""
+"""RunWriter: what a run leaves behind - config.yaml, validation/, summary.json, and of every step its metrics, lengths,
+some samples and the timeline."""
 
 import json
 import math
@@ -24,6 +24,7 @@ class RunWriter:
         (folder / "config.yaml").write_text(config_yaml)
         self._lines = _lines_until(folder / "metrics.jsonl", after)
         self._lengths = _lines_until(folder / "lengths.jsonl", after)
+        self._samples = _lines_until(folder / "samples.jsonl", after)
         self._timeline = _lines_until(folder / "timeline.jsonl", after) if timeline else None
         self._tensorboard = None
         if tensorboard:
@@ -44,10 +45,17 @@ class RunWriter:
         self._lengths.write(json.dumps({"step": step, "lengths": [int(length) for length in lengths]}) + "\n")
         self._lengths.flush()
 
+    def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
+        """Record some samples of a step, for the report."""
+        for example in examples:
+            numbers = {k: finite(v) if isinstance(v, float) else v for k, v in example.items()}
+            self._samples.write(json.dumps({"step": step} | numbers, ensure_ascii=False) + "\n")
+        self._samples.flush()
+
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Record what happened when, for `python -m controller.timeline runs/NAME`."""
         if self._timeline is not None:
-            self._timeline.write(json.dumps({"step": step} | record, separators=(",", ":")) + "\n")
+            self._timeline.write(json.dumps({"step": step, **record}, separators=(",", ":")) + "\n")
             self._timeline.flush()
 
     def validation(self, step: int, responses: Sequence[Graded]) -> None:
@@ -71,6 +79,7 @@ class RunWriter:
         """Flush and close what is open."""
         self._lines.close()
         self._lengths.close()
+        self._samples.close()
         if self._timeline is not None:
             self._timeline.close()
         if self._tensorboard is not None:

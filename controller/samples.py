@@ -5,17 +5,20 @@ RolloutRound (light results, block references) + scores --assemble--> Rollout
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from controller.data import Prompt
 from controller.rollouts import RolloutRound
+from controller.shown_text import shortened
 from controller.validation import Graded
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.rollout.requests import LENGTH, TURNS
 from workers.score import Score
 
+LONGEST_TEXT = 2_000  # characters of a response that the record of a sample keeps
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 COUNTS = ("prompt_tokens", "response_tokens", "length", "turns", "weight_version", "newest_weight_version")
 
@@ -25,9 +28,9 @@ class Rollout:
     """The samples of one round of generation, or of several.
 
     batch: columns uid, sample, prompt_tokens, response_tokens (the policy's), length (of all), turns (int64), truncated
-    (bool), weight_version, newest_weight_version (int64), reward (float64); tokens input_ids, loss_mask,
-    rollout_log_probs. `by_sample`: scores in the batch's order.
-    `failures`: why samples have no score of their own. `rounds`: rounds of generation that it joins.
+    (bool), weight_version, newest_weight_version (int64), reward, seconds (float64, of generation); tokens input_ids,
+    loss_mask, rollout_log_probs. `by_sample`: scores in the batch's order. `failures`: why samples have no score of
+    their own. `rounds`: rounds of generation that it joins.
     """
 
     batch: RemoteBatch
@@ -101,6 +104,18 @@ class Rollout:
             for (uid, _), score in self.by_sample.items()
         ]
 
+    def examples(self, count: int) -> list[dict[str, Any]]:
+        """The first `count` samples, the slowest and the longest, each once, with the texts shortened, for a record."""
+        rows = len(self.batch)
+        slowest, longest = (np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens"))
+        scores = list(self.by_sample.values())
+        names = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
+        return [
+            {name: self.batch[name][row].item() for name in names}
+            | {"response": shortened(scores[row].response, LONGEST_TEXT)}
+            for row in dict.fromkeys([*range(rows)[:count], *slowest[:count].tolist(), *longest[:count].tolist()])
+        ]
+
     def metrics(self) -> dict[str, float]:
         """Rewards and lengths of the round, under the names that a run logs."""
         tokens = self.batch["response_tokens"]
@@ -154,6 +169,7 @@ def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score], *,
         **{name: np.array([getattr(result, name) for result in found], dtype=np.int64) for name in COUNTS},
         "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
         "reward": np.array([score.reward for score in by_sample.values()]),
+        "seconds": np.array([result.seconds for result in found]),
     }
     tokens = {name: TokenColumn(name, tuple(blocks), block, row) for name in TOKEN_COLUMNS}
     return Rollout(RemoteBatch(columns, tokens), by_sample, len(finished.dropped), finished.retried, tuple(failures))

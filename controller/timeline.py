@@ -121,7 +121,7 @@ def _metadata(process: Mapping[str, int]) -> Iterator[Event]:
             yield {"ph": "M", "name": "thread_name", "pid": number, "tid": thread, "args": {"name": title}}
 
 
-def _generation(process: int, rows: Sequence[Sequence[float]], step: int) -> Iterator[Event]:
+def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterator[Event]:
     """When an engine was generating, as one slice for each stretch without a break, and how many samples at a time."""
     stretches: list[list[float]] = []  # start, end, samples, tokens
     for start, end, tokens in sorted(rows):

@@ -27,6 +27,7 @@ from controller.data import Prompt, PromptDataset, Prompts
 from controller.interrupts import Interrupts
 from controller.lookahead import Lookahead
 from controller.metrics import RunWriter, Stopwatch
+from controller.mini_batches import draw_mini_batches
 from controller.requests import sample_requests
 from controller.roles import Roles
 from controller.samples import Rollout, assemble
@@ -41,7 +42,7 @@ from workers.remote_batch import RemoteBatch
 MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
 # The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
-MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
+RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
 VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
 
 
@@ -149,6 +150,7 @@ class Trainer:
             if self.looks_ahead(step):
                 self.lookahead.begin(step + 1, self.progress.position)
             metrics = rollout.metrics()
+            self.writer.samples(step, rollout.examples(RECORDED_SAMPLES))
             self.console.completions(rollout, self.config.run.log_completions)
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
             if len(batch):
@@ -165,7 +167,7 @@ class Trainer:
         """Plan, log-probs, advantages, update, weights to the engines."""
         self.writer.lengths(step, batch["length"])
         with watch.phase("plan"):
-            drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self._rng(step))
+            drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self.config.run.seed, step)
             plan = self.plan(batch, drawn, self.config.policy.max_tokens)
         with watch.phase("log_probs"), self.console.phase("log-probs"):
             self.roles.rollouts.sleep()
@@ -354,15 +356,6 @@ class Trainer:
             self.progress.best = metrics[name]
             if step:  # at step 0 it is the model that the run was given
                 self.save("model-best")
-
-    def _rng(self, step: int) -> np.random.Generator:
-        return np.random.default_rng((self.config.run.seed, MINI_BATCHES, step))
-
-
-def draw_mini_batches(sequences: int, mini_batches: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """A random split of row numbers into mini-batches whose sizes differ by at most one; fewer where rows are few."""
-    parts = np.array_split(rng.permutation(sequences), min(mini_batches, sequences))
-    return [np.sort(part) for part in parts]
 
 
 def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,0 +1,43 @@
+"""Text as a run shows it: shortened, and without secrets - values of telling environment variables, passwords in URLs,
+tokens of a known form."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "[hidden]"
+TELLING = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
+SHORTEST = 8  # a shorter value of such a variable is a switch or a number, not a secret
+PATTERNS = (
+    (re.compile(r"(://[^/\s:@]*:)[^@\s/]+@"), rf"\1{MASK}@"),
+    (re.compile(r"\b(?:hf|ghp|gho|glpat|wandb|sk|xox[abp])[_-][A-Za-z0-9_-]{16,}"), MASK),
+    (re.compile(r"\bAKIA[0-9A-Z]{16}\b"), MASK),
+)
+"""(what is found, what stands in its place): the password of a URL; tokens by the prefixes that services give them."""
+
+
+def redacted(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+    """`value` with every secret in its texts masked; lists, tuples and mappings are walked through, keys kept."""
+    if isinstance(value, str):
+        return _masked(value, environment)
+    if isinstance(value, Mapping):
+        return {key: redacted(part, environment) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(part, environment) for part in value]
+    return value
+
+
+def _masked(text: str, environment: Mapping[str, str]) -> str:
+    secrets = [value for name, value in environment.items() if TELLING.search(name) and len(value) >= SHORTEST]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, MASK)
+    for pattern, replacement in PATTERNS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def shortened(text: str, longest: int) -> str:
+    """`text`, or its first `longest` characters and how many more there are."""
+    rest = len(text) - longest
+    return text if rest <= 0 else f"{text[:longest]} ... ({rest:,} more characters)"
