@@ -1,41 +1,146 @@
-"""What a run says on the terminal: the phase it is in, a line a step, completions on request. Plain lines in a log."""
+"""What a run says on the terminal: while it works a live table, after every step a line, completions on request.
 
-from collections.abc import Iterator, Mapping
+    say, step, validation, completions    lines and tables that stay
+    phase, samples                        the live table below them, on a terminal alone:
+
+     step  phase    seconds  samples                       reward
+     7/60  rollout      1.4  ━━━━━━━━━━━━━━━━━━━  180/256  ▁▂▄▅▇█ 0.812
+
+In a log, or a pipe, there are only lines.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import TYPE_CHECKING, TypeVar
 
 import rich.console
+from rich.live import Live
 from rich.markup import escape
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 if TYPE_CHECKING:
     from controller.samples import Rollout
+    from workers.remote_batch import RemoteBatch
 
 SPREAD = ("reward/mean", "reward/std")
+REFRESHES_PER_SECOND = 4
+REWARDS_SHOWN = 12
+BLOCKS = "▁▂▃▄▅▆▇█"
+Entry = TypeVar("Entry")
+
+
+@dataclass
+class Samples:
+    """A round of generation under way."""
+
+    total: int
+    done: int = 0
+
+
+@dataclass
+class Status:
+    """What the live table shows. phases: (name, when it began), the innermost last; rewards: of the last steps."""
+
+    step: str = ""
+    phases: list[tuple[str, float]] = field(default_factory=list)
+    rounds: list[Samples] = field(default_factory=list)
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_SHOWN))
+
+    def table(self, now: float) -> Table:
+        """A row for the innermost phase; `now` by the clock of `phases`."""
+        table = Table("step", "phase", box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        for name in ("seconds", "samples", "reward"):
+            table.add_column(name, justify="right" if name == "seconds" else "left", no_wrap=True)
+        name, began = self.phases[-1] if self.phases else ("", now)
+        table.add_row(self.step, name, f"{now - began:.1f}", self._samples(), self._rewards())
+        return table
+
+    def _samples(self) -> Table | str:
+        if not self.rounds:
+            return ""
+        found = self.rounds[-1]
+        grid = Table.grid(padding=(0, 1))
+        bar = ProgressBar(found.total, found.done, width=24, complete_style="cyan", finished_style="green")
+        grid.add_row(bar, f"{found.done:,}/{found.total:,}")
+        return grid
+
+    def _rewards(self) -> str:
+        return f"{sparkline(self.rewards)} {self.rewards[-1]:.3f}" if self.rewards else ""
 
 
 class Console:
-    """Prints to standard output; phases show as a spinner on a terminal and not at all elsewhere."""
+    """Prints to standard output. Phases may be told from several threads."""
 
-    def __init__(self) -> None:
-        self._console = rich.console.Console(highlight=False, soft_wrap=True)
+    def __init__(self, console: rich.console.Console | None = None) -> None:
+        """`console`: where to print instead."""
+        self._console = console or rich.console.Console(highlight=False, soft_wrap=True)
+        self._status, self._lock = Status(), RLock()
+        self._live: Live | None = None
 
     def say(self, text: str) -> None:
         """One line."""
         self._console.print(escape(text))
 
+    def begin_step(self, step: int, steps: int) -> None:
+        """The live table is about this step from now on."""
+        self._status.step = f"{step}/{steps}"
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show that phase `name` is under way."""
-        if not self._console.is_terminal:
+        with self._shown(self._status.phases, (name, time.monotonic())):
             yield
+
+    @contextmanager
+    def samples(self, total: int) -> Iterator[Callable[[int], None]]:
+        """Show a round of `total` samples; yields what to call with the number of those that have finished since."""
+        found = Samples(total)
+
+        def advance(finished: int) -> None:
+            found.done += finished
+
+        with self._shown(self._status.rounds, found):
+            yield advance
+
+    @contextmanager
+    def _shown(self, entries: list[Entry], entry: Entry) -> Iterator[None]:
+        """The table is alive from the first entry to the last, and leaves nothing behind."""
+        with self._lock:
+            entries.append(entry)
+            self._start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._live is not None and len(self._status.phases) + len(self._status.rounds) == 1:
+                    self._live.stop()  # before the entry goes: it draws once more
+                    self._live = None
+                entries.remove(entry)
+
+    def _start(self) -> None:
+        if self._live is not None or not self._console.is_terminal:
             return
-        with self._console.status(name):
-            yield
+        self._live = Live(
+            get_renderable=lambda: self._status.table(time.monotonic()),
+            console=self._console,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            transient=True,
+        )
+        self._live.start()
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         """The line of one step: its most telling numbers."""
-        parts_of_reward = [name for name in metrics if name.startswith("reward/") and name not in SPREAD]
+        self._status.rewards.append(metrics["reward/mean"])
+        parts_of_reward = [
+            name
+            for name in metrics
+            if name.startswith("reward/") and name not in SPREAD and shows_something(name, metrics)
+        ]
         shown = (
             ("reward", "reward/mean", ".3f"),
             *((name.removeprefix("reward/"), name, ".3f") for name in parts_of_reward),
@@ -55,11 +160,38 @@ class Console:
         """The line of one validation."""
         self.say(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
-    def completions(self, rollout: "Rollout", count: int) -> None:
-        """A table of the first `count` samples: prompt group, response, reward."""
+    def completions(self, rollout: "Rollout", count: int, trained_on: "RemoteBatch") -> None:
+        """A table of the first `count` samples: prompt, response, reward, advantage.
+
+        trained_on: those of the samples that have an advantage, a column [B]; others show none.
+        """
         if not count:
             return
-        table = Table("uid", "sample", "response", "reward", title="completions")
-        for (uid, sample), score in list(rollout.by_sample.items())[:count]:
-            table.add_row(uid, str(sample), escape(score.response), f"{score.reward:.3f}")
-        self._console.print(table)
+        table = Table("prompt", "sample", "response", title="completions", title_justify="left")
+        for name in ("reward", "advantage"):
+            table.add_column(name, justify="right")
+        advantages = _advantages(trained_on)
+        for key, score in list(rollout.by_sample.items())[:count]:
+            shown = f"{advantages[key]:+.3f}" if key in advantages else "-"
+            table.add_row(escape(key[0]), str(key[1]), escape(score.response), f"{score.reward:.3f}", shown)
+        self._console.print(table, soft_wrap=False)
+
+
+def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:
+    if "advantages" not in batch.columns:
+        return {}
+    keys = zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)
+    return dict(zip(keys, batch["advantages"].tolist(), strict=True))
+
+
+def shows_something(name: str, metrics: Mapping[str, float]) -> bool:
+    """A count of failures is news only where there are some."""
+    return name != "reward/failures" or metrics[name] > 0
+
+
+def sparkline(values: Sequence[float] | deque[float]) -> str:
+    """One character a value, from the lowest to the highest."""
+    low, high = min(values), max(values)
+    if high == low:
+        return BLOCKS[0] * len(values)
+    return "".join(BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))] for value in values)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from balancing import CostModel
@@ -47,12 +48,13 @@ def spanning(name: str, spans: list[Span]) -> Iterator[None]:
 
 
 class TimelineRecorder:
-    """What has happened since the last `take`."""
+    """What has happened since the last `take`; samples may come from another thread."""
 
     def __init__(self) -> None:
         self._phases: list[Span] = []
         self._rows: dict[str, Rows] = {name: {} for name in ("samples", "weights", "micro_steps")}
         self._cost = (1.0, 0.0)
+        self._lock = Lock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -70,7 +72,8 @@ class TimelineRecorder:
             if result.replica < 0:
                 continue
             row = [*_interval(result.start, result.seconds), result.response_tokens]
-            self._rows["samples"].setdefault(f"rollout {result.replica}", []).append(row)
+            with self._lock:
+                self._rows["samples"].setdefault(f"rollout {result.replica}", []).append(row)
 
     def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
         """Record what each engine, by its actor's name, took for its weights."""
@@ -88,9 +91,10 @@ class TimelineRecorder:
     def take(self) -> dict[str, Any]:
         """Everything since the last call, ready for JSON; see `controller.timeline` for its form."""
         phases = [[span.name, round(span.start, 6), round(span.end, 6)] for span in self._phases]
-        record = {"phases": phases, **self._rows, "cost": list(self._cost)}
-        self._phases, self._rows = [], {name: {} for name in self._rows}
-        return record
+        with self._lock:
+            rows, self._rows = self._rows, {name: {} for name in self._rows}
+        self._phases = []
+        return {"phases": phases, **rows, "cost": list(self._cost)}
 
 
 def _interval(start: float, seconds: float) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
+from ray import ObjectRef
 
 from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
@@ -38,6 +39,7 @@ from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.metrics import Metrics, results
 from workers.remote_batch import RemoteBatch
+from workers.rollout.requests import SampleResult
 
 MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
 # The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
@@ -144,6 +146,7 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """One step of the picture above; returns its metrics."""
         watch = Stopwatch()
+        self.console.begin_step(step, self.config.run.steps)
         with watch.phase("step"):
             with watch.phase("rollout"), self.console.phase("rollout"):
                 rollout, batch, self.progress.position = self.lookahead.take(step, self.progress.position)
@@ -151,10 +154,11 @@ class Trainer:
                 self.lookahead.begin(step + 1, self.progress.position)
             metrics = rollout.metrics()
             self.writer.samples(step, rollout.examples(RECORDED_SAMPLES))
-            self.console.completions(rollout, self.config.run.log_completions)
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
             if len(batch):
-                metrics |= self.learn(batch, step, watch)
+                metrics |= self.learn(rollout, batch, step, watch)
+            else:
+                self.console.completions(rollout, self.config.run.log_completions, batch)
         self.timeline.phases(watch.spans)
         self.timeline.weight_loads(self.roles.take_weight_loads())
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
@@ -163,8 +167,8 @@ class Trainer:
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)
         return metrics | self.roles.rollouts.budget.metrics()
 
-    def learn(self, batch: RemoteBatch, step: int, watch: Stopwatch) -> dict[str, float]:
-        """Plan, log-probs, advantages, update, weights to the engines."""
+    def learn(self, rollout: Rollout, batch: RemoteBatch, step: int, watch: Stopwatch) -> dict[str, float]:
+        """Plan, log-probs, advantages, update with `batch` of the rollout, weights to the engines."""
         self.writer.lengths(step, batch["length"])
         with watch.phase("plan"):
             drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self.config.run.seed, step)
@@ -174,6 +178,7 @@ class Trainer:
             batch, mismatch = self.with_log_probs(batch)
         with watch.phase("advantages"), self.console.phase("advantages"):
             batch, metrics = self.credit.assign(batch)
+        self.console.completions(rollout, self.config.run.log_completions, batch)
         self.interrupts.hold()
         with watch.phase("update"), self.console.phase("update"):
             metrics |= self.update_critic(batch, drawn)
@@ -249,9 +254,13 @@ class Trainer:
         """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
         requests = sample_requests(self.config, prompts, samples, step)
-        finished = self.roles.rollouts.generate(
-            requests, sampling, on_results=lambda found, block: self.roles.rewards.submit(found, block, by_uid)
-        )
+        with self.console.samples(len(requests)) as advance:
+
+            def score(found: list[SampleResult], block: ObjectRef) -> None:
+                self.roles.rewards.submit(found, block, by_uid)
+                advance(len(found))
+
+            finished = self.roles.rollouts.generate(requests, sampling, on_results=score)
         self.timeline.samples([*finished.results, *finished.dropped])
         drop_failed = self.config.reward.on_failure == "drop"
         rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
