@@ -162,7 +162,18 @@ def run(config: Config, inputs: Inputs) -> None:
 
     with _ray_session(config, console):
         recovering(attempt, config, console.say)
-    console.say(f"{config.run_folder}: model, metrics.jsonl, summary.json, tensorboard")
+    _report(config, console)
+    console.say(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
+
+
+def _report(config: Config, console: "Console") -> None:
+    """The run's report; a run that has ended well does not fail for the lack of it."""
+    from controller.report import write_report
+
+    try:
+        write_report(config.run_folder)
+    except (BallastError, OSError) as error:
+        console.say(f"no report was written: {error}")
 
 
 @contextmanager

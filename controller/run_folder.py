@@ -1,0 +1,84 @@
+"""RunFolder: what a run has recorded, read back.
+
+runs/NAME/   config.yaml  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from workers.errors import DataError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric over the steps that have it."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Files that are missing, or lines that a crash cut short, are as if nothing had been recorded there."""
+
+    path: Path
+
+    @cached_property
+    def metrics(self) -> list[Row]:
+        """A row a step. Raises DataError where there is none: then this is not the folder of a run."""
+        rows = self._rows("metrics.jsonl")
+        if not rows:
+            raise DataError(f"{self.path / 'metrics.jsonl'} holds no step; give the folder of a run that has made one.")
+        return rows
+
+    @cached_property
+    def lengths(self) -> dict[int, list[int]]:
+        """Lengths of the sequences of every step, in the order of its batch."""
+        return {row["step"]: row["lengths"] for row in self._rows("lengths.jsonl")}
+
+    @cached_property
+    def samples(self) -> list[Row]:
+        """Some samples of every step; see `Rollout.examples`."""
+        return self._rows("samples.jsonl")
+
+    @cached_property
+    def costs(self) -> dict[int, tuple[float, float]]:
+        """Linear and quadratic cost of every step's plan."""
+        return {row["step"]: tuple(row["cost"]) for row in self._rows("timeline.jsonl") if row["micro_steps"]}
+
+    @cached_property
+    def last_validation(self) -> tuple[int, list[Row]]:
+        """(step, every held-out response) of the last validation; (0, []) if there was none."""
+        files = {int(path.stem.removeprefix("step-")): path for path in self.path.glob("validation/step-*.jsonl")}
+        if not files:
+            return 0, []
+        step = max(files)
+        return step, self._rows(f"validation/step-{step}.jsonl")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all metrics, in the order in which they appear."""
+        return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
+
+    def curve(self, name: str) -> Curve:
+        """A metric over steps; steps without it, or without a finite value, are left out."""
+        points = [(row["step"], row[name]) for row in self.metrics if row.get(name) is not None]
+        return Curve([step for step, _ in points], [value for _, value in points])
+
+    def _rows(self, name: str) -> list[Row]:
+        file = self.path / name
+        return list(_json_lines(file)) if file.is_file() else []
+
+
+def _json_lines(file: Path) -> Iterator[Row]:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:  # cut short by a crash
+            continue
