@@ -161,23 +161,26 @@ class Console:
         self.say(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
     def completions(self, rollout: "Rollout", count: int, trained_on: "RemoteBatch") -> None:
-        """A table of the first `count` samples: prompt, response, reward, advantage.
+        """A table of the first `count` samples: prompt, response, reward, and advantage where each has one of its own.
 
-        trained_on: those of the samples that have an advantage, a column [B]; others show none.
+        trained_on: those of the samples that are trained on, with a column `advantages` [B]; others show none.
         """
         if not count:
             return
-        table = Table("prompt", "sample", "response", title="completions", title_justify="left")
-        for name in ("reward", "advantage"):
-            table.add_column(name, justify="right")
         advantages = _advantages(trained_on)
+        table = Table("prompt", "sample", "response", title="completions", title_justify="left")
+        for name in ("reward", "advantage") if advantages else ("reward",):
+            table.add_column(name, justify="right")
         for key, score in list(rollout.by_sample.items())[:count]:
-            shown = f"{advantages[key]:+.3f}" if key in advantages else "-"
-            table.add_row(escape(key[0]), str(key[1]), escape(score.response), f"{score.reward:.3f}", shown)
+            numbers = [f"{score.reward:.3f}"]
+            if advantages:
+                numbers.append(f"{advantages[key]:+.3f}" if key in advantages else "-")
+            table.add_row(escape(key[0]), str(key[1]), escape(score.response), *numbers)
         self._console.print(table, soft_wrap=False)
 
 
 def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:
+    """By (uid, sample); empty where advantages are of tokens."""
     if "advantages" not in batch.columns:
         return {}
     keys = zip(batch["uid"].tolist(), batch["sample"].tolist(), strict=True)

@@ -239,7 +239,7 @@ def _legend(axes: Axes) -> None:
     """In a line of its own between title and axes, where it covers nothing."""
     style = {"loc": "lower left", "bbox_to_anchor": (-0.01, 0.97), "borderaxespad": 0.0, "frameon": False}
     style |= {"ncols": MOST_LINES, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
-    axes.legend(fontsize=8.5, labelcolor=INK, **style)  # type: ignore[arg-type]
+    axes.legend(fontsize=8.5, labelcolor=INK, **style)  # type: ignore[call-overload]
 
 
 def _dress(axes: Axes, title: str) -> None:

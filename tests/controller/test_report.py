@@ -117,7 +117,7 @@ def test_a_folder_without_a_run_is_refused_in_one_line(
     files: tuple, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in files:
-        (tmp_path / name).write_text("run: {name: x}\n")
+        (tmp_path / name).write_text("model: {path: models/small}\n")
     assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error

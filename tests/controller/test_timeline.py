@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import CostModel
@@ -76,6 +76,7 @@ def test_planned_widths_are_in_proportion_to_the_cost_model_and_last_as_long_as_
     assert [event["args"]["planned_s"] for event in measured] == [0.2, 0.4]
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.lists(st.tuples(st.floats(1e-6, 0.2), st.integers(0, 5_000)), min_size=1, max_size=6), max_size=4),
     st.lists(st.tuples(st.integers(0, 2), st.floats(0, 10), st.floats(0, 5)), max_size=12),
