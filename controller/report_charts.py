@@ -237,13 +237,13 @@ def _steps_below(axes: Axes) -> None:
 
 def _legend(axes: Axes) -> None:
     """In a line of its own between title and axes, where it covers nothing."""
-    style = {"loc": "lower left", "bbox_to_anchor": (-0.01, 0.97), "borderaxespad": 0.0, "frameon": False}
+    style = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.0, "frameon": False}
     style |= {"ncols": MOST_LINES, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
     axes.legend(fontsize=8.5, labelcolor=INK, **style)  # type: ignore[call-overload]
 
 
 def _dress(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=22 if axes.get_legend() else 8)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=24 if axes.get_legend() else 8)
     axes.tick_params(colors=INK, labelsize=9)
     axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
     axes.set_axisbelow(True)

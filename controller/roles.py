@@ -44,6 +44,7 @@ from workers.rollout.worker import RolloutWorker
 
 Requests = dict[str, RoleRequest]
 Bundles = dict[str, PlacementGroup]
+ANSWER_SECONDS = 5.0  # for what is nice to know
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,13 @@ class Roles:
         }
 
     def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
-        """The engines' updates of weights since the last call, by actor; an engine that is gone is left out."""
-        asked = {f"rollout {i}": actor.take_weight_loads.remote() for i, actor in enumerate(self.rollouts.actors)}
+        """The engines' updates of weights since the last call, by actor; one that does not answer is left out."""
+        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in enumerate(self.rollouts.actors)}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         loads = {}
-        for name, ref in asked.items():
+        for ref in answered:
             with suppress(RayError):  # whoever next needs the engine says so
-                loads[name] = ray.get(ref)
+                loads[asked[ref]] = ray.get(ref)
         return loads
 
 

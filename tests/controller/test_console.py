@@ -110,6 +110,14 @@ def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> 
     assert [cell.strip() for cell in without.split("│")][1:-1] == ["b", "0", "5", "0.000", "-"]
 
 
+def test_with_a_critic_there_is_no_column_of_advantages() -> None:
+    """They are of tokens then, and stay where these are."""
+    batch = RemoteBatch({"uid": np.array(["a"]), "sample": np.array([0])}, {})
+    output = recorded(terminal=False)
+    Console(output).completions(Rollout(batch, {("a", 0): Score(1.0, "4")}, 0, 0), 1, batch)
+    assert "advantage" not in output.export_text()
+
+
 def test_no_completions_are_shown_unless_asked_for() -> None:
     output = recorded(terminal=False)
     batch = RemoteBatch({"uid": np.array(["a"])}, {})
