@@ -28,7 +28,7 @@ class Progress:
 
     step: the last one that is complete. position: the next prompt's place in the stream. weight_version: of the
     policy's weights. best: highest value of validation.keep_best so far. before, latest: validations. kl_coefficient:
-    weight of the KL in the reward, where it is adapted.
+    weight of the KL in the reward, where it is adapted. trackers: the run's id in each tracker that has one.
     """
 
     step: int = 0
@@ -38,6 +38,7 @@ class Progress:
     before: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
     kl_coefficient: float | None = None
+    trackers: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As the manifest of a checkpoint carries it."""

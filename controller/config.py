@@ -247,6 +247,11 @@ class ResourcesConfig:
 class TrackingConfig:
     tensorboard: bool = setting(True, "Write TensorBoard events beside metrics.jsonl.")
     timeline: bool = setting(True, "Write timeline.jsonl, for `python -m controller.timeline runs/NAME`.")
+    wandb: bool = setting(
+        False, "Log to Weights & Biases, as WANDB_MODE, WANDB_API_KEY and its other environment variables say."
+    )
+    mlflow: bool = setting(False, "Log to the MLflow server or folder that MLFLOW_TRACKING_URI names.")
+    project: str = setting("ballast", "Project in Weights & Biases, experiment in MLflow.")
 
 
 @dataclass

@@ -20,6 +20,7 @@ from controller.function_files import check_function
 from controller.model_files import ModelFiles, read_model_files
 from controller.model_support import check_supported_model
 from controller.records import iter_records
+from controller.tracker_checks import check_trackers
 from workers.errors import CheckpointError, ConfigError, DataError
 
 
@@ -43,6 +44,7 @@ def check(config: Config) -> None:
     check_reward_model(config, model)
     _check_data(config, model)
     _check_rewards(config)
+    check_trackers(config)
 
 
 def _check_run(config: Config) -> None:

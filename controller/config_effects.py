@@ -168,6 +168,11 @@ NO_EFFECT_WITHOUT = (
         ("reward.overlong_penalty",),
     ),
     (
+        "tracking.wandb or tracking.mlflow",
+        lambda c: c.tracking.wandb or c.tracking.mlflow,
+        ("tracking.project",),
+    ),
+    (
         "validation.samples above 1",
         lambda c: c.validation.samples > 1,
         ("validation.success",),

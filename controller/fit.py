@@ -187,19 +187,16 @@ def training(
     from controller.checkpoint import go_on
     from controller.metrics import RunWriter
     from controller.roles import start_roles
+    from controller.trackers.opening import open_trackers
     from controller.trainer import Trainer
 
-    tracking = config.tracking
     budget = budget or RestartBudget(config.run.max_restarts)
     with start_roles(config, inputs.reward_functions, console, budget, environment=inputs.environment) as roles:
         progress = go_on(config, roles, console)
+        trackers = open_trackers(config, progress, console.say)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
         with RunWriter(
-            config.run_folder,
-            to_yaml(config),
-            tensorboard=tracking.tensorboard,
-            timeline=tracking.timeline,
-            after=progress.step,
+            config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
         ) as writer:
             yield Trainer(
                 config,

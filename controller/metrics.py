@@ -2,43 +2,43 @@
 some samples and the timeline."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from controller.spans import Span, spanning
+from controller.trackers import Tracker
+from controller.trackers.files import finite, lines_until
 from controller.validation import Graded
 
 
 class RunWriter:
-    """Writes `runs/NAME/`. metrics.jsonl gets one line a step, flushed at once, so that a killed run loses nothing."""
+    """Writes `runs/NAME/`, and hands the metrics of every step to the trackers."""
 
     def __init__(
-        self, folder: Path, config_yaml: str, *, tensorboard: bool = True, timeline: bool = True, after: int = 0
+        self,
+        folder: Path,
+        config_yaml: str,
+        trackers: Sequence[Tracker],
+        *,
+        timeline: bool = True,
+        after: int = 0,
     ) -> None:
-        """`after`: the step that a run goes on from; what it recorded beyond that comes again. 0 keeps nothing."""
+        """`trackers`: where metrics go; they are closed with this. `after`: the step that a run goes on from; what it
+        recorded beyond that comes again. 0 keeps nothing."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         (folder / "config.yaml").write_text(config_yaml)
-        self._lines = _lines_until(folder / "metrics.jsonl", after)
-        self._lengths = _lines_until(folder / "lengths.jsonl", after)
-        self._samples = _lines_until(folder / "samples.jsonl", after)
-        self._timeline = _lines_until(folder / "timeline.jsonl", after) if timeline else None
-        self._tensorboard = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1 if after else None)
+        self._trackers = trackers
+        self._lengths = lines_until(folder / "lengths.jsonl", after)
+        self._samples = lines_until(folder / "samples.jsonl", after)
+        self._timeline = lines_until(folder / "timeline.jsonl", after) if timeline else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step (from 1; 0 is the validation before training)."""
-        self._lines.write(json.dumps({"step": step} | {k: finite(v) for k, v in metrics.items()}) + "\n")
-        self._lines.flush()
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
 
     def lengths(self, step: int, lengths: Iterable[int]) -> None:
         """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`."""
@@ -75,33 +75,14 @@ class RunWriter:
     def __enter__(self) -> "RunWriter":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Flush and close what is open."""
-        self._lines.close()
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Close what is open; trackers are told whether the run failed."""
         self._lengths.close()
         self._samples.close()
         if self._timeline is not None:
             self._timeline.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-
-
-def _lines_until(path: Path, step: int) -> TextIO:
-    """A file of JSON lines to append to, without the lines of later steps than `step` or one cut short by a crash."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            if step and json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-    file = path.open("w", encoding="utf-8")
-    file.writelines(kept)
-    file.flush()
-    return file
-
-
-def finite(value: float) -> float | None:
-    """`value`, or None where JSON has no number for it."""
-    return value if math.isfinite(value) else None
+        for tracker in self._trackers:
+            tracker.close(succeeded=failure is None)
 
 
 class Stopwatch:

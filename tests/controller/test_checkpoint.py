@@ -5,8 +5,13 @@ import pytest
 
 from controller.checkpoint import FOLDER, Progress, checkpoint_path, checkpoints_at
 from controller.metrics import RunWriter
+from controller.trackers.files import JsonLinesTracker
 from workers.errors import CheckpointError
 from workers.model.checkpoint_folder import Manifest, StoredFile, commit, unfinished_folder
+
+
+def run_writer(folder: Path, after: int = 0) -> RunWriter:
+    return RunWriter(folder, "", [JsonLinesTracker(folder / "metrics.jsonl", after=after)], after=after)
 
 
 def write(path: Path, step: int) -> Path:
@@ -39,13 +44,13 @@ def test_progress_survives_json() -> None:
 
 
 def test_a_run_that_goes_on_keeps_its_records_until_the_checkpoint(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, "", tensorboard=False) as writer:
+    with run_writer(tmp_path) as writer:
         for step in range(5):
             writer.step(step, {"loss": float(step)})
             writer.lengths(step, [step])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # the crash
-    with RunWriter(tmp_path, "", tensorboard=False, after=2) as writer:
+    with run_writer(tmp_path, after=2) as writer:
         writer.step(3, {"loss": 30.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
@@ -54,7 +59,7 @@ def test_a_run_that_goes_on_keeps_its_records_until_the_checkpoint(tmp_path: Pat
 
 def test_a_run_that_starts_anew_keeps_nothing(tmp_path: Path) -> None:
     for _ in range(2):
-        with RunWriter(tmp_path, "", tensorboard=False) as writer:
+        with run_writer(tmp_path) as writer:
             writer.step(1, {"loss": 1.0})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 

@@ -13,6 +13,7 @@ from controller.config import Config, load
 from controller.config_checks import check
 from controller.console import Console
 from controller.fit import read_inputs, training
+from controller.metric_catalog import CUSTOM_LOSS, METRICS, declaration_of
 from controller.samples import Rollout
 from controller.timeline import write_trace
 from controller.trainer import Outcome
@@ -129,6 +130,18 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(finished
     )
     lengths = [json.loads(line)["lengths"] for line in (finished.folder / "lengths.jsonl").read_text().splitlines()]
     assert tokens == sum(map(sum, lengths))
+
+
+def test_what_is_recorded_is_what_is_declared(finished: Run) -> None:
+    """Every name of the file has its declaration, and what has no condition is in every step that trains."""
+    lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
+    declared = {name: declaration_of(name) for line in lines for name in line if name != "step"}
+    assert [name for name, found in declared.items() if found is None] == []
+    families = {name: found[0] for name, found in declared.items()}
+    assert [name for name, found in families.items() if found is CUSTOM_LOSS] == []
+    always = {name for name, declaration in METRICS.items() if not declaration.when}
+    for line in lines[1:]:
+        assert always - {families[name].name for name in line if name != "step"} == set()
 
 
 def test_sampler_and_trainer_agree_at_every_step(finished: Run) -> None:

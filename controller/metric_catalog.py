@@ -1,0 +1,277 @@
+"""Every metric of a run, declared once: name, unit, meaning, kind, and how parts of it join.
+
+    step's metrics {name: value} --declaration_of--> Declaration --> docs/metrics.md (python -m controller.metric_page)
+                                                              +----> Ray, Prometheus, Grafana: `exported_name`, labels
+
+`{label}` in a name stands for what the run names: a part of the reward, a phase, a held-out source. A new metric is
+declared here; a test compares what real runs record with what is declared.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+
+class Kind(Enum):
+    """GAUGE: the last value stands. COUNTER: values add up over steps."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One metric, or the family that a name with `{label}` stands for.
+
+    joined: how the values of samples, micro-batches, mini-batches and ranks become the number of a step.
+    when: what has to be so for a step to record it; empty if every step that trains does.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    joined: str = "one value"
+    kind: Kind = Kind.GAUGE
+    when: str = ""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names in braces."""
+        return tuple(re.findall(r"\{(\w+)\}", self.name))
+
+    @property
+    def exported_name(self) -> str:
+        """Its name for Ray, which puts `ray_` before it, and `_total` behind a counter's: `ballast_policy_loss`.
+
+        Labels leave the name: `time/{phase}_s` is `ballast_time_s` with the label `phase`.
+        """
+        plain = re.sub(r"\{\w+\}", "", self.name)
+        return "_".join(["ballast", *re.findall(r"[A-Za-z0-9]+", plain)])
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """The labels of `name`, a metric of this family; None if it is not of it."""
+        found = _pattern(self.name).fullmatch(name)
+        return found.groupdict() if found else None
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    parts = re.split(r"\{(\w+)\}", name)
+    return re.compile("".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
+
+
+MEAN_OVER_TOKENS = "mean over tokens"
+WITH_CRITIC = "a critic"
+CORRECTION = "algorithm.loss.rollout_correction is used"
+
+REWARD = (
+    Declaration("reward/mean", "reward", "Reward of the step's samples.", "mean over samples"),
+    Declaration("reward/std", "reward", "Spread of the step's rewards.", "standard deviation over samples"),
+    Declaration(
+        "reward/{part}",
+        "reward",
+        "One reward function of several, or another number that a reward function returned.",
+        "mean over samples that have it",
+        when="reward functions with parts",
+    ),
+    Declaration(
+        "reward/failures",
+        "samples",
+        "Samples whose reward function failed; see reward.on_failure.",
+        "adds up",
+        Kind.COUNTER,
+    ),
+)
+
+ROLLOUT = (
+    Declaration("rollout/samples", "samples", "Samples generated and scored.", "adds up", Kind.COUNTER),
+    Declaration("rollout/samples_dropped", "samples", "Samples given up after all retries.", "adds up", Kind.COUNTER),
+    Declaration(
+        "rollout/samples_retried",
+        "samples",
+        "Further tries, after an engine failed at a sample.",
+        "adds up",
+        Kind.COUNTER,
+    ),
+    Declaration(
+        "rollout/samples_without_signal",
+        "samples",
+        "Samples not trained on, because all rewards of their group are equal.",
+        "adds up",
+        Kind.COUNTER,
+    ),
+    Declaration("rollout/sampling_rounds", "rounds", "Rounds of generation that the step took."),
+    Declaration("rollout/response_tokens_mean", "tokens", "Length of responses.", "mean over samples"),
+    Declaration("rollout/response_tokens_max", "tokens", "Length of the longest response.", "largest"),
+    Declaration("rollout/truncated_share", "share", "Responses cut at max_new_tokens.", "mean over samples"),
+    Declaration("rollout/oldest_weight_version", "version", "Oldest weights that a sample was made with.", "smallest"),
+    Declaration("rollout/weight_version", "version", "Weights that the engines have at the end of the step."),
+)
+
+TIME = (
+    Declaration("time/{phase}_s", "s", "Wall time of a phase of the step; `step` is the whole."),
+    Declaration("throughput/tokens_per_s", "tokens/s", "Prompt and response tokens over the time of the step."),
+)
+
+BALANCE = (
+    Declaration("balance/tokens_per_rank/{figure}", "tokens", "Real tokens of a rank: min, max, mean, difference."),
+    Declaration("balance/tokens_per_rank_before/{figure}", "tokens", "The same if the batch was dealt as it came."),
+    Declaration("balance/imbalance/{over}", "share", "Longest over mean, less 1: of ranks, of micro-steps."),
+    Declaration("balance/imbalance_before/{over}", "share", "The same if the batch was dealt as it came."),
+    Declaration("balance/idle_share", "share", "Share of ranks' time that is waiting in micro-steps, as predicted."),
+    Declaration("balance/idle_share_before", "share", "The same if the batch was dealt as it came."),
+    Declaration(
+        "balance/predicted_time/{figure}", "FLOP or s", "Time of the heaviest ranks: total, longest_micro_step."
+    ),
+    Declaration("balance/predicted_time_before/{figure}", "FLOP or s", "The same if the batch was dealt as it came."),
+    Declaration(
+        "balance/cap_fill", "share", "Share of max_tokens that a micro-batch takes.", "mean over micro-batches"
+    ),
+    Declaration("balance/padding_share", "share", "Share of computed tokens that are no real ones."),
+    Declaration("balance/micro_batches", "micro-batches", "Micro-batches of a rank."),
+    Declaration("balance/empty_micro_batches", "micro-batches", "Micro-batches without work.", "adds up over ranks"),
+)
+
+CUSTOM_LOSS = Declaration(
+    "policy/{statistic}",
+    "",
+    "What a loss of one's own returns beside these.",
+    "as its Metric says",
+    when="algorithm.loss.name=custom",
+)
+POLICY = (
+    Declaration("policy/loss", "loss", "Loss of the mini-batches.", "sum over ranks, mean over mini-batches"),
+    Declaration("policy/entropy", "nats", "Entropy of the policy's next-token distribution.", MEAN_OVER_TOKENS),
+    Declaration("policy/grad_norm", "norm", "Norm of the gradient before clipping.", "mean over mini-batches"),
+    Declaration("policy/learning_rate", "rate", "Learning rate.", "mean over mini-batches"),
+    Declaration(
+        "policy/skipped_steps", "steps", "Optimiser steps skipped for NaN or infinity.", "adds up", Kind.COUNTER
+    ),
+    Declaration(
+        "policy/approximate_kl",
+        "nats",
+        "KL of the old policy to the new, estimator k3 (Schulman 2020).",
+        MEAN_OVER_TOKENS,
+    ),
+    Declaration(
+        "policy/clip_fraction",
+        "share",
+        "Tokens whose ratio the loss clips.",
+        MEAN_OVER_TOKENS,
+        when="a loss that clips",
+    ),
+    Declaration(
+        "policy/dual_clip_fraction",
+        "share",
+        "Tokens whose loss the dual clip bounds.",
+        MEAN_OVER_TOKENS,
+        when="algorithm.loss.dual_clip",
+    ),
+    Declaration("policy/sapo_gate", "share", "SAPO's soft gate.", MEAN_OVER_TOKENS, when="algorithm.loss.name=sapo"),
+    Declaration(
+        "policy/held_back_fraction",
+        "share",
+        "Tokens held back for their covariance.",
+        MEAN_OVER_TOKENS,
+        when="algorithm.loss.name=clip_cov or kl_cov",
+    ),
+    Declaration(
+        "policy/reference_kl",
+        "nats",
+        "KL of the policy to the reference, by algorithm.loss.kl_estimator.",
+        MEAN_OVER_TOKENS,
+        when="algorithm.loss.kl_coefficient above 0",
+    ),
+    Declaration(
+        "policy/rollout_mismatch_mean", "nats", "Difference of sampler's and trainer's log-probs.", MEAN_OVER_TOKENS
+    ),
+    Declaration("policy/rollout_mismatch_max", "nats", "The same, of the worst token.", "largest"),
+    Declaration(
+        "policy/rollout_kl", "nats", "KL of sampler to trainer, estimator k3.", MEAN_OVER_TOKENS, when=CORRECTION
+    ),
+    Declaration(
+        "policy/rollout_chi_square", "", "Chi-square of sampler and trainer.", MEAN_OVER_TOKENS, when=CORRECTION
+    ),
+    Declaration("policy/rollout_rejected_fraction", "share", "Tokens masked out.", MEAN_OVER_TOKENS, when=CORRECTION),
+    Declaration("policy/rollout_truncated_fraction", "share", "Tokens at the cap.", MEAN_OVER_TOKENS, when=CORRECTION),
+    Declaration("policy/rollout_weight_mean", "", "Importance weights.", MEAN_OVER_TOKENS, when=CORRECTION),
+    Declaration("policy/rollout_weight_max", "", "Largest importance weight.", "largest", when=CORRECTION),
+    Declaration("policy/rollout_weight_min", "", "Smallest importance weight.", "smallest", when=CORRECTION),
+    CUSTOM_LOSS,
+)
+
+VALIDATION = (
+    Declaration(
+        "validation/{score}",
+        "score",
+        "Held-out responses: reward and its parts, pass@k, maj@n; with several sources also SOURCE/score.",
+        "mean over responses or prompts",
+        when="data.validation, at steps with a validation",
+    ),
+)
+
+CRITIC = (
+    Declaration(
+        "critic/loss", "loss", "Loss of the mini-batches.", "sum over ranks, mean over mini-batches", when=WITH_CRITIC
+    ),
+    Declaration(
+        "critic/grad_norm", "norm", "Norm of the gradient before clipping.", "mean over mini-batches", when=WITH_CRITIC
+    ),
+    Declaration("critic/values", "reward", "Values before the update.", MEAN_OVER_TOKENS, when=WITH_CRITIC),
+    Declaration(
+        "critic/returns", "reward", "Returns that the values are to predict.", MEAN_OVER_TOKENS, when=WITH_CRITIC
+    ),
+    Declaration(
+        "critic/explained_variance",
+        "share",
+        "Share of the returns' variance that the values explain.",
+        "over all tokens",
+        when=WITH_CRITIC,
+    ),
+    Declaration(
+        "critic/value_clip_fraction",
+        "share",
+        "Tokens whose value the loss clips.",
+        MEAN_OVER_TOKENS,
+        when="critic.loss.clip above 0",
+    ),
+    Declaration("critic/learning_rate", "rate", "Learning rate.", "mean over mini-batches", when=WITH_CRITIC),
+    Declaration(
+        "critic/skipped_steps",
+        "steps",
+        "Optimiser steps skipped for NaN or infinity.",
+        "adds up",
+        Kind.COUNTER,
+        when=WITH_CRITIC,
+    ),
+)
+
+RESTARTS = (
+    Declaration("restarts/engines", "restarts", "Engines started anew so far."),
+    Declaration("restarts/recoveries", "restarts", "Times that the run went on from its last checkpoint so far."),
+    Declaration("checkpoint/failures", "checkpoints", "Checkpoints that could not be written so far."),
+)
+
+SECTIONS = {
+    "Reward": REWARD,
+    "Rollout": ROLLOUT,
+    "Time": TIME,
+    "Balance": BALANCE,
+    "Policy": POLICY,
+    "Critic": CRITIC,
+    "Failures": RESTARTS,
+    "Validation": VALIDATION,
+}
+METRICS = {declaration.name: declaration for section in SECTIONS.values() for declaration in section}
+
+
+@cache
+def declaration_of(name: str) -> tuple[Declaration, dict[str, str]] | None:
+    """What declares the metric `name`, and its labels; None if nothing does. A whole name goes before a family."""
+    if name in METRICS:
+        return METRICS[name], {}
+    for declaration in METRICS.values():
+        if declaration.labels and (labels := declaration.match(name)) is not None:
+            return declaration, labels
+    return None

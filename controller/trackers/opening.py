@@ -1,0 +1,47 @@
+"""Which trackers a run has, opened where its resume says."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from controller.config import Config
+from controller.config_file import settings, value_of
+from controller.trackers import Tracker
+from controller.trackers.files import JsonLinesTracker, TensorBoardTracker
+from controller.trackers.ray_metrics import RayTracker
+from controller.trackers.services import MlflowTracker, WandbTracker
+
+if TYPE_CHECKING:
+    from controller.checkpoint import Progress
+
+
+def open_trackers(config: Config, progress: "Progress", say: Callable[[str], None]) -> list[Tracker]:
+    """metrics.jsonl, Ray and the trackers of tracking.*.
+
+    Ids of the run in services go into `progress.trackers`, for the next resume.
+
+    A run that goes on under its own name goes on in its trackers; under a new name it is a new run there too. Raises
+    ConfigError if a service does not take the run.
+    """
+    folder, tracking = config.run_folder, config.tracking
+    folder.mkdir(parents=True, exist_ok=True)
+    known = progress.trackers if config.run.resume == "auto" else {}
+    progress.trackers = {}
+    trackers: list[Tracker] = [JsonLinesTracker(folder / "metrics.jsonl", after=progress.step)]
+    trackers.append(RayTracker(config.run.name))
+    if tracking.tensorboard:
+        trackers.append(TensorBoardTracker(folder / "tensorboard", after=progress.step))
+    shared = (tracking.project, config.run.name, _flat(config))
+    if tracking.wandb:
+        wandb = WandbTracker(folder, *shared, id=known.get("wandb", ""))
+        trackers.append(wandb)
+        progress.trackers["wandb"] = wandb.id
+    if tracking.mlflow:
+        mlflow = MlflowTracker(*shared, say, id=known.get("mlflow", ""))
+        trackers.append(mlflow)
+        progress.trackers["mlflow"] = mlflow.id
+    return trackers
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Every setting by its key."""
+    return {found.key: value_of(config, found.key) for found in settings(config)}
