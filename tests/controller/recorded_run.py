@@ -7,6 +7,7 @@ import numpy as np
 from balancing import CostModel
 from controller.config import Config, to_yaml
 from controller.metrics import RunWriter
+from controller.trackers.files import JsonLinesTracker
 from controller.spans import TimelineRecorder
 from controller.validation import Graded
 from workers.model.timing import MicroStepTime
@@ -28,7 +29,8 @@ def write_run(folder: Path, *, steps: int = STEPS, ranks: int = 4) -> Config:
     config.model.path, config.data.train = "models/small", "train.jsonl"
     config.policy.ranks, config.policy.max_tokens, config.batch.mini_batches = ranks, 4096, 2
     rng = np.random.default_rng(0)
-    with RunWriter(folder, to_yaml(config), tensorboard=False) as writer:
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunWriter(folder, to_yaml(config), [JsonLinesTracker(folder / "metrics.jsonl")]) as writer:
         writer.step(0, {"validation/reward": 0.2})
         for step in range(1, steps + 1):
             writer.step(step, metrics(step, steps))

@@ -112,7 +112,7 @@ def test_seconds_of_a_phase_add_up_and_phases_nest() -> None:
 
 
 def test_the_command_writes_the_steps_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunWriter(tmp_path, "", tensorboard=False) as writer:
+    with RunWriter(tmp_path, "", []) as writer:
         for step in range(4):
             writer.timeline(step, recorder().take())
     assert main([str(tmp_path), "--steps", "1-2", "--output", str(tmp_path / "part.json")]) == 0
@@ -132,7 +132,7 @@ def test_what_is_not_there_is_said_in_one_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if arguments:
-        with RunWriter(tmp_path, "", tensorboard=False) as writer:
+        with RunWriter(tmp_path, "", []) as writer:
             writer.timeline(0, recorder().take())
     assert main([str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
@@ -141,7 +141,7 @@ def test_what_is_not_there_is_said_in_one_line(
 
 
 def test_a_run_without_a_timeline_writes_none(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, "", tensorboard=False, timeline=False) as writer:
+    with RunWriter(tmp_path, "", [], timeline=False) as writer:
         writer.timeline(0, recorder().take())
     assert not (tmp_path / "timeline.jsonl").exists()
 

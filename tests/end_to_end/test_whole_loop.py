@@ -13,11 +13,13 @@ from controller.config import Config, load
 from controller.config_checks import check
 from controller.console import Console
 from controller.fit import read_inputs, training
-from controller.metric_catalog import CUSTOM_LOSS, METRICS, declaration_of
+from controller.grafana_dashboard import PANELS, query
+from controller.metric_catalog import CUSTOM_LOSS, METRICS, Kind, declaration_of
 from controller.samples import Rollout
 from controller.timeline import write_trace
 from controller.trainer import Outcome
 from tests.controller import trace_format
+from tests.end_to_end.prometheus import scraping_ray
 from tests.end_to_end.trouble import kill_engine, run_with
 
 
@@ -142,6 +144,21 @@ def test_what_is_recorded_is_what_is_declared(finished: Run) -> None:
     always = {name for name, declaration in METRICS.items() if not declaration.when}
     for line in lines[1:]:
         assert always - {families[name].name for name in line if name != "step"} == set()
+
+
+def test_prometheus_scrapes_the_run_and_answers_the_dashboard(finished: Run, tmp_path: Path) -> None:
+    last = finished.outcome.steps[-1]
+    with scraping_ray(tmp_path) as prometheus:
+        (reward,) = prometheus.wait_for('ray_ballast_reward_mean{run="loop"}')
+        assert float(reward["value"][1]) == pytest.approx(last["reward/mean"])
+        samples = prometheus.query('ray_ballast_rollout_samples_total{run="loop"}')
+        assert [float(sample["value"][1]) for sample in samples] == [45.0]
+        phases = prometheus.query(query("time/{phase}_s").replace("$run", "loop"))
+        assert {"rollout", "update", "weights"} <= {sample["metric"]["phase"] for sample in phases}
+        for name in (name for panel in PANELS for name in panel.metrics):
+            found = prometheus.query(query(name).replace("$run", "loop"))
+            recorded = METRICS[name].kind is Kind.GAUGE and not METRICS[name].when
+            assert found or not recorded, name
 
 
 def test_sampler_and_trainer_agree_at_every_step(finished: Run) -> None:
