@@ -45,6 +45,7 @@ bench: setup
 
 docs: setup
 	$(BIN)/python -m controller.settings_page > docs/settings.md
+	$(BIN)/python -m controller.metric_page > docs/metrics.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
