@@ -32,7 +32,11 @@ PANELS = (
     Panel("Loss", "short", ("policy/loss", "critic/loss")),
     Panel("KL and entropy", "short", ("policy/approximate_kl", "policy/reference_kl", "policy/entropy")),
     Panel("Gradient norm", "short", ("policy/grad_norm", "critic/grad_norm")),
-    Panel("Tokens per second", "short", ("throughput/tokens_per_s",)),
+    Panel(
+        "Tokens per second",
+        "short",
+        ("throughput/tokens_per_s", "throughput/rollout_tokens_per_s", "throughput/update_tokens_per_s"),
+    ),
     Panel("Time of a step by phase", "s", ("time/{phase}_s",)),
     Panel("Sampler against trainer", "short", ("policy/rollout_mismatch_mean", "policy/rollout_mismatch_max")),
     Panel("Imbalance before and after", "percentunit", ("balance/imbalance_before/{over}", "balance/imbalance/{over}")),
@@ -43,6 +47,7 @@ PANELS = (
         "short",
         ("rollout/samples_dropped", "rollout/samples_retried", "rollout/samples_without_signal"),
     ),
+    Panel("Staleness", "short", ("rollout/staleness_mean", "rollout/staleness_max")),
     Panel("Weight versions", "short", ("rollout/weight_version", "rollout/oldest_weight_version")),
     Panel(
         "Restarts and failures",

@@ -106,11 +106,22 @@ ROLLOUT = (
     Declaration("rollout/response_tokens_max", "tokens", "Length of the longest response.", "largest"),
     Declaration("rollout/truncated_share", "share", "Responses cut at max_new_tokens.", "mean over samples"),
     Declaration("rollout/oldest_weight_version", "version", "Oldest weights that a sample was made with.", "smallest"),
+    Declaration(
+        "rollout/staleness_mean",
+        "versions",
+        "How many versions older than the policy's the weights are that a sample was made with.",
+        "mean over samples",
+    ),
+    Declaration("rollout/staleness_max", "versions", "The same, of the oldest.", "largest"),
     Declaration("rollout/weight_version", "version", "Weights that the engines have at the end of the step."),
 )
 
 TIME = (
     Declaration("time/{phase}_s", "s", "Wall time of a phase of the step; `step` is the whole."),
+    Declaration(
+        "throughput/rollout_tokens_per_s", "tokens/s", "Response tokens over the time that the step waited for samples."
+    ),
+    Declaration("throughput/update_tokens_per_s", "tokens/s", "Tokens trained on over the time of the update."),
     Declaration("throughput/tokens_per_s", "tokens/s", "Prompt and response tokens over the time of the step."),
 )
 

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from controller.spans import Span, spanning
 from controller.trackers import Tracker
 from controller.trackers.files import finite, lines_until
 from controller.validation import Graded
+from workers.remote_batch import RemoteBatch
 
 
 class RunWriter:
@@ -83,6 +86,23 @@ class RunWriter:
             self._timeline.close()
         for tracker in self._trackers:
             tracker.close(succeeded=failure is None)
+
+
+def staleness(sampled_with: np.ndarray, current: int) -> dict[str, float]:
+    """How many versions older than the policy's, `current`, the weights are that each sample was made with [B]."""
+    age = current - sampled_with
+    return {"rollout/staleness_mean": float(age.mean()), "rollout/staleness_max": float(age.max())}
+
+
+def throughput(generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens/s of a step, of its wait for samples, and of its update, from `seconds` by phase."""
+    rates = {
+        "throughput/tokens_per_s": float(generated["length"].sum()) / seconds["step"],
+        "throughput/rollout_tokens_per_s": float(generated["response_tokens"].sum()) / seconds["rollout"],
+    }
+    if "update" in seconds:
+        rates["throughput/update_tokens_per_s"] = float(trained["length"].sum()) / seconds["update"]
+    return rates
 
 
 class Stopwatch:

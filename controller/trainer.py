@@ -27,7 +27,7 @@ from controller.credit import Credit
 from controller.data import Prompt, PromptDataset, Prompts
 from controller.interrupts import Interrupts
 from controller.lookahead import Lookahead
-from controller.metrics import RunWriter, Stopwatch
+from controller.metrics import RunWriter, Stopwatch, staleness, throughput
 from controller.mini_batches import draw_mini_batches
 from controller.requests import sample_requests
 from controller.roles import Roles
@@ -152,7 +152,7 @@ class Trainer:
                 rollout, batch, self.progress.position = self.lookahead.take(step, self.progress.position)
             if self.looks_ahead(step):
                 self.lookahead.begin(step + 1, self.progress.position)
-            metrics = rollout.metrics()
+            metrics = rollout.metrics() | staleness(rollout.batch["weight_version"], self.progress.weight_version)
             self.writer.samples(step, rollout.examples(RECORDED_SAMPLES))
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
             if len(batch):
@@ -162,7 +162,7 @@ class Trainer:
         self.timeline.phases(watch.spans)
         self.timeline.weight_loads(self.roles.take_weight_loads())
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
-        metrics["throughput/tokens_per_s"] = float(rollout.batch["length"].sum()) / watch.seconds["step"]
+        metrics |= throughput(rollout.batch, batch, watch.seconds)
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)
         return metrics | self.roles.rollouts.budget.metrics()

@@ -30,7 +30,6 @@ def test_every_name_is_declared_once_and_exported_under_a_name_of_its_own() -> N
         ("reward/format", "reward/{part}", {"part": "format"}),
         ("time/log_probs_s", "time/{phase}_s", {"phase": "log_probs"}),
         ("throughput/tokens_per_s", "throughput/tokens_per_s", {}),
-        ("throughput/update_tokens_per_s", "throughput/{phase}_tokens_per_s", {"phase": "update"}),
         ("validation/gsm8k/pass@4", "validation/{score}", {"score": "gsm8k/pass@4"}),
     ],
 )
