@@ -148,8 +148,8 @@ class RewardConfig:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of every reward function, by `module:function`; none where an environment or a reward model alone gives
-        rewards."""
+        """Weight of every reward function, by `module:function`; there may be none beside an environment or a reward
+        model."""
         return self.functions or ({self.function: 1.0} if self.function else {})
 
 

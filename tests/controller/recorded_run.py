@@ -7,8 +7,8 @@ import numpy as np
 from balancing import CostModel
 from controller.config import Config, to_yaml
 from controller.metrics import RunWriter
-from controller.trackers.files import JsonLinesTracker
 from controller.spans import TimelineRecorder
+from controller.trackers.files import JsonLinesTracker
 from controller.validation import Graded
 from workers.model.timing import MicroStepTime
 
