@@ -115,7 +115,7 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(finished
     trace = json.loads((tmp_path / "trace.json").read_text())
     trace_format.check(trace)
     phases = [event["name"] for event in trace_format.slices_of(trace, "driver", "phases")]
-    assert [phases.count(name) for name in ("step", "rollout", "update", "validation", "save")] == [3, 3, 3, 2, 1]
+    assert [phases.count(name) for name in ("step", "update", "weights", "validation", "save")] == [3, 3, 3, 2, 1]
     generated = trace_format.slices_of(trace, "rollout 0", "generate")
     assert sum(event["args"]["samples"] for event in generated if event["args"]["step"]) == 3 * 15 + 4
     loads = trace_format.slices_of(trace, "rollout 0", "weights")
