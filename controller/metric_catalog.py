@@ -105,7 +105,12 @@ ROLLOUT = (
     Declaration("rollout/response_tokens_mean", "tokens", "Length of responses.", "mean over samples"),
     Declaration("rollout/response_tokens_max", "tokens", "Length of the longest response.", "largest"),
     Declaration("rollout/truncated_share", "share", "Responses cut at max_new_tokens.", "mean over samples"),
+    Declaration("rollout/turns_mean", "turns", "Turns of the policy in a sample.", "mean over samples"),
+    Declaration(
+        "rollout/observation_tokens_mean", "tokens", "Tokens that an environment put in between.", "mean over samples"
+    ),
     Declaration("rollout/oldest_weight_version", "version", "Oldest weights that a sample was made with.", "smallest"),
+    Declaration("rollout/newest_weight_version", "version", "Newest weights that a sample was made with.", "largest"),
     Declaration(
         "rollout/staleness_mean",
         "versions",
