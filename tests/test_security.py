@@ -36,8 +36,12 @@ EXECUTING = {
     "joblib.load",
     "marshal.loads",
 }
-ALLOWED = {("workers/reward_process.py", "cloudpickle.loads")}
-"""What the driver has pickled a moment before, in the process that exists to run it."""
+ALLOWED = {
+    ("workers/reward_process.py", "cloudpickle.loads"),
+    ("workers/environment_process.py", "cloudpickle.loads"),
+    ("workers/environment_process.py", "pickle.loads"),
+}
+"""What a worker has pickled a moment before, in the process of its own that exists to run it."""
 
 
 def calls(path: Path) -> list[ast.Call]:
