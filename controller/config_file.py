@@ -190,8 +190,12 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    """The nearest known key, by its whole name or else by its last part; or what is known where `key` was sought."""
-    last_parts = {other.rpartition(".")[2]: other for other in reversed(known)}
+    """The nearest known key, by its whole name or else by its last part; or what is known where `key` was sought.
+
+    Of keys with the same last part the least deep one, and of these the first.
+    """
+    deepest_first = sorted(reversed(known), key=lambda other: -other.count("."))
+    last_parts = {other.rpartition(".")[2]: other for other in deepest_first}
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [
         last_parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
     ]
