@@ -194,8 +194,9 @@ def _suggestion(key: str, known: list[str]) -> str:
 
     Of keys with the same last part the least deep one, and of these the first.
     """
-    deepest_first = sorted(reversed(known), key=lambda other: -other.count("."))
-    last_parts = {other.rpartition(".")[2]: other for other in deepest_first}
+    last_parts: dict[str, str] = {}
+    for other in sorted(known, key=lambda name: name.count(".")):
+        last_parts.setdefault(other.rpartition(".")[2], other)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [
         last_parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
     ]

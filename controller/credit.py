@@ -4,16 +4,15 @@ rewards - weight * KL to the reference, uids --estimator, on the driver--> advan
 rewards, KL to the reference --critic: values, GAE, where the tokens are--> advantages, returns, old_values
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from balancing import Plan
 from controller import advantages
 from controller.checkpoint import Progress
 from controller.config import AlgorithmConfig, Config
 from controller.kl_control import adapted
+from controller.planner import Planner
 from workers.metrics import Metrics, results
 from workers.model.credit import KlPenalty
 from workers.model.losses import explained_variance
@@ -22,16 +21,13 @@ from workers.remote_batch import RemoteBatch
 if TYPE_CHECKING:
     from controller.roles import Roles
 
-MakePlan = Callable[[RemoteBatch, list[np.ndarray], int], Plan]
-"""(batch, rows of each mini-batch, cap on tokens) -> Plan."""
-
 
 class Credit:
     """Assigns credit as `algorithm.advantage` says."""
 
-    def __init__(self, config: Config, roles: "Roles", make_plan: MakePlan, progress: Progress) -> None:
+    def __init__(self, config: Config, roles: "Roles", planner: Planner, progress: Progress) -> None:
         """`progress` carries the weight of the KL in the reward from step to step."""
-        self._config, self._roles, self._plan, self._progress = config, roles, make_plan, progress
+        self._config, self._roles, self._planner, self._progress = config, roles, planner, progress
 
     def assign(self, batch: RemoteBatch) -> tuple[RemoteBatch, dict[str, float]]:
         """The batch with `advantages`, and for a critic's update `returns` and `old_values`; and what there is to log.
@@ -43,7 +39,7 @@ class Credit:
         if self._roles.critic is None:
             rewards = batch["reward"] - weight * kl
             return batch.with_columns(advantages=sequence_advantages(self._config.algorithm, batch, rewards)), metrics
-        plan = self._plan(batch, [np.arange(len(batch))], self._config.critic_forward_max_tokens)
+        plan = self._planner.whole(batch, self._config.critic_forward_max_tokens)
         penalty = KlPenalty(weight, self._config.algorithm.kl_in_reward.estimator) if weight else None
         valued = self._roles.critic.advantages(batch, plan, self._config.algorithm.gae, penalty)
         return batch.with_tokens(**valued.tokens), metrics | value_metrics(valued.metrics)
@@ -54,7 +50,7 @@ class Credit:
         if not settings.coefficient or self._roles.reference is None:
             return 0.0, np.zeros(len(batch)), {}
         weight = settings.coefficient if self._progress.kl_coefficient is None else self._progress.kl_coefficient
-        plan = self._plan(batch, [np.arange(len(batch))], self._config.reference_max_tokens)
+        plan = self._planner.whole(batch, self._config.reference_max_tokens)
         kl = self._roles.reference.kl(batch, plan, settings.estimator)
         self._progress.kl_coefficient = adapted(weight, float(kl.mean()), len(batch), settings)
         return weight, kl, {"reward/kl": float(kl.mean()), "reward/kl_coefficient": weight}

@@ -8,38 +8,32 @@ The driver works on lengths, ids and rewards; tokens stay in the object store (s
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
-from ray import ObjectRef
 
-from balancing import CostModel, Plan, plan_batch
-from balancing.alignment import group_cap
-from balancing.plan import PlanAlgorithm
-from controller import advantages
+from balancing import CostModel
 from controller.checkpoint import Progress
 from controller.checkpoint_writer import CheckpointWriter
+from controller.collector import Collector
 from controller.config import Config
 from controller.console import Console
 from controller.credit import Credit
-from controller.data import Prompt, PromptDataset, Prompts
+from controller.data import PromptDataset, Prompts
 from controller.interrupts import Interrupts
 from controller.lookahead import Lookahead
 from controller.metrics import RunWriter, Stopwatch, staleness, throughput
 from controller.mini_batches import draw_mini_batches
-from controller.requests import sample_requests
+from controller.planner import Planner
 from controller.roles import Roles
-from controller.samples import Rollout, assemble
-from controller.shaping import overlong_penalty
+from controller.samples import Rollout
 from controller.spans import TimelineRecorder
 from controller.validation import summarize
-from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.metrics import Metrics, results
 from workers.remote_batch import RemoteBatch
-from workers.rollout.requests import SampleResult
 
 MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
 # The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
@@ -88,14 +82,15 @@ class Trainer:
         """`cost_model`: FLOPs of a sequence, which the plan balances. `progress`: that of the checkpoint which the
         policy has loaded, if any."""
         self.config, self.roles = config, roles
-        self.prompts, self.validation = prompts, validation
-        self.cost_model, self.writer, self.console = cost_model, writer, console
+        self.validation, self.writer, self.console = validation, writer, console
         self.progress = progress or Progress()
-        self.lookahead = Lookahead(self.collect)
-        self.credit = Credit(config, roles, self.plan, self.progress)
+        self.timeline = TimelineRecorder()
+        self.planner = Planner(config, cost_model)
+        self.collector = Collector(config, roles, prompts, self.planner, console, self.timeline)
+        self.lookahead = Lookahead(self.collector.collect)
+        self.credit = Credit(config, roles, self.planner, self.progress)
         self.interrupts = Interrupts(console.say)
         self.checkpoints = CheckpointWriter(roles, writer.folder, config.run.keep_checkpoints, console.say)
-        self.timeline = TimelineRecorder()
 
     def fit(self) -> Outcome:
         """Validate, train for `run.steps` steps, validate; or do what is left of that.
@@ -149,7 +144,8 @@ class Trainer:
         self.console.begin_step(step, self.config.run.steps)
         with watch.phase("step"):
             with watch.phase("rollout"), self.console.phase("rollout"):
-                rollout, batch, self.progress.position = self.lookahead.take(step, self.progress.position)
+                collected = self.lookahead.take(step, self.progress.position)
+                rollout, batch, self.progress.position = collected.rollout, collected.batch, collected.position
             if self.looks_ahead(step):
                 self.lookahead.begin(step + 1, self.progress.position)
             metrics = rollout.metrics() | staleness(rollout.batch["weight_version"], self.progress.weight_version)
@@ -172,7 +168,7 @@ class Trainer:
         self.writer.lengths(step, batch["length"])
         with watch.phase("plan"):
             drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self.config.run.seed, step)
-            plan = self.plan(batch, drawn, self.config.policy.max_tokens)
+            plan = self.planner.plan(batch, drawn, self.config.policy.max_tokens)
         with watch.phase("log_probs"), self.console.phase("log-probs"):
             self.roles.rollouts.sleep()
             batch, mismatch = self.with_log_probs(batch)
@@ -186,7 +182,7 @@ class Trainer:
             updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss) if learns else {}
         with watch.phase("rollout"), self.console.phase("rollout"):
             self.lookahead.wait()
-        self.timeline.micro_steps(self.roles.take_micro_step_times(), self.cost_model)
+        self.timeline.micro_steps(self.roles.take_micro_step_times(), self.planner.cost_model)
         with watch.phase("weights"), self.console.phase("weights"):
             self.roles.rollouts.wake()
             if learns:
@@ -198,7 +194,7 @@ class Trainer:
         """The critic's optimiser steps, on the policy's mini-batches; nothing without a critic."""
         if self.roles.critic is None:
             return {}
-        plan = self.plan(batch, mini_batches, self.config.critic_max_tokens)
+        plan = self.planner.plan(batch, mini_batches, self.config.critic_max_tokens)
         updated = self.roles.critic.update(batch, plan, self.config.critic.loss)
         return prefixed("critic", {name: value for name, value in results(updated).items() if name in CRITIC_METRICS})
 
@@ -211,93 +207,6 @@ class Trainer:
         due = run.checkpoint_every and step % run.checkpoint_every == 0
         return self.config.rollout.overlap and step < run.steps and not due
 
-    def collect(self, step: int, position: int) -> tuple[Rollout, RemoteBatch, int]:
-        """All samples of a step, from prompts at `position` on; those to train on; the position of the next prompt.
-
-        Several rounds where groups without signal are replaced.
-        """
-        settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
-        limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
-        rounds: list[Rollout] = []
-        kept: list[RemoteBatch] = []
-        while wanted and len(rounds) < limit:
-            prompts = self.prompts.take(position, wanted)
-            position += wanted
-            found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
-            rounds.append(self.with_baseline(self.shaped(found), prompts, step))
-            kept.append(self.keep_groups_with_signal(rounds[-1].batch))
-            wanted -= len(np.unique(kept[-1]["uid"]))
-        if wanted and limit > 1:
-            self.console.say(
-                f"step {step}: {wanted} of {self.config.batch.prompts_per_step} groups are still without signal after "
-                f"algorithm.max_sampling_rounds={limit}; training on the others"
-            )
-        return Rollout.concat(rounds), RemoteBatch.concat(kept), position
-
-    def with_baseline(self, rollout: Rollout, prompts: Sequence[Prompt], step: int) -> Rollout:
-        """The rollout with the reward of a greedy response to each prompt, where the estimator is ReMax."""
-        if self.config.algorithm.advantage != "remax":
-            return rollout
-        greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return rollout.against(self.shaped(self.roll_out(prompts, 1, greedy, step)))
-
-    def shaped(self, rollout: Rollout) -> Rollout:
-        """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""
-        settings, longest = self.config.reward, self.config.longest_response
-        if not settings.overlong_tokens:
-            return rollout
-        tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
-        penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
-        return rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
-
-    def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> Rollout:
-        """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
-        by_uid = {prompt.uid: prompt for prompt in prompts}
-        requests = sample_requests(self.config, prompts, samples, step)
-        with self.console.samples(len(requests)) as advance:
-
-            def score(found: list[SampleResult], block: ObjectRef) -> None:
-                self.roles.rewards.submit(found, block, by_uid)
-                advance(len(found))
-
-            finished = self.roles.rollouts.generate(requests, sampling, on_results=score)
-        self.timeline.samples([*finished.results, *finished.dropped])
-        drop_failed = self.config.reward.on_failure == "drop"
-        rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
-        if rollout.failures:
-            self.console.say(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
-        return self.scored_by_model(rollout)
-
-    def scored_by_model(self, rollout: Rollout) -> Rollout:
-        """The rollout with the reward model's scores in its rewards, where there is one."""
-        if self.roles.reward_model is None:
-            return rollout
-        plan = self.plan(rollout.batch, [np.arange(len(rollout.batch))], self.config.reward_model_max_tokens)
-        scores = self.roles.reward_model.score(rollout.batch, plan)
-        return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
-
-    def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
-        """The batch without groups of equal rewards, unless algorithm.groups_without_signal keeps them."""
-        if self.config.algorithm.groups_without_signal == "keep":
-            return batch
-        return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
-
-    def plan(self, batch: RemoteBatch, mini_batches: list[np.ndarray], max_tokens: int) -> Plan:
-        """Who computes what and when; mini-batches stay as drawn."""
-        policy = self.config.policy
-        return plan_batch(
-            batch["length"],
-            ranks=policy.ranks,
-            mini_batches=mini_batches,
-            max_tokens=group_cap(max_tokens, policy.parallel.context_parallel),
-            max_sequences=policy.max_sequences or None,
-            loss_tokens=batch["response_tokens"],
-            cost_model=self.cost_model,
-            algorithm=cast(PlanAlgorithm, self.config.balance.algorithm),
-            layout=cast(Literal["packed", "padded"], self.config.model.layout),
-            length_multiple=self.config.length_multiple,
-        )
-
     def with_log_probs(self, batch: RemoteBatch) -> tuple[RemoteBatch, Metrics]:
         """Old log-probs, where they are needed before the first update, and the reference's, where there is a KL.
 
@@ -305,17 +214,16 @@ class Trainer:
         the update's own forward pass, and a separate one would compute the same numbers again. Samples that are a
         version old come with the log-probs of the policy that sampled them.
         """
-        everything = [np.arange(len(batch))]
         mismatch: Metrics = {}
         if self.config.old_log_probs == "sampler":
             batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
         if self.config.old_log_probs == "forward_pass":
-            plan = self.plan(batch, everything, self.config.forward_max_tokens)
+            plan = self.planner.whole(batch, self.config.forward_max_tokens)
             passed = self.roles.policy.log_probs(batch, plan)
             batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
             mismatch = {name: metric for name, metric in passed.metrics.items() if name in MISMATCH}
         if self.roles.reference is not None:
-            plan = self.plan(batch, everything, self.config.reference_max_tokens)
+            plan = self.planner.whole(batch, self.config.reference_max_tokens)
             passed = self.roles.reference.log_probs(batch, plan)
             batch = batch.with_tokens(reference_log_probs=passed.tokens["log_probs"])
         return batch, mismatch
@@ -347,7 +255,7 @@ class Trainer:
         settings = self.config.validation
         prompts = list(self.validation)[: settings.prompts or None]
         with self.timeline.phase("validation"), self.console.phase("validation"):
-            rollout = self.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
+            rollout = self.collector.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
         responses = rollout.graded({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
         metrics = summarize(responses, settings.success, settings.success_threshold)
         self.writer.validation(step, responses)

@@ -46,7 +46,7 @@ def credit_of(kl: np.ndarray, progress: Progress, **settings: float) -> Credit:
     config.algorithm.kl_in_reward = KlInRewardConfig(**settings)
     reference = SimpleNamespace(kl=lambda batch, plan, estimator: kl)
     roles = SimpleNamespace(critic=None, reference=reference)
-    return Credit(config, roles, lambda *arguments: None, progress)
+    return Credit(config, roles, SimpleNamespace(whole=lambda *arguments: None), progress)
 
 
 def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:

@@ -44,7 +44,7 @@ def run_loop(overrides: list[str]) -> Run:
     with training(config, inputs, Console()) as trainer:
         outcome = trainer.fit()
         trainer.writer.summary(outcome.summary())
-        rollout = trainer.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
+        rollout = trainer.collector.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
         return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
 
 

@@ -1,0 +1,119 @@
+"""Collector: prompts in, the samples of a step out.
+
+prompts -> requests -> engines --sample by sample--> rewards -> baseline, shaping -> keep groups with signal
+   ^                                                                                            |
+   '------------------------ new prompts for groups without, where they are replaced <---------'
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from ray import ObjectRef
+
+from controller import advantages
+from controller.config import Config
+from controller.console import Console
+from controller.data import Prompt, Prompts
+from controller.planner import Planner
+from controller.requests import sample_requests
+from controller.roles import Roles
+from controller.samples import Rollout, assemble
+from controller.shaping import overlong_penalty
+from controller.spans import TimelineRecorder
+from workers.config import SamplingConfig
+from workers.remote_batch import RemoteBatch
+from workers.rollout.requests import SampleResult
+
+
+@dataclass(frozen=True)
+class Collected:
+    """rollout: all samples of a step. batch: those to train on. position: of the next prompt in the stream."""
+
+    rollout: Rollout
+    batch: RemoteBatch
+    position: int
+
+
+class Collector:
+    """Samples for training and validation, from the engines and reward workers of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        prompts: Prompts,
+        planner: Planner,
+        console: Console,
+        timeline: TimelineRecorder,
+    ) -> None:
+        self.config, self.roles, self.prompts, self.planner = config, roles, prompts, planner
+        self.console, self.timeline = console, timeline
+
+    def collect(self, step: int, position: int) -> Collected:
+        """The samples of a step, from prompts at `position` on; in several rounds where `replace` needs more groups."""
+        settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
+        limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
+        rounds: list[Rollout] = []
+        kept: list[RemoteBatch] = []
+        while wanted and len(rounds) < limit:
+            prompts = self.prompts.take(position, wanted)
+            position += wanted
+            found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
+            rounds.append(self.with_baseline(self.shaped(found), prompts, step))
+            kept.append(self.keep_groups_with_signal(rounds[-1].batch))
+            wanted -= len(np.unique(kept[-1]["uid"]))
+        if wanted and limit > 1:
+            self.console.say(
+                f"step {step}: {wanted} of {self.config.batch.prompts_per_step} groups are still without signal after "
+                f"algorithm.max_sampling_rounds={limit}; training on the others"
+            )
+        return Collected(Rollout.concat(rounds), RemoteBatch.concat(kept), position)
+
+    def with_baseline(self, rollout: Rollout, prompts: Sequence[Prompt], step: int) -> Rollout:
+        """The rollout with the reward of a greedy response to each prompt, where the estimator is ReMax."""
+        if self.config.algorithm.advantage != "remax":
+            return rollout
+        greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return rollout.against(self.shaped(self.roll_out(prompts, 1, greedy, step)))
+
+    def shaped(self, rollout: Rollout) -> Rollout:
+        """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""
+        settings, longest = self.config.reward, self.config.longest_response
+        if not settings.overlong_tokens:
+            return rollout
+        tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
+        penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
+        return rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
+
+    def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> Rollout:
+        """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
+        by_uid = {prompt.uid: prompt for prompt in prompts}
+        requests = sample_requests(self.config, prompts, samples, step)
+        with self.console.samples(len(requests)) as advance:
+
+            def score(found: list[SampleResult], block: ObjectRef) -> None:
+                self.roles.rewards.submit(found, block, by_uid)
+                advance(len(found))
+
+            finished = self.roles.rollouts.generate(requests, sampling, on_results=score)
+        self.timeline.samples([*finished.results, *finished.dropped])
+        drop_failed = self.config.reward.on_failure == "drop"
+        rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
+        if rollout.failures:
+            self.console.say(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
+        return self.scored_by_model(rollout)
+
+    def scored_by_model(self, rollout: Rollout) -> Rollout:
+        """The rollout with the reward model's scores in its rewards, where there is one."""
+        if self.roles.reward_model is None:
+            return rollout
+        plan = self.planner.whole(rollout.batch, self.config.reward_model_max_tokens)
+        scores = self.roles.reward_model.score(rollout.batch, plan)
+        return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
+
+    def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch without groups of equal rewards, unless algorithm.groups_without_signal keeps them."""
+        if self.config.algorithm.groups_without_signal == "keep":
+            return batch
+        return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
