@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from controller.config import RewardConfig
+from controller.config_sections import RewardConfig
 from controller.data import Prompt
 from controller.engines import cause_of
 from controller.functions import pack

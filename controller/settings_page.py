@@ -12,7 +12,7 @@ from controller.config_file import Setting, settings, value_of
 HEAD = """\
 # Settings
 
-Made from the dataclasses in `controller/config.py` and `workers/config.py` by
+Made from the dataclasses in `controller/config_sections.py` and `workers/config.py` by
 `python -m controller.settings_page > docs/settings.md`; a test holds this page to them. In YAML a dot nests:
 `policy.optimizer.beta1` is `policy: {optimizer: {beta1: ...}}`. Any setting can be given behind the command, as in
 `policy.max_tokens=16384`. A setting that would do nothing in a combination is refused.

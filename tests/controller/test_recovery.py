@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.config import Config, RunConfig
+from controller.config import Config
+from controller.config_sections import RunConfig
 from controller.fleet import RestartBudget
 from controller.recovery import recovering, resuming
 from workers.errors import LostError, WorkerError
