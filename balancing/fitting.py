@@ -37,14 +37,20 @@ class Coefficients:
 
 def fit_coefficients(micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> Coefficients:
     """The non-negative coefficients of least squared relative error; CostModelError where they cannot be told."""
+    if len(micro_batches) != np.size(seconds):
+        raise CostModelError(
+            f"{len(micro_batches)} micro-batches with {np.size(seconds)} seconds; pass one time for each"
+        )
+    return fit_terms(regressors(micro_batches), seconds)
+
+
+def fit_terms(terms: NDArray[np.float64], seconds: ArrayLike) -> Coefficients:
+    """As `fit_coefficients`, from the terms of each micro-batch, float64 [m, 3]: 1, sum(L), sum(L**2)."""
     times = _positive_times(seconds)
-    if len(micro_batches) != len(times):
-        raise CostModelError(f"{len(micro_batches)} micro-batches with {len(times)} seconds; pass one time for each")
     if len(times) < FEWEST_MEASUREMENTS:
         raise CostModelError(
             f"{len(times)} measurements cannot fit three terms and show an error; pass at least {FEWEST_MEASUREMENTS}"
         )
-    terms = regressors(micro_batches)
     relative = terms / times[:, None]
     condition = _condition(relative)
     if not condition <= HIGHEST_CONDITION:

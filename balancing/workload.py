@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.errors import CostModelError
-from balancing.fitting import fit_coefficients, regressors
+from balancing.fitting import Coefficients, fit_coefficients, fit_terms, regressors
 from balancing.model_config import forward_flops
-from balancing.validation import one_of, whole_numbers
+from balancing.validation import one_of, weight_array, whole_numbers
 
 TRAINING_FACTOR = 3.0
 """Forward plus backward over forward: each matrix product has two products of its size in the backward pass."""
@@ -81,15 +81,15 @@ class CostModel:
         Raises CostModelError for fewer than `fitting.FEWEST_MEASUREMENTS`, for micro-batches too alike to tell the
         terms apart, and for times that do not grow with tokens; LengthError for bad lengths.
         """
-        result = fit_coefficients(micro_batches, seconds)
-        return CostFit(
-            model=cls(result.linear, result.quadratic, "second"),
-            overhead_seconds=result.overhead,
-            relative_error=result.relative_error,
-            r_squared=result.r_squared,
-            measurements=result.measurements,
-            condition=result.condition,
-        )
+        return _cost_fit(fit_coefficients(micro_batches, seconds))
+
+    @classmethod
+    def fit_sums(cls, tokens: ArrayLike, squared_tokens: ArrayLike, seconds: ArrayLike) -> "CostFit":
+        """As `fit`, from sum(L) and sum(L**2) of each micro-batch, [m] each: what a run measures and keeps."""
+        columns = [weight_array(tokens, "tokens"), weight_array(squared_tokens, "squared_tokens")]
+        if not len(columns[0]) == len(columns[1]) == np.size(seconds):
+            raise CostModelError("tokens, squared_tokens and seconds differ in length; pass one of each a micro-batch")
+        return _cost_fit(fit_terms(np.column_stack([np.ones(len(columns[0])), *columns]), seconds))
 
 
 @dataclass(frozen=True)
@@ -114,3 +114,14 @@ class CostFit:
         """float64 [m], seconds of each micro-batch of the given lengths; an empty one costs the overhead."""
         coefficients = np.array([self.overhead_seconds, self.model.linear, self.model.quadratic])
         return np.asarray(regressors(micro_batches) @ coefficients, np.float64)
+
+
+def _cost_fit(result: Coefficients) -> CostFit:
+    return CostFit(
+        model=CostModel(result.linear, result.quadratic, "second"),
+        overhead_seconds=result.overhead,
+        relative_error=result.relative_error,
+        r_squared=result.r_squared,
+        measurements=result.measurements,
+        condition=result.condition,
+    )

@@ -126,6 +126,11 @@ class Config:
         return "forward_pass" if needed_before else "update"
 
     @property
+    def refits_cost_model(self) -> bool:
+        """Whether plans follow measured times: balance.refit, `auto` where models run on GPUs."""
+        return self.balance.refit == "always" or (self.balance.refit == "auto" and self.uses_gpus)
+
+    @property
     def forward_max_tokens(self) -> int:
         """Cap on packed tokens of the policy's forward-only micro-batches."""
         return self.policy.forward_max_tokens or self.policy.max_tokens

@@ -45,6 +45,11 @@ NO_EFFECT_WITHOUT = (
         for name, readers in LOSS_SETTING_READERS.items()
     ),
     (
+        "balance.algorithm other than none",
+        lambda c: c.balance.algorithm != "none",
+        ("balance.refit",),
+    ),
+    (
         "algorithm.advantage=grpo",
         lambda c: c.algorithm.advantage == "grpo",
         ("algorithm.normalize_by_std",),

@@ -172,6 +172,12 @@ class BalanceConfig:
         "`none` keeps the order drawn; the others balance rank by rank as those systems do, with the caps kept.",
         choices=("load_balance", "none", "verl", "roll", "mindspeed_rl"),
     )
+    refit: str = setting(
+        "auto",
+        "Fit the cost model that plans follow to the measured times of micro-steps, every ten steps. `auto` does it on "
+        "GPUs; on CPU plans then follow config.json alone, so that a run repeats exactly.",
+        choices=("auto", "always", "never"),
+    )
 
 
 def _validation_sampling() -> SamplingConfig:

@@ -140,6 +140,12 @@ BALANCE = (
     Declaration(
         "balance/predicted_time/{figure}", "FLOP or s", "Time of the heaviest ranks: total, longest_micro_step."
     ),
+    Declaration(
+        "balance/predicted_time_error",
+        "share",
+        "Root mean square of predicted over measured seconds, less 1; before a fit, predictions are scaled to seconds.",
+        "over the update's micro-steps of all ranks",
+    ),
     Declaration("balance/predicted_time_before/{figure}", "FLOP or s", "The same if the batch was dealt as it came."),
     Declaration(
         "balance/cap_fill", "share", "Share of max_tokens that a micro-batch takes.", "mean over micro-batches"

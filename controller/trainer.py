@@ -8,7 +8,7 @@ The driver works on lengths, ids and rewards; tokens stay in the object store (s
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,12 +27,14 @@ from controller.lookahead import Lookahead
 from controller.metrics import RunWriter, Stopwatch, staleness, throughput
 from controller.mini_batches import draw_mini_batches
 from controller.planner import Planner
+from controller.refit import Refit
 from controller.roles import Roles
 from controller.samples import Rollout
 from controller.spans import TimelineRecorder
 from controller.validation import summarize
 from workers.errors import ConfigError
 from workers.metrics import Metrics, results
+from workers.model.timing import MicroStepTime
 from workers.remote_batch import RemoteBatch
 
 MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
@@ -86,6 +88,7 @@ class Trainer:
         self.progress = progress or Progress()
         self.timeline = TimelineRecorder()
         self.planner = Planner(config, cost_model)
+        self.refit = Refit(cost_model, enabled=config.refits_cost_model)
         self.collector = Collector(config, roles, prompts, self.planner, console, self.timeline)
         self.lookahead = Lookahead(self.collector.collect)
         self.credit = Credit(config, roles, self.planner, self.progress)
@@ -182,13 +185,21 @@ class Trainer:
             updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss) if learns else {}
         with watch.phase("rollout"), self.console.phase("rollout"):
             self.lookahead.wait()
-        self.timeline.micro_steps(self.roles.take_micro_step_times(), self.planner.cost_model)
+        metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
         with watch.phase("weights"), self.console.phase("weights"):
             self.roles.rollouts.wake()
             if learns:
                 self.send_weights()
         # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
         return metrics | prefixed("balance", plan.statistics()) | prefixed("policy", results(updated | mismatch))
+
+    def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
+        """Record what the micro-steps took, by actor, and plan from now on with what they teach."""
+        self.timeline.micro_steps(times, self.planner.cost_model)
+        policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
+        error = self.refit.observe(policy)
+        self.planner.cost_model = self.refit.cost_model
+        return prefixed("balance", error)
 
     def update_critic(self, batch: RemoteBatch, mini_batches: list[np.ndarray]) -> dict[str, float]:
         """The critic's optimiser steps, on the policy's mini-batches; nothing without a critic."""

@@ -93,3 +93,11 @@ def test_a_fitted_model_plans_like_the_one_it_was_measured_on():
 def test_measurements_that_tell_nothing_are_refused(micro_batches, seconds, error, words):
     with pytest.raises(error, match=words):
         CostModel.fit(micro_batches, seconds)
+
+
+def test_sums_say_as_much_as_the_lengths():
+    micro_batches, seconds = measured(noise=0.02)
+    tokens, squared = ([np.sum(np.power(batch, p, dtype=np.int64)) for batch in micro_batches] for p in (1, 2))
+    assert CostModel.fit_sums(tokens, squared, seconds) == CostModel.fit(micro_batches, seconds)
+    with pytest.raises(CostModelError, match="differ in length"):
+        CostModel.fit_sums(tokens[:-1], squared, seconds)

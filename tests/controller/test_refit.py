@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+
+from balancing import CostModel
+from controller.refit import STEPS_BETWEEN_FITS, Refit, scaled_error
+from workers.model.timing import MicroStepTime
+
+HARDWARE = CostModel(2e-6, 3e-9, "second")
+
+
+def steps(count: int, noise: float = 0.0) -> list[list[MicroStepTime]]:
+    """Steps of 8 micro-steps of mixed lengths on `HARDWARE`, which takes 1 ms more for each."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        rows = [rng.integers(10, 3000, rng.integers(1, 9)) for _ in range(8)]
+        seconds = [(0.001 + HARDWARE.workload(row).sum()) * rng.normal(1, noise) for row in rows]
+        found.append(
+            [
+                MicroStepTime("update", 0.0, time, int(row.sum()), int(np.square(row).sum()))
+                for row, time in zip(rows, seconds, strict=True)
+            ]
+        )
+    return found
+
+
+def test_the_model_comes_to_follow_the_hardware() -> None:
+    wrong = CostModel(1.0, 0.0)
+    refit = Refit(wrong, enabled=True)
+    measured = steps(STEPS_BETWEEN_FITS + 1, noise=0.01)
+    errors = [refit.observe(step)["predicted_time_error"] for step in measured[:-1]]
+    assert refit.cost_model.quadratic / refit.cost_model.linear == pytest.approx(3e-9 / 2e-6, rel=0.1)
+    assert refit.observe(measured[-1])["predicted_time_error"] < np.median(errors) / 3
+
+
+def test_a_run_that_must_repeat_keeps_its_model_and_still_tells_the_error() -> None:
+    wrong = CostModel(1.0, 0.0)
+    refit = Refit(wrong, enabled=False)
+    errors = [refit.observe(step)["predicted_time_error"] for step in steps(2 * STEPS_BETWEEN_FITS)]
+    assert np.median(errors) > 0.1
+    assert refit.cost_model is wrong
+
+
+def test_micro_steps_too_alike_change_nothing() -> None:
+    model = CostModel(1.0, 1e-6)
+    refit = Refit(model, enabled=True)
+    for _ in range(STEPS_BETWEEN_FITS):
+        refit.observe([MicroStepTime("update", 0.0, 0.1, 100, 1000)] * 4)
+    assert refit.cost_model is model
+
+
+def test_other_passes_and_micro_steps_without_work_do_not_count() -> None:
+    refit = Refit(CostModel(1.0, 1e-6), enabled=True)
+    assert refit.observe([MicroStepTime("log_probs", 0, 1.0, 10, 100), MicroStepTime("update", 0, 1.0, 0, 0)]) == {}
+
+
+def test_a_prediction_that_is_right_up_to_a_factor_has_no_error() -> None:
+    assert scaled_error(CostModel(1.0, 0.0), [(10, 0, 0.1), (30, 0, 0.3)]) == pytest.approx(0.0, abs=1e-12)
+    # Predicted 1 : 1, measured 1 : 3. x = (1, 1/3), c = (4/3) / (10/9) = 1.2; errors 0.2 and -0.6.
+    assert scaled_error(CostModel(1.0, 0.0), [(10, 0, 10.0), (10, 0, 30.0)]) == pytest.approx(
+        np.sqrt((0.04 + 0.36) / 2)
+    )
