@@ -180,9 +180,14 @@ class Config:
         return self.algorithm.loss.kl_coefficient > 0 or self.algorithm.kl_in_reward.coefficient > 0
 
     @property
+    def starts_reference(self) -> bool:
+        """Whether the reference is a role of its own; with adapters the policy without them is the reference."""
+        return self.uses_reference and not (self.model.lora.rank and not self.reference.path)
+
+    @property
     def reference_model(self) -> ModelConfig:
-        """The reference's model: model.* with reference.path where that is set."""
-        return replace(self.model, path=self.reference.path or self.model.path)
+        """The reference's model: model.* without adapters, with reference.path where that is set."""
+        return replace(self.model, path=self.reference.path or self.model.path, lora=LoraConfig())
 
     @property
     def uses_critic(self) -> bool:
@@ -214,7 +219,7 @@ class Config:
         """The roles that share the bundles of the training pool, rank by rank."""
         there = {
             "policy": True,
-            "reference": self.uses_reference,
+            "reference": self.starts_reference,
             "critic": self.uses_critic,
             "reward_model": self.uses_reward_model,
         }

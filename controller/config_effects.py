@@ -143,6 +143,11 @@ NO_EFFECT_WITHOUT = (
         for role in ("policy", "critic")
     ),
     (
+        "a reference of its own (with model.lora.rank above 0 that needs reference.path)",
+        lambda c: c.starts_reference or not c.uses_reference,
+        ("reference.cpu_offload",),
+    ),
+    (
         "model.lora.rank above 0",
         lambda c: c.model.lora.rank > 0,
         ("model.lora.alpha", "model.lora.target_modules"),

@@ -48,11 +48,11 @@ class Credit:
     def _kl_in_reward(self, batch: RemoteBatch) -> tuple[float, np.ndarray, dict[str, float]]:
         """(weight, KL of each sequence [B], metrics); the next step's weight goes into the progress."""
         settings = self._config.algorithm.kl_in_reward
-        if not settings.coefficient or self._roles.reference is None:
+        if not settings.coefficient:
             return 0.0, np.zeros(len(batch)), {}
         weight = settings.coefficient if self._progress.kl_coefficient is None else self._progress.kl_coefficient
         plan = self._planner.whole(batch, self._config.reference_max_tokens)
-        kl = self._roles.reference.kl(batch, plan, settings.estimator)
+        kl = (self._roles.reference or self._roles.policy).kl(batch, plan, settings.estimator)
         self._progress.kl_coefficient = adapted(weight, float(kl.mean()), len(batch), settings)
         return weight, kl, {"reward/kl": float(kl.mean()), "reward/kl_coefficient": weight}
 

@@ -84,7 +84,7 @@ def host_memory(
         parts["engines asleep"] = engines * 2 * shape.parameters / GIB
     if config.policy.cpu_offload:
         parts["policy"] = 4 * here + 12 * here * trained_parameters(config, shape) / shape.parameters
-    if config.uses_reference and config.reference.cpu_offload:
+    if config.starts_reference and config.reference.cpu_offload:
         parts["reference"] = 4 * here
     if critic and config.critic.cpu_offload:
         parts["critic"] = 16 * ranks * critic.parameters / sharers / GIB
@@ -100,7 +100,7 @@ def sharded_states(config: Config, shape: ModelShape, critic: ModelShape | None 
     parts = {}
     if not config.policy.cpu_offload:
         parts = {"weights": 4 * whole, "gradients": 4 * trained, "AdamW": 8 * trained}
-    if config.uses_reference and not config.reference.cpu_offload:
+    if config.starts_reference and not config.reference.cpu_offload:
         parts["reference"] = 4 * whole
     if critic and not config.critic.cpu_offload:
         parts["critic"] = 16 * critic.parameters / sharers / GIB

@@ -42,8 +42,8 @@ class Refit:
     def observe(self, micro_steps: Iterable[MicroStepTime]) -> dict[str, float]:
         """Take the micro-steps of all ranks of one step; replace the model where it is time and the data tell.
 
-        Returns `predicted_time_error`, the root mean square of predicted / measured - 1 over the updates of this step, by
-        the model from before it; nothing where none had work.
+        Returns `predicted_time_error`, the root mean square of predicted / measured - 1 over the updates of this step,
+        by the model from before it; nothing where none had work.
         """
         found = [(t.tokens, t.squared_tokens, t.seconds) for t in micro_steps if t.name == UPDATE and t.tokens]
         if not found:

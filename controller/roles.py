@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from balancing import Plan
 from controller.config import Config
 from controller.console import Console
 from controller.engines import MakeActor
@@ -37,6 +38,7 @@ from workers.errors import ResourceError
 from workers.model.timing import MicroStepTime
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
+from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.reward_model import RewardModelWorker
 from workers.reward_process import RewardFunction
 from workers.rollout.requests import WeightLoad
@@ -72,6 +74,11 @@ class Roles:
             return
         weights, _ = self.policy.export_weights()
         self.rollouts.update_weights(weights, version)
+
+    def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> TokenColumn:
+        """Log-probs of the reference or, where that is no role of its own, of the policy without its adapters."""
+        passed = self.reference.log_probs if self.reference is not None else self.policy.reference_log_probs
+        return passed(batch, plan).tokens["log_probs"]
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
         """What every micro-step since the last call took, in order, by the name of the rank's actor."""
@@ -136,7 +143,7 @@ def start_roles(
         policy = policy or _policy(stack, config, requests, bundles)
         parameters = policy.build.remote().result(timeout_s)[0]
         console.say(f"policy: {parameters:,} parameters over {config.policy.ranks} ranks on {config.device}")
-        reference = _reference(stack, config, requests, bundles) if config.uses_reference else None
+        reference = _reference(stack, config, requests, bundles) if config.starts_reference else None
         critic = _critic(stack, config, requests, bundles) if config.uses_critic else None
         reward_model = _reward_model(stack, config, requests, bundles) if config.uses_reward_model else None
         rewards.wait_ready(timeout_s)

@@ -233,10 +233,9 @@ class Trainer:
             passed = self.roles.policy.log_probs(batch, plan)
             batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
             mismatch = {name: metric for name, metric in passed.metrics.items() if name in MISMATCH}
-        if self.roles.reference is not None:
+        if self.config.uses_reference:
             plan = self.planner.whole(batch, self.config.reference_max_tokens)
-            passed = self.roles.reference.log_probs(batch, plan)
-            batch = batch.with_tokens(reference_log_probs=passed.tokens["log_probs"])
+            batch = batch.with_tokens(reference_log_probs=self.roles.reference_log_probs(batch, plan))
         return batch, mismatch
 
     def save_what_is_due(self, step: int) -> None:

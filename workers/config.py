@@ -151,7 +151,9 @@ class PolicyConfig:
 class ReferenceConfig:
     """The frozen policy that a KL compares with, in the loss or in the reward; started only if there is one."""
 
-    path: str = setting("", "Model of the reference; empty takes model.path.")
+    path: str = setting(
+        "", "Model of the reference; empty takes model.path, or with model.lora the policy without its adapters."
+    )
     forward_max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 

@@ -10,6 +10,7 @@ from workers.dataproto import DataProto
 from workers.dispatch import Join, RankCoordinates, Split, dispatch
 from workers.errors import DataError
 from workers.metrics import Metrics
+from workers.model.credit import sequence_kl
 from workers.model.engine import Engine
 from workers.model.packing import Sequences
 from workers.model.timing import MicroStepTime
@@ -64,6 +65,11 @@ class ModelWorker(Worker):
         log_probs, metrics = self.engine.log_probs(sequences, micro_batches_of(plan))
         self.free_cached_memory()
         return token_block(sequences, {"log_probs": log_probs.numpy()}), metrics
+
+    @dispatch(Split.PLAN, Join.ROWS)
+    def kl(self, batch: DataProto, plan: RankPlan, estimator: str) -> np.ndarray:
+        """Estimated KL of each sequence, nats, float64 [B]; the batch has `old_log_probs` and `reference_log_probs`."""
+        return sequence_kl(sequences_from(batch), estimator).numpy()
 
     @dispatch(Split.ALL)
     def take_micro_step_times(self) -> list[MicroStepTime]:

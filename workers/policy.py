@@ -12,6 +12,7 @@ from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
 from workers.model.losses import make_policy_loss
+from workers.remote_batch import TokenBlock
 from workers.rollout.weight_transfer import pack_weights
 from workers.trained_worker import TrainedWorker
 
@@ -37,6 +38,15 @@ class PolicyWorker(TrainedWorker):
         for _ in weights:  # each full tensor is a collective
             pass
         return None, {}
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
+    def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
+        """`log_probs` of the model without its adapters: with LoRA the policy is its own reference.
+
+        Raises ConfigError for a policy without adapters.
+        """
+        with self.engine.without_adapters():
+            return self.log_probs(batch, plan)
 
     @dispatch(Split.ALL)
     def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:

@@ -80,6 +80,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
     [
         (("reference.path=model",), "reference.path=model has no effect without algorithm.loss.kl_coefficient above 0"),
         (("reference.forward_max_tokens=99",), "reference.forward_max_tokens=99 has no effect without"),
+        (
+            ("algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4", "reference.cpu_offload=true"),
+            "reference.cpu_offload=True has no effect without a reference of its own",
+        ),
         (("algorithm.loss.kl_estimator=k1",), "algorithm.loss.kl_estimator=k1 has no effect without"),
         (
             ("algorithm.loss.name=reinforce", "algorithm.loss.clip_low=0.1"),

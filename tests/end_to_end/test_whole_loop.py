@@ -92,6 +92,14 @@ def test_samples_are_made_ahead_and_groups_without_signal_replaced(ray_session, 
         assert "policy/loss" in step
 
 
+@pytest.mark.slow
+def test_with_adapters_the_policy_is_its_own_reference(ray_session, loop: list[str]) -> None:
+    run = run_loop([*loop, "run.name=adapters", "run.steps=2", "model.lora.rank=4"])
+    assert not run.config.starts_reference
+    first, second = (step["policy/reference_kl"] for step in run.outcome.steps)
+    assert 0 < first < second  # after the first of two mini-batches it differs a little
+
+
 def test_every_step_is_recorded(finished: Run) -> None:
     lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
