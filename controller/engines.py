@@ -115,6 +115,14 @@ class Engines:
                 health, doing = self.actors[replica].health.remote(), "answering (rollout.hang_timeout_s)"
                 self._watch(replica, health, doing, self._hang_timeout_s, partial(self._healthy, replica))
 
+    def check_hope(self) -> None:
+        """Raise RolloutError if no engine serves and none is on its way to: waiting would never end."""
+        if not self.fleet.serving and not self._calls:
+            raise RolloutError(
+                f"no rollout engine has the weights of version {self.fleet.version}, and none is loading them: an "
+                "update was refused before."
+            )
+
     def take_lost(self) -> list[int]:
         """Replicas lost since the last call."""
         lost, self._newly_lost = self._newly_lost, []

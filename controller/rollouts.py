@@ -96,6 +96,8 @@ class Rollouts:
             for replica in self._engines.take_lost():
                 progress.lost(replica)
             self._open_streams(progress, sampling)
+            if not progress.streams:
+                self._engines.check_hope()
             # One stream at a time, so that what it frees is given out again at once.
             stream = self._engines.wait(list(progress.streams))
             if stream is not None:

@@ -33,10 +33,11 @@ def trainer_log_probs(rows: list[dict[str, np.ndarray]], path: Path) -> np.ndarr
 
 
 @pytest.fixture
-def trained_path(engines: Engines, tmp_path: Path) -> Path:
-    """A model that the engine has just been given."""
+def trained_path(engines: Engines, tiny_model_path: Path, tmp_path: Path) -> Path:
+    """A model that the engine has just been given, with its tokenizer."""
     engines.load(tiny.random_model(11))
     tiny.random_model(11).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path)
     return tmp_path
 
 

@@ -5,6 +5,7 @@ import psutil
 import pytest
 import ray
 
+from controller.rollouts import RolloutRound
 from tests.end_to_end.processes import living
 from tests.workers.rollout import tiny
 from tests.workers.rollout.conftest import Engines, largest_difference, requests_for, rows_of, start_engines
@@ -116,8 +117,18 @@ def test_an_update_without_the_output_layer_leaves_all_old_weights(engines: Engi
     engines.load(old)
     untied = pack_weights((n, w) for n, w in tiny.random_model(6).state_dict().items() if n != "lm_head.weight")
     with pytest.raises(RolloutError, match="lm_head"):
-        engines.rollouts.update_weights(ray.put(untied), 99)
-    assert largest_difference(engines.sample(requests_for(4, samples=2)), old) < LOG_PROB_TOLERANCE
+        engines.rollouts.update_weights(ray.put(untied), engines.version + 1)
+    requests = requests_for(4, samples=2)
+    with pytest.raises(RolloutError, match=f"no rollout engine has the weights of version {engines.version + 1}"):
+        engines.sample(requests)
+    # Asked past the fleet, which gives no work to an engine without the current weights, it still has the old ones.
+    generate = engines.rollouts.actors[0].generate.options(num_returns="streaming")
+    stream = list(generate.remote(requests, SamplingConfig(max_new_tokens=16)))
+    pairs = [
+        (result, block) for block, found in zip(stream[::2], stream[1::2], strict=True) for result in ray.get(found)
+    ]
+    found = RolloutRound([result for result, _ in pairs], [block for _, block in pairs], [], retried=0)
+    assert largest_difference(found, old) < LOG_PROB_TOLERANCE
 
 
 def test_requests_in_flight_outlive_an_update_and_carry_the_version_that_they_began_with(engines: Engines) -> None:
