@@ -29,6 +29,7 @@ import cloudpickle
 
 from workers.environment import Observation, Text, encode_observation, encode_opening
 from workers.errors import BallastError, EpisodeError
+from workers.isolation import start_isolated
 
 START_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1
@@ -147,16 +148,8 @@ class EnvironmentPool:
         if self._control is not None and self._source is not None and self._source.poll() is None:
             return self._control
         self._end_source()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-            self._source = subprocess.Popen(
-                [sys.executable, "-m", "workers.environment_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )
-        self._control = ours
+        self._source, self._control = start_isolated("workers.environment_process")
+        ours = self._control
         ours.settimeout(START_SECONDS)
         try:
             ours.sendall(_framed(self._environment))

@@ -10,9 +10,7 @@ It knows neither Ray nor torch, so that it starts in a moment and what a functio
 import asyncio
 import ctypes
 import inspect
-import os
 import signal
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -25,6 +23,7 @@ from typing import Any
 import cloudpickle
 
 from workers.errors import DataError
+from workers.isolation import start_isolated
 from workers.score import Score, as_score, weighted
 
 START_SECONDS = 60.0
@@ -112,15 +111,7 @@ class RewardProcess:
     def _started(self) -> Connection:
         if self._connection is not None:
             return self._connection
-        ours, theirs = socket.socketpair()
-        with theirs:
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "workers.reward_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )
+        self._process, ours = start_isolated("workers.reward_process")
         self._connection = Connection(ours.detach())
         self._connection.send_bytes(self._functions)
         self._connection.send((self._timeout_s, self._concurrency))

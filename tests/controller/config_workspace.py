@@ -4,6 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from controller.config import load
+from controller.config_checks import check
+from workers.errors import ConfigError
+
 MODEL = {
     "model_type": "qwen2",
     "vocab_size": 32,
@@ -45,3 +51,11 @@ def write_model(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(MODEL | changes))
     (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").write_text("{}")
+
+
+def refusal(*overrides: str) -> str:
+    """The one line with which the workspace's configuration, changed by `overrides`, is refused."""
+    with pytest.raises(ConfigError) as caught:
+        check(load("config.yaml", overrides))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -5,7 +5,7 @@ import pytest
 
 from controller.config import load
 from controller.config_checks import check
-from tests.controller.config_workspace import write_model, write_workspace
+from tests.controller.config_workspace import refusal, write_model, write_workspace
 from workers.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -18,14 +18,6 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_workspace(tmp_path)
     (tmp_path / "losses.py").write_text("def mine(predictions, config): ...")
     return tmp_path
-
-
-def refusal(*overrides: str) -> str:
-    """The one line with which the workspace's configuration, changed by `overrides`, is refused."""
-    with pytest.raises(ConfigError) as caught:
-        check(load("config.yaml", overrides))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_the_configuration_of_the_workspace_is_accepted(workspace: Path) -> None:

@@ -91,9 +91,10 @@ def test_phases_of_two_threads_end_in_any_order() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
+    assert [name for name, _ in console._status.phases] == ["rollout"]
+    assert console._live is not None
     second.__exit__(None, None, None)
-    with console.phase("weights"):
-        pass
+    assert (console._status.phases, console._live) == ([], None)  # the table ends with the last of them
 
 
 def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> None:

@@ -40,8 +40,10 @@ class Prometheus:
             try:
                 if found := self.query(expression):
                     return found
-            except urllib.error.URLError:
-                pass  # it is not up yet
+            except urllib.error.URLError as error:
+                refused = isinstance(error, urllib.error.HTTPError) and error.code < 500  # else it is not up yet
+                if refused or time.monotonic() + 0.5 > deadline:
+                    raise
             time.sleep(0.5)
         return []
 
