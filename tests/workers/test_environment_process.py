@@ -62,6 +62,11 @@ def pool_of(environment: type) -> EnvironmentPool:
     return EnvironmentPool(cloudpickle.dumps(environment), timeout_s=2.0)
 
 
+def sources() -> list[psutil.Process]:
+    """The source processes of this process' pools; an engine of another test may have its own."""
+    return [child for child in psutil.Process().children() if "workers.environment_process" in child.cmdline()]
+
+
 async def episode(pool: EnvironmentPool, *words: str, opening: str = "go") -> list[Any]:
     """What came of every word, or the failure that ended the episode."""
     answers: list[Any] = []
@@ -145,9 +150,8 @@ def test_a_killed_source_process_is_started_again() -> None:
 
     async def kill_between() -> list[Any]:
         await episode(pool, "a")
-        for child in psutil.Process().children():
-            if "workers.environment_process" in child.cmdline():
-                child.kill()
+        for source in sources():
+            source.kill()
         await asyncio.sleep(0.5)
         return await episode(pool, "b")
 
@@ -167,8 +171,8 @@ def test_all_processes_end_with_the_pool_even_one_that_hangs() -> None:
 
     async def look() -> list[Any]:
         await asyncio.sleep(1.0)
-        found = psutil.Process().children(recursive=True)
-        mine.extend(process for process in found if "workers.environment_process" in process.cmdline())
+        [source] = sources()
+        mine.extend([source, *source.children()])
         await pool.stop()
         return []
 
