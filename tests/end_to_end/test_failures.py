@@ -9,6 +9,7 @@ from tests.end_to_end.processes import living
 from tests.end_to_end.trouble import Trouble, TroubledRun, differences, run_with, without_validation
 
 TWO_ENGINES = ("rollout.replicas=2", "rollout.threads=1", "rollout.sampling.max_new_tokens=48", "policy.ranks=1")
+OF_PROCESSES = ("rollout.tensor_parallel=2",)
 LEARNING = (
     "policy.optimizer.learning_rate=1e-3",
     "batch.mini_batches=2",
@@ -26,18 +27,35 @@ def undisturbed(ray_session, settings: list[str]) -> TroubledRun:
     return run_with(overrides(settings, "undisturbed", *TWO_ENGINES), {})
 
 
-@pytest.mark.parametrize("what", [trouble.kill_engine, trouble.kill_actor, trouble.hang_engine, trouble.hang_actor])
+@pytest.fixture(scope="module")
+def undisturbed_apart(ray_session, settings: list[str]) -> TroubledRun:
+    """Each engine has processes of its own."""
+    return run_with(overrides(settings, "undisturbed-apart", *TWO_ENGINES, *OF_PROCESSES), {})
+
+
+@pytest.mark.parametrize("what", [trouble.kill_actor, trouble.hang_actor])
 def test_an_actor_killed_or_hung_costs_no_sample_and_leaves_no_process(
     undisturbed: TroubledRun, settings: list[str], what: Trouble
 ) -> None:
+    check_an_engine_in_trouble(what, undisturbed, settings)
+
+
+@pytest.mark.parametrize("what", [trouble.kill_engine, trouble.hang_engine])
+def test_an_engine_killed_or_hung_below_its_actor_costs_no_sample_and_leaves_no_process(
+    undisturbed_apart: TroubledRun, settings: list[str], what: Trouble
+) -> None:
+    check_an_engine_in_trouble(what, undisturbed_apart, settings, *OF_PROCESSES)
+
+
+def check_an_engine_in_trouble(what: Trouble, undisturbed: TroubledRun, settings: list[str], *more: str) -> None:
     pids: list[int] = []
 
     def trouble_and_note(trainer) -> None:
         pids.extend(trouble.engine_pids(trainer))
         what(trainer)
 
-    more = (*TWO_ENGINES, "rollout.hang_timeout_s=5")
-    run = run_with(overrides(settings, what.__name__, *more), {2: trouble_and_note})
+    hung = "rollout.hang_timeout_s=5"
+    run = run_with(overrides(settings, what.__name__, *TWO_ENGINES, hung, *more), {2: trouble_and_note})
     assert run.last["restarts/engines"] == 1, run.said
     assert differences(run, undisturbed) == []
     assert living(pids) == []
@@ -47,7 +65,7 @@ def test_with_a_single_engine_the_round_waits_for_the_one_in_its_place(
     undisturbed: TroubledRun, settings: list[str]
 ) -> None:
     single = [*TWO_ENGINES, "rollout.replicas=1"]
-    run = run_with(overrides(settings, "single", *single), {2: trouble.kill_engine, 3: trouble.kill_actor})
+    run = run_with(overrides(settings, "single", *single), {2: trouble.kill_actor, 3: trouble.kill_actor})
     assert run.last["restarts/engines"] == 2
     assert differences(run, undisturbed) == []
 

@@ -20,7 +20,7 @@ from controller.timeline import write_trace
 from controller.trainer import Outcome
 from tests.controller import trace_format
 from tests.end_to_end.prometheus import scraping_ray
-from tests.end_to_end.trouble import kill_engine, run_with
+from tests.end_to_end.trouble import kill_actor, run_with
 
 
 @dataclass
@@ -70,7 +70,7 @@ def test_a_run_repeats_though_its_engine_is_killed(finished: Run, loop: list[str
 
     The second step waits for the engine that is started in the killed one's place.
     """
-    again = run_with([*loop, "run.name=again", "run.steps=2"], {2: kill_engine})
+    again = run_with([*loop, "run.name=again", "run.steps=2"], {2: kill_actor})
     assert [step["restarts/engines"] for step in again.outcome.steps] == [0, 1]
     for first, second in zip(finished.outcome.steps, again.outcome.steps, strict=False):
         for name in ("reward/mean", "rollout/samples", "rollout/response_tokens_mean", "balance/tokens_per_rank/max"):

@@ -84,19 +84,26 @@ def engine_pids(trainer: Trainer, replica: int = 0) -> list[int]:
     return list(ray.get(trainer.roles.rollouts.actors[replica].pids.remote()))
 
 
+def below_the_actor(trainer: Trainer) -> list[int]:
+    """The processes of engine 0."""
+    pids = engine_pids(trainer)[1:]
+    assert pids, "the engine is a thread of its actor"
+    return pids
+
+
 def kill_actor(trainer: Trainer) -> None:
     """SIGKILL of rollout actor 0 while it generates."""
     send(signal.SIGKILL, engine_pids(trainer)[:1], after_s=0.3)
 
 
 def kill_engine(trainer: Trainer) -> None:
-    """SIGKILL of the processes of engine 0 as it begins to generate."""
-    send(signal.SIGKILL, engine_pids(trainer)[1:])
+    """SIGKILL of the processes of engine 0, which must have some, as it begins to generate."""
+    send(signal.SIGKILL, below_the_actor(trainer))
 
 
 def hang_engine(trainer: Trainer) -> None:
-    """Engine 0 stops to answer while it generates."""
-    send(signal.SIGSTOP, engine_pids(trainer)[1:], after_s=0.3)
+    """The processes of engine 0, which must have some, stop to answer while it generates."""
+    send(signal.SIGSTOP, below_the_actor(trainer), after_s=0.3)
 
 
 def hang_actor(trainer: Trainer) -> None:

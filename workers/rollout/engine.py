@@ -12,6 +12,7 @@ from workers.rollout.weight_transfer import BACKENDS
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 GIB = 2**30
 CPU_PREFILL_TOKENS = 8192  # prompt tokens of one forward pass; a whole step of short prompts fits
@@ -51,8 +52,10 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, engines of one node would share their first core
         # Eager either way; without this vLLM compiles a helper at the first request, for ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
-        # Model and scheduler in one process: apart, they pass every step through a queue on which both spin.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.tensor_parallel == 1 else "1",
+        # vLLM's own switch; where it is 0 the engine is a thread of its actor: see workers.rollout.engine_thread.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if config.tensor_parallel == 1
+        else "1",
     }
 
 
@@ -81,6 +84,21 @@ def engine_arguments(
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **device,
     )
+
+
+def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
+    """The engine, with its core in a process of its own or in a thread, as `prepare_environment` has set.
+
+    What vLLM raises passes through.
+    """
+    from vllm import envs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        return AsyncLLM.from_engine_args(arguments)
+    from workers.rollout.engine_thread import engine_in_a_thread
+
+    return engine_in_a_thread(arguments)
 
 
 def _dtype(model: ModelConfig, on_cpu: bool) -> str:

@@ -6,7 +6,8 @@
                             [EnvironmentPool: a process an episode]
     payload --update_weights--> pause, load, resume (requests in flight go on)
 
-An `AsyncLLM` keeps its model in processes of its own, so this process only hands requests over and packs what returns.
+On GPUs an `AsyncLLM` keeps its model in processes of its own, and this one only hands requests over and packs what
+returns; on a CPU the model runs in a thread of this process.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from workers.errors import DataError, RolloutError
 from workers.remote_batch import TokenBlock
 from workers.rollout.conversation import Conversation
 from workers.rollout.engine import (
+    build_engine,
     check_placement,
     engine_arguments,
     prepare_environment,
@@ -113,9 +115,7 @@ class RolloutWorker:
         self._engine = engine
 
     def _build(self) -> "AsyncLLM":
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return AsyncLLM.from_engine_args(
+        return build_engine(
             engine_arguments(
                 self.model,
                 self.config,

@@ -19,11 +19,18 @@ from workers.rollout.worker import RolloutWorker
 
 
 def start_engines(
-    path: Path, replicas: int = 1, restarts: int = 0, environment: bytes = b"", **settings: Any
+    path: Path,
+    replicas: int = 1,
+    restarts: int = 0,
+    environment: bytes = b"",
+    environment_variables: dict[str, str] | None = None,
+    worker: type[RolloutWorker] = RolloutWorker,
+    **settings: Any,
 ) -> Rollouts:
     """Rollouts over engines of one thread each, started."""
     config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
-    actor = ray.remote(RolloutWorker).options(num_cpus=1, max_concurrency=1000)
+    runtime = {"env_vars": environment_variables or {}}
+    actor = ray.remote(worker).options(num_cpus=1, max_concurrency=1000, runtime_env=runtime)
 
     def make(replica: int, attempt: int) -> Any:
         return actor.remote(

@@ -41,16 +41,26 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the process environment after the test."""
     for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "before")
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
 
 
 def test_an_engine_on_cpu_gets_its_threads_and_shares_them_among_its_processes(environment: None) -> None:
     prepare_environment(RolloutConfig(threads=3), "shared_memory")
     assert os.environ["OMP_NUM_THREADS"] == "3"
-    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     cores = len(os.sched_getaffinity(0))
     prepare_environment(RolloutConfig(tensor_parallel=2), "shared_memory")
     assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores // 2))
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, "0"), ("0", "0"), ("1", "1")])
+def test_an_engine_on_cpu_is_a_thread_of_its_actor_unless_asked_otherwise(
+    environment: None, monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", asked)
+    prepare_environment(RolloutConfig(), "shared_memory")
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == expected
 
 
 def test_an_engine_on_a_gpu_keeps_the_threads_of_its_process(environment: None) -> None:

@@ -148,9 +148,43 @@ def test_requests_in_flight_outlive_an_update_and_carry_the_version_that_they_be
     assert {result.weight_version for result in afterwards.results} == {engines.version}
 
 
+class Breakable(RolloutWorker):
+    """An engine, a thread of this actor, whose next step but `steps` raises."""
+
+    async def break_after(self, steps: int) -> None:
+        core = self.engine.engine_core._core  # type: ignore[attr-defined]
+        step, left = core.step_fn, iter(range(steps))
+
+        def step_or_break():
+            if next(left, None) is None:
+                raise RuntimeError("out of luck")
+            return step()
+
+        core.step_fn = step_or_break
+
+
+def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(ray_session: None, tiny_model_path) -> None:
+    engines = Engines(start_engines(tiny_model_path, restarts=1, worker=Breakable))
+    version = engines.load(tiny.random_model(3))
+    engines.call("break_after", 5)
+    requests = requests_for(16, samples=4)
+    finished = engines.rollouts.generate(requests, LONG)
+    assert [result.key for result in finished.results] == [request.key for request in requests]
+    assert {result.weight_version for result in finished.results} == {version}
+    assert {result.error for result in finished.results} == {""}
+    engines.rollouts.stop()
+
+
+@pytest.mark.slow
 def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: None, tiny_model_path) -> None:
-    """Its requests go to the other engine; the one in its place comes up with the weights that were sent last."""
-    engines = Engines(start_engines(tiny_model_path, replicas=2, restarts=1, max_concurrent=64))
+    """Its requests go to the other engine; the one in its place comes up with the weights that were sent last.
+
+    The engines are processes of their own, as on GPUs.
+    """
+    apart = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    engines = Engines(
+        start_engines(tiny_model_path, replicas=2, restarts=1, max_concurrent=64, environment_variables=apart)
+    )
     version = engines.load(tiny.random_model(3))
     pids = [engines.call("pids", replica=replica) for replica in (0, 1)]
     doomed = list(pids[0])
