@@ -65,8 +65,8 @@ class HandWritten:
         begin = number * PROMPTS % (len(self.records) - PROMPTS)
         sequences, responses, advantages = self.sample(self.records[begin : begin + PROMPTS])
         self.learn(sequences, responses, advantages)
-        weights = list(self.model.state_dict().items())
-        self.engine.apply_model(lambda model: model.load_weights(weights))
+        weights = iter(self.model.state_dict().items())
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.engine.reset_prefix_cache()
         return sum(map(len, sequences))
 
