@@ -1,4 +1,4 @@
-"""Shared by all tests: one local Ray session, ended with the tests."""
+"""Shared by all tests: one local Ray session, ended with the tests, and which tests run one at a time."""
 
 import os
 from collections.abc import Iterator
@@ -6,6 +6,14 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+WHOLE_RUNS = {"end_to_end", "documentation", "examples"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share the Ray session or start one are not run beside others: they have processes and time limits."""
+    for item in items:
+        if "ray_session" in getattr(item, "fixturenames", ()) or WHOLE_RUNS & set(item.path.parts):
+            item.add_marker("alone")
 
 
 @pytest.fixture(scope="session")
