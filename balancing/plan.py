@@ -31,7 +31,15 @@ from balancing.published import PUBLISHED, schedule_rank_locally
 from balancing.redeal import redealt
 from balancing.schedule import schedule_evenly, schedule_in_order
 from balancing.statistics import plan_statistics
-from balancing.validation import check_fits, loss_token_counts, membership, one_of, positive_integer, sequence_lengths
+from balancing.validation import (
+    check_fits,
+    group_names,
+    loss_token_counts,
+    membership,
+    one_of,
+    positive_integer,
+    sequence_lengths,
+)
 from balancing.workload import CostModel
 
 PlanAlgorithm = Literal["load_balance", "none", "verl", "roll", "mindspeed_rl"]
@@ -50,7 +58,8 @@ class MiniBatch:
 
     rows: int64 [sequences], in order of micro-step, then rank, ascending in each micro-batch.
     bounds: int64 [steps * ranks + 1]; micro-batch `step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
-    tokens, loss_tokens, sequences: over all ranks, what losses divide by whatever the plan.
+    tokens, loss_tokens, sequences, groups: over all ranks, what losses divide by whatever the plan; groups may be None,
+    where nobody named them.
     """
 
     rows: NDArray[np.int64] = field(repr=False)
@@ -59,6 +68,7 @@ class MiniBatch:
     tokens: int
     loss_tokens: int
     sequences: int
+    groups: int | None = None
 
     @property
     def micro_steps(self) -> tuple[MicroStep, ...]:
@@ -90,13 +100,14 @@ class RankMiniBatch:
 
     micro_batches: (start, stop) of each micro-batch into `RankPlan.rows`; start == stop for an empty one, which the
     rank still takes part in (collectives).
-    tokens, loss_tokens, sequences: normalisers of the whole mini-batch over all ranks, not of this part.
+    tokens, loss_tokens, sequences, groups: normalisers of the whole mini-batch over all ranks, not of this part.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
     tokens: int
     loss_tokens: int
     sequences: int
+    groups: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +200,8 @@ class Plan:
                 rows.append(mini_batch.rows[start:stop])
                 cuts.append((position, position + stop - start))
                 position += stop - start
-            parts.append(RankMiniBatch(tuple(cuts), mini_batch.tokens, mini_batch.loss_tokens, mini_batch.sequences))
+            counts = (mini_batch.tokens, mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
+            parts.append(RankMiniBatch(tuple(cuts), *counts))
         return RankPlan(rank, np.concatenate(rows), tuple(parts))
 
     def predicted_times(self) -> list[NDArray[np.float64]]:
@@ -226,6 +238,7 @@ def plan_batch(
     allow_empty: bool = True,
     layout: Layout = "packed",
     length_multiple: int = 1,
+    groups: ArrayLike | None = None,
     redeal_groups: ArrayLike | None = None,
 ) -> Plan:
     """Plan all mini-batches, micro-steps and ranks of a global batch.
@@ -242,6 +255,7 @@ def plan_batch(
     order: micro-steps of `load_balance` by descending workload, or with small ones at both ends (pipelines).
     allow_empty: a rank may have an empty micro-batch where sequences are fewer than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
+    groups: n whole numbers >= 0, the group of each sequence, counted in every mini-batch for losses that divide by it.
     redeal_groups: n whole numbers >= 0, the group of each sequence. CHANGES WHICH SEQUENCES SHARE AN OPTIMISER STEP:
     whole groups move between mini-batches until these weigh the same (redeal.py); None leaves mini-batches as given.
     Raises LengthError, OptionError, MiniBatchError for bad values; OverCapError for a sequence above the cap;
@@ -255,11 +269,12 @@ def plan_batch(
     sizes = round_up(tokens, settings.length_multiple)
     check_fits(tokens, sizes, settings.max_tokens)
     in_loss = loss_token_counts(loss_tokens, tokens)
+    group_of = None if groups is None else group_names(groups, "groups", len(tokens))
     members = membership(mini_batches, len(tokens))
     workloads = settings.cost_model.workload(tokens)
     if redeal_groups is not None:
         members = redealt(members, redeal_groups, workloads)
-    planned = [_mini_batch(rows, sizes, workloads, settings, tokens, in_loss) for rows in members]
+    planned = [_mini_batch(rows, sizes, workloads, settings, tokens, in_loss, group_of) for rows in members]
     return Plan(tuple(planned), tokens, workloads, settings)
 
 
@@ -270,12 +285,15 @@ def _mini_batch(
     settings: Settings,
     tokens: NDArray[np.int64],
     in_loss: NDArray[np.int64],
+    group_of: NDArray[np.int64] | None,
 ) -> MiniBatch:
     schedule, ordered = _schedule(rows, sizes, workloads, settings)
     micro_batch = schedule.grouping.group_of
     bounds = np.concatenate([[0], np.cumsum(schedule.grouping.sizes())])
     in_order = ordered[np.lexsort((ordered, micro_batch))]
-    return MiniBatch(in_order, bounds, schedule.steps, int(tokens[rows].sum()), int(in_loss[rows].sum()), len(rows))
+    groups = None if group_of is None else len(np.unique(group_of[rows[in_loss[rows] > 0]]))
+    counts = (int(tokens[rows].sum()), int(in_loss[rows].sum()), len(rows), groups)
+    return MiniBatch(in_order, bounds, schedule.steps, *counts)
 
 
 def _schedule(

@@ -9,12 +9,12 @@ All mini-batches together stay the same batch, and the sequences of a group stay
 import numpy as np
 from numpy.typing import ArrayLike
 
-from balancing.errors import CountError, LengthError
+from balancing.errors import CountError
 from balancing.exchange import Limits, even_out_arrays
 from balancing.filling import fill_lightest
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.partition import partition
-from balancing.validation import whole_numbers
+from balancing.validation import group_names
 
 
 def redealt(members: list[Integers], redeal_groups: ArrayLike, workloads: Floats) -> list[Integers]:
@@ -44,9 +44,7 @@ def redealt(members: list[Integers], redeal_groups: ArrayLike, workloads: Floats
 
 def _group_numbers(redeal_groups: ArrayLike, workloads: Floats) -> Grouping:
     """Groups numbered 0..count, whatever their names."""
-    names = whole_numbers(redeal_groups, "redeal_groups", minimum=0, error=LengthError)
-    if len(names) != len(workloads):
-        raise LengthError(f"redeal_groups holds {len(names)} values for {len(workloads)} lengths; pass one for each")
+    names = group_names(redeal_groups, "redeal_groups", len(workloads))
     _, group_of = np.unique(names, return_inverse=True)
     count = int(group_of.max()) + 1
     return Grouping(group_of.astype(np.int64), count)

@@ -92,6 +92,14 @@ def loss_token_counts(loss_tokens: ArrayLike | None, lengths: NDArray[np.int64])
     return checked
 
 
+def group_names(groups: ArrayLike, name: str, count: int) -> NDArray[np.int64]:
+    """int64 [n]; raises LengthError unless there is one whole number for each of `count` lengths."""
+    names = whole_numbers(groups, name, minimum=0)
+    if len(names) != count:
+        raise LengthError(f"{name} holds {len(names)} values for {count} lengths; pass one for each")
+    return names
+
+
 def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[NDArray[np.int64]]:
     """The caller's mini-batches as int64 arrays; MiniBatchError unless each index 0..count is in exactly one."""
     if mini_batches is None:

@@ -25,7 +25,7 @@ class Planner:
     def plan(self, batch: RemoteBatch, mini_batches: list[np.ndarray], max_tokens: int) -> Plan:
         """Who computes what and when; mini-batches stay as drawn.
 
-        batch: light columns `length` and `response_tokens`. max_tokens: cap on a micro-batch of one rank.
+        batch: light columns `length`, `response_tokens` and `uid`. max_tokens: cap on a micro-batch of one rank.
         """
         policy = self.config.policy
         return plan_batch(
@@ -35,6 +35,7 @@ class Planner:
             max_tokens=group_cap(max_tokens, policy.parallel.context_parallel),
             max_sequences=policy.max_sequences or None,
             loss_tokens=batch["response_tokens"],
+            groups=np.unique(batch["uid"], return_inverse=True)[1],
             cost_model=self.cost_model,
             algorithm=cast(PlanAlgorithm, self.config.balance.algorithm),
             layout=cast(Literal["packed", "padded"], self.config.model.layout),

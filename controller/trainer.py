@@ -25,7 +25,7 @@ from controller.data import PromptDataset, Prompts
 from controller.interrupts import Interrupts
 from controller.lookahead import Lookahead
 from controller.metrics import RunWriter, Stopwatch, staleness, throughput
-from controller.mini_batches import draw_mini_batches
+from controller.mini_batches import draw_mini_batches, with_group_tokens
 from controller.planner import Planner
 from controller.refit import Refit
 from controller.roles import Roles
@@ -172,6 +172,7 @@ class Trainer:
         with watch.phase("plan"):
             drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self.config.run.seed, step)
             plan = self.planner.plan(batch, drawn, self.config.policy.max_tokens)
+            batch = with_group_tokens(batch, drawn)
         with watch.phase("log_probs"), self.console.phase("log-probs"):
             self.roles.rollouts.sleep()
             batch, mismatch = self.with_log_probs(batch)

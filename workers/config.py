@@ -401,6 +401,7 @@ class LossConfig:
             "sequence_mean_token_mean",
             "sequence_mean_token_sum",
             "sequence_mean_token_sum_norm",
+            "group_mean_token_mean",
         ),
     )
     constant_length: int = setting(

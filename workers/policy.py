@@ -24,8 +24,8 @@ class PolicyWorker(TrainedWorker):
     def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
         """One optimiser step for each mini-batch of the plan, micro-step by micro-step.
 
-        batch: `input_ids`, `loss_mask`, `advantages` [B], and where the loss asks for them `old_log_probs`,
-        `reference_log_probs` and `rollout_log_probs`, ragged.
+        batch: `input_ids`, `loss_mask`, `advantages` [B], and where the loss asks for them `group_tokens` [B], and
+        `old_log_probs`, `reference_log_probs` and `rollout_log_probs`, ragged.
         """
         return self.train(batch, plan, make_policy_loss(loss))
 

@@ -18,7 +18,7 @@ class TrainedWorker(ModelWorker):
         """One optimiser step for each mini-batch of the plan, micro-step by micro-step."""
         sequences, parts = sequences_from(batch), []
         for mini_batch in plan.mini_batches:
-            denominators = Denominators(tokens=mini_batch.loss_tokens, sequences=mini_batch.sequences)
+            denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
             metrics = self.engine.forward_backward(sequences, mini_batch.micro_batches, loss_function, denominators)
             # A sum over ranks, but a mean over mini-batches.
             metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))

@@ -354,3 +354,18 @@ def test_numpy_integers_are_counts_too():
 def test_a_rank_outside_the_plan_is_refused():
     with pytest.raises(OptionError, match="rank=2"):
         plan_batch([3, 3], ranks=2, max_tokens=10).for_rank(2)
+
+
+def test_groups_are_counted_where_they_have_a_loss_token():
+    arguments = {
+        "ranks": 2,
+        "mini_batches": [[0, 1, 2], [3, 4, 5]],
+        "max_tokens": 20,
+        "loss_tokens": [1, 0, 1, 1, 1, 0],
+    }
+    plan = plan_batch([5, 6, 7, 8, 9, 4], **arguments, groups=[7, 3, 7, 3, 9, 4])
+    assert [part.groups for part in plan.mini_batches] == [1, 2]
+    assert [part.groups for part in plan.for_rank(1).mini_batches] == [1, 2]
+    assert [part.groups for part in plan_batch([5] * 6, **arguments).mini_batches] == [None, None]
+    with pytest.raises(LengthError, match="groups holds 2 values for 6 lengths"):
+        plan_batch([5] * 6, **arguments, groups=[1, 2])

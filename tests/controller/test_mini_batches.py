@@ -2,7 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.mini_batches import draw_mini_batches
+from controller.mini_batches import draw_mini_batches, with_group_tokens
+from workers.remote_batch import RemoteBatch
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 5))
@@ -19,3 +20,9 @@ def test_p10_membership_is_random_but_repeats_with_the_seed() -> None:
     assert [part.tolist() for part in drawn[0]] == [part.tolist() for part in drawn[1]]
     assert drawn[0][0].tolist() != drawn[2][0].tolist()
     assert drawn[0][0].tolist() != list(range(16))
+
+
+def test_tokens_of_a_group_are_counted_in_each_mini_batch() -> None:
+    columns = {"uid": np.array(["b", "a", "b", "a", "b"]), "response_tokens": np.array([1, 2, 3, 4, 5])}
+    batch = with_group_tokens(RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])])
+    assert batch["group_tokens"].tolist() == [1, 6, 8, 6, 8]
