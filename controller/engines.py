@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from controller.fleet import Fleet, RestartBudget, State
+from controller.fleet import Fleet, State
 from workers.config import RolloutConfig
 from workers.errors import LostError, RolloutError
 
@@ -66,17 +66,17 @@ class Engines:
         self,
         make: MakeActor,
         config: RolloutConfig,
-        budget: RestartBudget,
+        fleet: Fleet,
         *,
         replaceable: bool = True,
         colocated: bool = False,
         start_timeout_s: float = 600.0,
         say: Callable[[str], None] = print,
     ) -> None:
-        """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. replaceable: whether a lost engine
-        can be put back alone; not where weights travel between GPUs that have met. colocated: whether engines sleep
-        while their GPUs train. say: told what was lost."""
-        self.fleet = Fleet(config.replicas, budget)
+        """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. fleet: of all replicas, as new.
+        replaceable: whether a lost engine can be put back alone; not where weights travel between GPUs that have met.
+        colocated: whether engines sleep while their GPUs train. say: told what was lost."""
+        self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
         self._make, self._replaceable, self._colocated, self._say = make, replaceable, colocated, say
         self._hang_timeout_s, self._start_timeout_s = config.hang_timeout_s, start_timeout_s

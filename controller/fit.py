@@ -185,15 +185,24 @@ def training(
     budget: what the run has restarted before; None is nothing.
     """
     from controller.checkpoint import go_on
+    from controller.live import Live
     from controller.metrics import RunWriter
     from controller.roles import start_roles
     from controller.trackers.opening import open_trackers
+    from controller.trackers.ray_metrics import RayMetrics
     from controller.trainer import Trainer
 
     budget = budget or RestartBudget(config.run.max_restarts)
-    with start_roles(config, inputs.reward_functions, console, budget, environment=inputs.environment) as roles:
+    exported = RayMetrics(config.run.name)
+    live = Live(exported.export)
+    with (
+        exported,
+        start_roles(
+            config, inputs.reward_functions, console, budget, live=live, environment=inputs.environment
+        ) as roles,
+    ):
         progress = go_on(config, roles, console)
-        trackers = open_trackers(config, progress, console.say)
+        trackers = open_trackers(config, progress, console.say, exported)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
         with RunWriter(
             config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
@@ -206,6 +215,7 @@ def training(
                 cost_model=inputs.cost_model,
                 writer=writer,
                 console=console,
+                live=live,
                 progress=progress,
             )
 

@@ -10,6 +10,7 @@ that a restarted engine serves nothing with the weights of its model's folder; a
 is restarted; there are never more restarts than the budget allows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -51,10 +52,16 @@ class Fleet:
     An event that cannot happen in an engine's state is a mistake of the caller and raises ValueError.
     """
 
-    def __init__(self, replicas: int, budget: RestartBudget) -> None:
+    def __init__(
+        self, replicas: int, budget: RestartBudget, changed: Callable[[int, State], None] = lambda replica, state: None
+    ) -> None:
+        """`changed`: told every replica and the state that it has come into."""
         self.version = 0
         self.budget = budget
+        self._changed = changed
         self._states = [State.STARTING] * replicas
+        for replica in range(replicas):
+            changed(replica, State.STARTING)
 
     def state(self, replica: int) -> State:
         """Where the engine stands."""
@@ -85,22 +92,22 @@ class Fleet:
             raise ValueError(f"weights of version {version} after those of version {self.version}")
         self.version = version
         for replica in self.in_state(State.CURRENT, State.DRAINING):
-            self._states[replica] = State.STALE
+            self._move(replica, State.STALE)
 
     def drain(self, replica: int) -> None:
         """Give the engine nothing new."""
         self._expect(replica, State.CURRENT)
-        self._states[replica] = State.DRAINING
+        self._move(replica, State.DRAINING)
 
     def resume(self, replica: int) -> None:
         """A draining engine takes requests again."""
         self._expect(replica, State.DRAINING)
-        self._states[replica] = State.CURRENT
+        self._move(replica, State.CURRENT)
 
     def lost(self, replica: int) -> None:
         """The engine, its actor or its node is gone."""
         self._expect(replica, State.STARTING, State.STALE, State.CURRENT, State.DRAINING)
-        self._states[replica] = State.DEAD
+        self._move(replica, State.DEAD)
 
     def restart(self, replica: int) -> bool:
         """Begin to start a new engine in a dead one's place; False, and nothing happens, if the budget is used up."""
@@ -108,11 +115,15 @@ class Fleet:
         if self.budget.left <= 0:
             return False
         self.budget.engines += 1
-        self._states[replica] = State.STARTING
+        self._move(replica, State.STARTING)
         return True
 
     def _settle(self, replica: int, version: int) -> None:
-        self._states[replica] = State.CURRENT if version == self.version else State.STALE
+        self._move(replica, State.CURRENT if version == self.version else State.STALE)
+
+    def _move(self, replica: int, state: State) -> None:
+        self._states[replica] = state
+        self._changed(replica, state)
 
     def _expect(self, replica: int, *states: State) -> None:
         state = self.state(replica)

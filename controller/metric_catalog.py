@@ -1,7 +1,7 @@
 """Every metric of a run, declared once: name, unit, meaning, kind, and how parts of it join.
 
     step's metrics {name: value} --declaration_of--> Declaration --> docs/metrics.md (python -m controller.metric_page)
-                                                              +----> Ray, Prometheus, Grafana: `exported_name`, labels
+    LIVE, told by `controller.live` as it happens -------^    +----> Ray, Prometheus, Grafana: `series`, labels
 
 `{label}` in a name stands for what the run names: a part of the reward, a phase, a held-out source. A new metric is
 declared here; a test compares what real runs record with what is declared.
@@ -14,10 +14,11 @@ from functools import cache
 
 
 class Kind(Enum):
-    """GAUGE: the last value stands. COUNTER: values add up over steps."""
+    """GAUGE: the last value stands. COUNTER: values add up over steps. HISTOGRAM: values are counted by size."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
+    HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Declaration:
     """One metric, or the family that a name with `{label}` stands for.
 
     joined: how the values of samples, micro-batches, mini-batches and ranks become the number of a step.
-    when: what has to be so for a step to record it; empty if every step that trains does.
+    when: what has to be so for a step to record it; empty if every step that trains does. so_far: a counter's value is
+    what the run has had so far, not what the step had. boundaries: upper ends of a histogram's buckets, above 0, as Ray
+    wants them.
     """
 
     name: str
@@ -34,6 +37,8 @@ class Declaration:
     joined: str = "one value"
     kind: Kind = Kind.GAUGE
     when: str = ""
+    so_far: bool = False
+    boundaries: tuple[float, ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -42,12 +47,21 @@ class Declaration:
 
     @property
     def exported_name(self) -> str:
-        """Its name for Ray, which puts `ray_` before it, and `_total` behind a counter's: `ballast_policy_loss`.
+        """Its name for Ray: `ballast_policy_loss`. Units are written out: https://prometheus.io/docs/practices/naming.
 
-        Labels leave the name: `time/{phase}_s` is `ballast_time_s` with the label `phase`.
+        Labels leave the name: `time/{phase}_s` is `ballast_time_seconds` with the label `phase`.
         """
-        plain = re.sub(r"\{\w+\}", "", self.name)
-        return "_".join(["ballast", *re.findall(r"[A-Za-z0-9]+", plain)])
+        words = re.findall(r"[A-Za-z0-9]+", re.sub(r"\{\w+\}", "", self.name))
+        if words[-1] == "s":
+            words[-1] = "second" if "per" in words else "seconds"
+        if self.unit == "share" and not {"share", "fraction"} & set(words):
+            words.append("ratio")
+        return "_".join(["ballast", *words])
+
+    @property
+    def series(self) -> str:
+        """Its name in Prometheus; of a histogram what stands before `_bucket`, `_sum` and `_count`."""
+        return f"ray_{self.exported_name}{'_total' if self.kind is Kind.COUNTER else ''}"
 
     def match(self, name: str) -> dict[str, str] | None:
         """The labels of `name`, a metric of this family; None if it is not of it."""
@@ -123,6 +137,13 @@ ROLLOUT = (
 
 TIME = (
     Declaration("time/{phase}_s", "s", "Wall time of a phase of the step; `step` is the whole."),
+    Declaration(
+        "tokens/{phase}",
+        "tokens",
+        "Tokens that a phase worked on: rollout (response tokens), update (all tokens trained on).",
+        "adds up",
+        Kind.COUNTER,
+    ),
     Declaration(
         "throughput/rollout_tokens_per_s", "tokens/s", "Response tokens over the time that the step waited for samples."
     ),
@@ -270,10 +291,106 @@ CRITIC = (
 )
 
 RESTARTS = (
-    Declaration("restarts/engines", "restarts", "Engines started anew so far."),
-    Declaration("restarts/recoveries", "restarts", "Times that the run went on from its last checkpoint so far."),
-    Declaration("checkpoint/failures", "checkpoints", "Checkpoints that could not be written so far."),
+    Declaration("restarts/engines", "restarts", "Engines started anew so far.", kind=Kind.COUNTER, so_far=True),
+    Declaration(
+        "restarts/recoveries",
+        "restarts",
+        "Times that the run went on from its last checkpoint so far.",
+        kind=Kind.COUNTER,
+        so_far=True,
+    ),
+    Declaration(
+        "checkpoint/failures",
+        "checkpoints",
+        "Checkpoints that could not be written so far.",
+        kind=Kind.COUNTER,
+        so_far=True,
+    ),
 )
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
+TOKENS = tuple(float(2**power) for power in range(3, 18))
+AS_IT_CHANGES, AFTER_A_STEP, AFTER_AN_UPDATE = "as it changes", "with every step", "with every step that trains"
+
+STEP = Declaration("run/step", "step", "Number of the last step that is complete.", when=AFTER_A_STEP)
+STEPS = Declaration(
+    "run/steps",
+    "steps",
+    "Steps made; those that are made again after a failure count again.",
+    kind=Kind.COUNTER,
+    when=AFTER_A_STEP,
+)
+PHASE = Declaration(
+    "phase/{phase}",
+    "",
+    "1 while the run is in the phase, else 0. Of phases inside each other the innermost counts: `step` is what lies "
+    "between a step's phases.",
+    when=AS_IT_CHANGES,
+)
+ENGINE_STATE = Declaration(
+    "engine/state/{replica}/{state}",
+    "",
+    "1 for the state that the engine is in, else 0: starting, stale, current, draining, dead.",
+    when=AS_IT_CHANGES,
+)
+REQUESTS_WAITING = Declaration(
+    "rollout/requests_waiting", "requests", "Requests that no engine has room for.", when=AS_IT_CHANGES
+)
+REQUESTS_IN_FLIGHT = Declaration(
+    "engine/requests_in_flight/{replica}", "requests", "Requests that the engine works on.", when=AS_IT_CHANGES
+)
+SAMPLE_TOKENS = Declaration(
+    "sample/response_tokens",
+    "tokens",
+    "Lengths of responses.",
+    kind=Kind.HISTOGRAM,
+    when=AFTER_A_STEP,
+    boundaries=TOKENS,
+)
+SAMPLE_SECONDS = Declaration(
+    "sample/generation_s",
+    "s",
+    "How long samples took, from the request to the end, waiting in the engine included.",
+    kind=Kind.HISTOGRAM,
+    when=AFTER_A_STEP,
+    boundaries=SECONDS,
+)
+# No histogram: Ray's take no boundary at or below 0, and leave out values below 0.
+SAMPLE_REWARD = Declaration(
+    "sample/reward/{quantile}", "reward", "Quantiles 0, 0.1, 0.5, 0.9 and 1 of the step's rewards.", when=AFTER_A_STEP
+)
+MICRO_STEP_SECONDS = Declaration(
+    "micro_step/{role}/{rank}/{phase}_s",
+    "s",
+    "How long micro-steps with work took; `phase` is the pass: update, log_probs, values.",
+    kind=Kind.HISTOGRAM,
+    when=AFTER_AN_UPDATE,
+    boundaries=SECONDS,
+)
+RANK_SECONDS = Declaration(
+    "rank/{role}/{rank}/{phase}_s", "s", "All micro-steps of a rank in the step.", when=AFTER_AN_UPDATE
+)
+RANK_PREDICTED_SECONDS = Declaration(
+    "rank_predicted/{role}/{rank}/{phase}_s",
+    "s",
+    "The same as the cost model predicts it, scaled so that the ranks of a role together take as long as they did.",
+    when=AFTER_AN_UPDATE,
+)
+LIVE = (
+    STEP,
+    STEPS,
+    PHASE,
+    ENGINE_STATE,
+    REQUESTS_WAITING,
+    REQUESTS_IN_FLIGHT,
+    SAMPLE_TOKENS,
+    SAMPLE_SECONDS,
+    SAMPLE_REWARD,
+    MICRO_STEP_SECONDS,
+    RANK_SECONDS,
+    RANK_PREDICTED_SECONDS,
+)
+"""What Prometheus alone gets."""
 
 SECTIONS = {
     "Reward": REWARD,
@@ -286,6 +403,7 @@ SECTIONS = {
     "Validation": VALIDATION,
 }
 METRICS = {declaration.name: declaration for section in SECTIONS.values() for declaration in section}
+EXPORTED = METRICS | {declaration.name: declaration for declaration in LIVE}
 
 
 @cache

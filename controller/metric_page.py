@@ -1,6 +1,6 @@
 """docs/metrics.md, from the declarations: `python -m controller.metric_page > docs/metrics.md`."""
 
-from controller.metric_catalog import SECTIONS, Declaration, Kind
+from controller.metric_catalog import LIVE, SECTIONS, Declaration
 
 INTRODUCTION = """\
 # Metrics
@@ -10,9 +10,16 @@ Made by `python -m controller.metric_page` from `controller/metric_catalog.py`, 
 A line of `metrics.jsonl` holds the metrics of one step; TensorBoard, Weights & Biases and MLflow get the same numbers
 under the same names (MLflow has no `@`: there `pass@8` is `pass_at_8`). Prometheus has them from
 the metrics port of Ray under the names of the last column, with `run` and what stands in braces as labels.
-Counters are numbers of one step in `metrics.jsonl` and sums over the run in Prometheus.
+Counters are numbers of one step in `metrics.jsonl`, but for those "so far", and sums over the run in Prometheus.
+"""
+LIVE_INTRODUCTION = """\
+## In Prometheus alone
+
+What happens within a step, of single samples, engines and ranks. The sum of a histogram (`_sum`) is Ray's estimate from
+its buckets.
 """
 HEADER = "| name | unit | meaning | joined | recorded when | in Prometheus |\n| --- | --- | --- | --- | --- | --- |"
+LIVE_HEADER = "| in Prometheus | labels | unit | meaning | told |\n| --- | --- | --- | --- | --- |"
 
 
 def page() -> str:
@@ -20,15 +27,21 @@ def page() -> str:
     sections = (
         "\n".join([f"## {title}", "", HEADER, *map(_row, declarations)]) for title, declarations in SECTIONS.items()
     )
-    return "\n".join([INTRODUCTION, "\n\n".join(sections)]) + "\n"
+    live = [LIVE_INTRODUCTION, LIVE_HEADER, *map(_live_row, LIVE)]
+    return "\n".join([INTRODUCTION, "\n\n".join(sections), "", *live]) + "\n"
 
 
 def _row(declaration: Declaration) -> str:
     when = declaration.when or "always"
-    suffix = "_total" if declaration.kind is Kind.COUNTER else ""
-    exported = f"`ray_{declaration.exported_name}{suffix}` ({declaration.kind.value})"
+    exported = f"`{declaration.series}` ({declaration.kind.value})"
     cells = (f"`{declaration.name}`", declaration.unit, declaration.meaning, declaration.joined, when, exported)
     return f"| {' | '.join(cells)} |"
+
+
+def _live_row(declaration: Declaration) -> str:
+    labels = ", ".join(f"`{label}`" for label in declaration.labels)
+    exported = f"`{declaration.series}` ({declaration.kind.value})"
+    return f"| {exported} | {labels} | {declaration.unit} | {declaration.meaning} | {declaration.when} |"
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@ some samples and the timeline."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from controller.spans import Span, spanning
+from controller.spans import Entered, Span, spanning
 from controller.trackers import Tracker
 from controller.trackers.files import finite, lines_until
 from controller.validation import Graded
@@ -95,12 +95,15 @@ def staleness(sampled_with: np.ndarray, current: int) -> dict[str, float]:
 
 
 def throughput(generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Tokens/s of a step, of its wait for samples, and of its update, from `seconds` by phase."""
+    """Tokens of a step's rollout and update, and tokens/s: of the step, of its wait for samples, and of its update,
+    from `seconds` by phase."""
     rates = {
+        "tokens/rollout": float(generated["response_tokens"].sum()),
         "throughput/tokens_per_s": float(generated["length"].sum()) / seconds["step"],
         "throughput/rollout_tokens_per_s": float(generated["response_tokens"].sum()) / seconds["rollout"],
     }
     if "update" in seconds:
+        rates["tokens/update"] = float(trained["length"].sum())
         rates["throughput/update_tokens_per_s"] = float(trained["length"].sum()) / seconds["update"]
     return rates
 
@@ -108,13 +111,15 @@ def throughput(generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[st
 class Stopwatch:
     """Phases of one step: `with watch.phase("rollout"): ...`."""
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Entered = nullcontext) -> None:
+        """`entered`: entered with the name of a phase, and left with it."""
         self.spans: list[Span] = []
+        self._entered = entered
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to phase `name`."""
-        with spanning(name, self.spans):
+        with spanning(name, self.spans), self._entered(name):
             yield
 
     @property

@@ -19,6 +19,7 @@ from controller.console import Console
 from controller.engines import MakeActor
 from controller.fleet import RestartBudget
 from controller.layout import Pool, RoleRequest, pools, role_requests
+from controller.live import Live
 from controller.resources import reserve
 from controller.rewards import RewardPool
 from controller.rollouts import Rollouts
@@ -106,11 +107,12 @@ def start_roles(
     console: Console,
     budget: RestartBudget,
     *,
+    live: Live,
     environment: bytes = b"",
 ) -> Iterator[Roles]:
     """Start every role, yield them, end every actor and give every bundle back, whatever happens.
 
-    environment: see `workers.environment_process`; empty where samples are one turn.
+    live: told what the engines do. environment: see `workers.environment_process`; empty where samples are one turn.
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
@@ -126,6 +128,7 @@ def start_roles(
             _engine_maker(config, requests["rollout"], bundles, devices, environment),
             config.rollout,
             budget,
+            live,
             replaceable=not config.uses_gpus,  # between GPUs, sender and engines have met once and for all
             colocated=colocated,
             start_timeout_s=timeout_s,

@@ -16,7 +16,8 @@ import ray
 from ray.exceptions import RayError
 
 from controller.engines import Engines, MakeActor, Pending
-from controller.fleet import RestartBudget
+from controller.fleet import Fleet, RestartBudget
+from controller.live import Live
 from controller.router import Key, Router
 from workers.config import RolloutConfig, SamplingConfig
 from workers.rollout.requests import SampleRequest, SampleResult
@@ -56,11 +57,17 @@ class Rollouts:
     """The engines of a run, and rounds over them."""
 
     def __init__(
-        self, make: MakeActor, config: RolloutConfig, budget: RestartBudget | None = None, **options: Any
+        self,
+        make: MakeActor,
+        config: RolloutConfig,
+        budget: RestartBudget | None = None,
+        live: Live | None = None,
+        **options: Any,
     ) -> None:
-        """make, options: see `Engines`. budget: None allows no restart."""
-        self._config = config
-        self._engines = Engines(make, config, budget or RestartBudget(0), **options)
+        """make, options: see `Engines`. budget: None allows no restart. live: told states and queues of the engines."""
+        self._config, self._live = config, live or Live()
+        fleet = Fleet(config.replicas, budget or RestartBudget(0), self._live.engine_state)
+        self._engines = Engines(make, config, fleet, **options)
 
     @property
     def actors(self) -> list[Any]:
@@ -96,12 +103,14 @@ class Rollouts:
             for replica in self._engines.take_lost():
                 progress.lost(replica)
             self._open_streams(progress, sampling)
+            self._tell_queues(progress.router)
             if not progress.streams:
                 self._engines.check_hope()
             # One stream at a time, so that what it frees is given out again at once.
             stream = self._engines.wait(list(progress.streams))
             if stream is not None:
                 self._read(progress, stream, on_results)
+        self._tell_queues(progress.router)
         return _round(requests, progress)
 
     def _open_streams(self, progress: _Progress, sampling: SamplingConfig) -> None:
@@ -109,6 +118,9 @@ class Rollouts:
             generate = self._engines.actors[replica].generate.options(num_returns="streaming")
             progress.streams[generate.remote(requests, sampling)] = replica
             self._engines.progressed(replica)
+
+    def _tell_queues(self, router: Router) -> None:
+        self._live.queues(router.waiting, [router.outstanding(replica) for replica in range(len(self.actors))])
 
     def _read(self, progress: _Progress, stream: Any, on_results: OnResults | None) -> None:
         """Take one block and its results from a stream that has something, or close it."""

@@ -65,6 +65,11 @@ class Router:
         """Every submitted request finished or was dropped."""
         return not self._waiting and not any(replica.outstanding for replica in self._replicas)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that no replica works on."""
+        return len(self._waiting)
+
     def outstanding(self, replica: int) -> int:
         """Requests that the replica works on."""
         return len(self._replicas[replica].outstanding)

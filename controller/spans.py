@@ -9,8 +9,8 @@ together (NTP).
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Rows = dict[str, list[list[Any]]]
 """What each actor did, by its name."""
+Entered = Callable[[str], AbstractContextManager[object]]
+"""Makes what is entered with a phase of that name, and left with it."""
 
 _ORIGIN = time.time() - time.perf_counter()
 """One reading for the whole process: a phase inside another then never seems to begin before it or to outlast it."""
@@ -50,8 +52,10 @@ def spanning(name: str, spans: list[Span]) -> Iterator[None]:
 class TimelineRecorder:
     """What has happened since the last `take`; samples may come from another thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Entered = nullcontext) -> None:
+        """`entered`: entered with the name of a phase, and left with it."""
         self._phases: list[Span] = []
+        self._entered = entered
         self._rows: dict[str, Rows] = {name: {} for name in ("samples", "weights", "micro_steps")}
         self._cost = (1.0, 0.0)
         self._lock = Lock()
@@ -59,7 +63,7 @@ class TimelineRecorder:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record the time of the block."""
-        with spanning(name, self._phases):
+        with spanning(name, self._phases), self._entered(name):
             yield
 
     def phases(self, spans: Iterable[Span]) -> None:

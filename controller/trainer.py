@@ -23,6 +23,7 @@ from controller.console import Console
 from controller.credit import Credit
 from controller.data import PromptDataset, Prompts
 from controller.interrupts import Interrupts
+from controller.live import Live
 from controller.lookahead import Lookahead
 from controller.metrics import RunWriter, Stopwatch, staleness, throughput
 from controller.mini_batches import draw_mini_batches, with_group_tokens
@@ -79,14 +80,15 @@ class Trainer:
         cost_model: CostModel,
         writer: RunWriter,
         console: Console,
+        live: Live,
         progress: Progress | None = None,
     ) -> None:
-        """`cost_model`: FLOPs of a sequence, which the plan balances. `progress`: that of the checkpoint which the
-        policy has loaded, if any."""
+        """`cost_model`: FLOPs of a sequence, which the plan balances. `live`: told what happens as it does. `progress`:
+        that of the checkpoint which the policy has loaded, if any."""
         self.config, self.roles = config, roles
-        self.validation, self.writer, self.console = validation, writer, console
+        self.validation, self.writer, self.console, self.live = validation, writer, console, live
         self.progress = progress or Progress()
-        self.timeline = TimelineRecorder()
+        self.timeline = TimelineRecorder(live.phase)
         self.planner = Planner(config, cost_model)
         self.refit = Refit(cost_model, enabled=config.refits_cost_model)
         self.collector = Collector(config, roles, prompts, self.planner, console, self.timeline)
@@ -143,7 +145,7 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the picture above; returns its metrics."""
-        watch = Stopwatch()
+        watch = Stopwatch(self.live.phase)
         self.console.begin_step(step, self.config.run.steps)
         with watch.phase("step"):
             with watch.phase("rollout"), self.console.phase("rollout"):
@@ -153,6 +155,7 @@ class Trainer:
                 self.lookahead.begin(step + 1, self.progress.position)
             metrics = rollout.metrics() | staleness(rollout.batch["weight_version"], self.progress.weight_version)
             self.writer.samples(step, rollout.examples(RECORDED_SAMPLES))
+            self.live.samples(rollout.batch)
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
             if len(batch):
                 metrics |= self.learn(rollout, batch, step, watch)
@@ -197,6 +200,7 @@ class Trainer:
     def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
         """Record what the micro-steps took, by actor, and plan from now on with what they teach."""
         self.timeline.micro_steps(times, self.planner.cost_model)
+        self.live.micro_steps(times, self.planner.cost_model)
         policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
         error = self.refit.observe(policy)
         self.planner.cost_model = self.refit.cost_model

@@ -7,14 +7,16 @@ from controller.config import Config
 from controller.config_file import settings, value_of
 from controller.trackers import Tracker
 from controller.trackers.files import JsonLinesTracker, TensorBoardTracker
-from controller.trackers.ray_metrics import RayTracker
+from controller.trackers.ray_metrics import RayMetrics, RayTracker
 from controller.trackers.services import MlflowTracker, WandbTracker
 
 if TYPE_CHECKING:
     from controller.checkpoint import Progress
 
 
-def open_trackers(config: Config, progress: "Progress", say: Callable[[str], None]) -> list[Tracker]:
+def open_trackers(
+    config: Config, progress: "Progress", say: Callable[[str], None], exported: RayMetrics
+) -> list[Tracker]:
     """metrics.jsonl, Ray and the trackers of tracking.*.
 
     Ids of the run in services go into `progress.trackers`, for the next resume.
@@ -27,7 +29,7 @@ def open_trackers(config: Config, progress: "Progress", say: Callable[[str], Non
     known = progress.trackers if config.run.resume == "auto" else {}
     progress.trackers = {}
     trackers: list[Tracker] = [JsonLinesTracker(folder / "metrics.jsonl", after=progress.step)]
-    trackers.append(RayTracker(config.run.name))
+    trackers.append(RayTracker(exported))
     if tracking.tensorboard:
         trackers.append(TensorBoardTracker(folder / "tensorboard", after=progress.step))
     shared = (tracking.project, config.run.name, _flat(config))

@@ -7,20 +7,19 @@ import sys
 from pathlib import Path
 
 from controller.grafana_dashboard import dashboard
-from controller.metric_catalog import METRICS, Kind
+from controller.metric_catalog import EXPORTED, Kind
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def exported() -> dict[str, set[str]]:
     """{name in Prometheus: its labels}."""
-    return {
-        f"ray_{declaration.exported_name}{'_total' if declaration.kind is Kind.COUNTER else ''}": {
-            "run",
-            *declaration.labels,
-        }
-        for declaration in METRICS.values()
-    }
+    found = {}
+    for declaration in EXPORTED.values():
+        histogram = declaration.kind is Kind.HISTOGRAM
+        name = declaration.series + ("_bucket" if histogram else "")
+        found[name] = {"run", *declaration.labels} | ({"le"} if histogram else set())
+    return found
 
 
 def test_every_query_names_an_exported_metric_and_its_labels() -> None:

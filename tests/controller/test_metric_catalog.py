@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.metric_catalog import METRICS, SECTIONS, declaration_of
+from controller.metric_catalog import EXPORTED, LIVE, SECTIONS, Kind, declaration_of
 from controller.metric_page import page
 
 REPOSITORY = Path(__file__).parents[2]
@@ -16,8 +16,8 @@ def test_the_page_in_the_docs_is_that_of_the_declarations() -> None:
 
 
 def test_every_name_is_declared_once_and_exported_under_a_name_of_its_own() -> None:
-    declarations = [declaration for section in SECTIONS.values() for declaration in section]
-    assert len(METRICS) == len(declarations)
+    declarations = [*(declaration for section in SECTIONS.values() for declaration in section), *LIVE]
+    assert len(EXPORTED) == len(declarations)
     exported = [(declaration.exported_name, declaration.labels) for declaration in declarations]
     assert len(set(exported)) == len(exported)
     assert all(re.fullmatch(r"ballast(_[A-Za-z0-9]+)+", name) for name, _ in exported)
@@ -44,3 +44,24 @@ def test_a_whole_name_goes_before_a_family_and_a_family_gives_labels(
 @pytest.mark.parametrize("name", ["rewards/mean", "time/step", "balance/imbalance", "", "step"])
 def test_what_nobody_declared_is_not_found(name: str) -> None:
     assert declaration_of(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "series"),
+    [
+        ("time/{phase}_s", "ray_ballast_time_seconds"),
+        ("throughput/tokens_per_s", "ray_ballast_throughput_tokens_per_second"),
+        ("balance/cap_fill", "ray_ballast_balance_cap_fill_ratio"),
+        ("balance/idle_share_before", "ray_ballast_balance_idle_share_before"),
+        ("restarts/engines", "ray_ballast_restarts_engines_total"),
+        ("micro_step/{role}/{rank}/{phase}_s", "ray_ballast_micro_step_seconds"),
+    ],
+)
+def test_prometheus_has_units_written_out(name: str, series: str) -> None:
+    assert EXPORTED[name].series == series
+
+
+def test_histograms_have_rising_boundaries_above_0_and_nothing_else_has_any() -> None:
+    for declaration in EXPORTED.values():
+        assert (declaration.kind is Kind.HISTOGRAM) == bool(declaration.boundaries)
+        assert list(declaration.boundaries) == sorted({bound for bound in declaration.boundaries if bound > 0})

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +14,13 @@ from controller.config import Config, load
 from controller.config_checks import check
 from controller.console import Console
 from controller.fit import read_inputs, training
-from controller.grafana_dashboard import PANELS, query
-from controller.metric_catalog import CUSTOM_LOSS, METRICS, Kind, declaration_of
+from controller.grafana_dashboard import PANELS, queries
+from controller.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of
 from controller.samples import Rollout
 from controller.timeline import write_trace
 from controller.trainer import Outcome
 from tests.controller import trace_format
-from tests.end_to_end.prometheus import scraping_ray
+from tests.end_to_end.prometheus import Prometheus, scraping_ray
 from tests.end_to_end.trouble import kill_actor, run_with
 
 
@@ -36,14 +37,18 @@ class Run:
         return self.config.run_folder
 
 
-def run_loop(overrides: list[str]) -> Run:
-    """A whole run in this process, and one more round sampled with the weights that it ended with."""
+def run_loop(overrides: list[str], look: Callable[[], object] = lambda: None) -> Run:
+    """A whole run in this process, and one more round sampled with the weights that it ended with.
+
+    look: called between them, while the run's actors live.
+    """
     config = load(None, overrides)
     check(config)
     inputs = read_inputs(config)
     with training(config, inputs, Console()) as trainer:
         outcome = trainer.fit()
         trainer.writer.summary(outcome.summary())
+        look()
         rollout = trainer.collector.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
         return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
 
@@ -60,8 +65,23 @@ def loop(settings: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(ray_session, loop: list[str]) -> Run:
-    return run_loop([*loop, "run.name=loop"])
+def scraping(ray_session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus | None]:
+    with scraping_ray(tmp_path_factory.mktemp("prometheus")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def finished(scraping: Prometheus | None, loop: list[str]) -> Run:
+    """What is in Prometheus when its last phase has ended stays what `scraping` answers."""
+    last = 'ray_ballast_run_step{run="loop"} == 3 unless on (run) ray_ballast_phase == 1'
+    return run_loop([*loop, "run.name=loop"], lambda: scraping and scraping.hold(last))
+
+
+@pytest.fixture
+def prometheus(finished: Run, scraping: Prometheus | None) -> Prometheus:
+    if scraping is None:
+        pytest.skip("there is no prometheus on the PATH; `apt-get install prometheus` brings it")
+    return scraping
 
 
 @pytest.mark.slow  # test_resume.py shows it too, of steps made again after a kill
@@ -154,19 +174,53 @@ def test_what_is_recorded_is_what_is_declared(finished: Run) -> None:
         assert always - {families[name].name for name in line if name != "step"} == set()
 
 
-def test_prometheus_scrapes_the_run_and_answers_the_dashboard(finished: Run, tmp_path: Path) -> None:
-    last = finished.outcome.steps[-1]
-    with scraping_ray(tmp_path) as prometheus:
-        (reward,) = prometheus.wait_for('ray_ballast_reward_mean{run="loop"}')
-        assert float(reward["value"][1]) == pytest.approx(last["reward/mean"])
-        samples = prometheus.query('ray_ballast_rollout_samples_total{run="loop"}')
-        assert [float(sample["value"][1]) for sample in samples] == [45.0]
-        phases = prometheus.query(query("time/{phase}_s").replace("$run", "loop"))
-        assert {"rollout", "update", "weights"} <= {sample["metric"]["phase"] for sample in phases}
-        for name in (name for panel in PANELS for name in panel.metrics):
-            found = prometheus.query(query(name).replace("$run", "loop"))
-            recorded = METRICS[name].kind is Kind.GAUGE and not METRICS[name].when
-            assert found or not recorded, name
+def test_prometheus_scrapes_the_run_and_answers_the_dashboard(finished: Run, prometheus: Prometheus) -> None:
+    (reward,) = prometheus.query('ray_ballast_reward_mean{run="loop"}')
+    assert float(reward["value"][1]) == pytest.approx(finished.outcome.steps[-1]["reward/mean"])
+    samples = prometheus.query('ray_ballast_rollout_samples_total{run="loop"}')
+    assert [float(sample["value"][1]) for sample in samples] == [45.0]
+    for panel in PANELS:
+        for name in panel.metrics:
+            for query in queries(panel, name).values():
+                found = prometheus.query(query.replace("$run", "loop").replace("$__rate_interval", "1m"))
+                always = EXPORTED[name].kind is Kind.GAUGE and (name not in METRICS or not METRICS[name].when)
+                assert found or not always or EXPORTED[name] is PHASE, query  # at the end no phase is on
+
+
+def told(prometheus: Prometheus, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    """{values of the labels: value} of the run."""
+    found = prometheus.query(f'ray_ballast_{name}{{run="loop"}}')
+    return {tuple(sample["metric"][label] for label in labels): float(sample["value"][1]) for sample in found}
+
+
+def test_prometheus_is_told_of_phases_and_engines(finished: Run, prometheus: Prometheus) -> None:
+    """At the end no phase is on, and the engine has the current weights and no request."""
+    assert told(prometheus, "run_steps_total") == {(): 3}
+    phases = told(prometheus, "phase", "phase")
+    assert {(name,) for name in ("step", "rollout", "update", "weights", "validation", "save")} <= phases.keys()
+    assert set(phases.values()) == {0}
+    states = {("0", state): 0.0 for state in ("starting", "stale", "draining", "dead")}
+    assert told(prometheus, "engine_state", "replica", "state") == states | {("0", "current"): 1}
+    assert told(prometheus, "engine_requests_in_flight", "replica") == {("0",): 0}
+    assert told(prometheus, "rollout_requests_waiting") == {(): 0}
+
+
+def test_prometheus_is_told_of_samples_and_ranks(finished: Run, prometheus: Prometheus) -> None:
+    steps = finished.outcome.steps
+    tokens = told(prometheus, "tokens_total", "phase")
+    assert tokens["rollout",] == sum(step["tokens/rollout"] for step in steps)
+    assert told(prometheus, "sample_response_tokens_bucket", "le")["16.0",] == 45  # all are at most max_new_tokens
+    assert told(prometheus, "sample_generation_seconds_count") == {(): 45}
+    rewards = told(prometheus, "sample_reward", "quantile")
+    assert rewards["0",] <= steps[-1]["reward/mean"] <= rewards["1",]
+    counts = told(prometheus, "micro_step_seconds_count", "role", "rank", "phase")
+    micro_steps = sum(step["balance/micro_batches"] for step in steps)
+    assert 0 < counts["policy", "dp=0", "update"] <= micro_steps
+    measured = told(prometheus, "rank_seconds", "role", "rank", "phase")
+    passes = (("policy", "update"), ("policy", "log_probs"), ("reference", "log_probs"))
+    assert measured.keys() == {(role, f"dp={dp}", name) for role, name in passes for dp in (0, 1)}
+    predicted = told(prometheus, "rank_predicted_seconds", "role", "rank", "phase")
+    assert sum(predicted.values()) == pytest.approx(sum(measured.values()))
 
 
 def test_sampler_and_trainer_agree_at_every_step(finished: Run) -> None:

@@ -10,11 +10,12 @@ from controller.checkpoint import Progress
 from controller.config import Config
 from controller.metrics import RunWriter
 from controller.trackers.opening import open_trackers
+from controller.trackers.ray_metrics import RayMetrics
 
 
 def record(config: Config, progress: Progress, step: int) -> dict[str, str]:
     """A run of one step; returns its ids in the services."""
-    trackers = open_trackers(config, progress, print)
+    trackers = open_trackers(config, progress, print, RayMetrics(config.run.name))
     with RunWriter(config.run_folder, "", trackers, after=progress.step) as writer:
         writer.step(step, {"policy/loss": float(step)})
     wandb.teardown()
