@@ -21,6 +21,13 @@ def ray_session() -> Iterator[None]:
     """A local Ray of 8 logical CPUs, without dashboard, for all tests that need actors."""
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=2 * 2**30)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=2 * 2**30,
+        _system_config={"metrics_report_interval_ms": 1000},  # the shortest; tests wait for reports
+    )
     yield
     ray.shutdown()
