@@ -40,9 +40,9 @@ def test_only_the_answer_counts_and_a_wrong_question_is_told_apart(
 def test_the_warm_start_learns_the_policys_turns_alone() -> None:
     characters = tokenizer(data.CHARACTERS)
     rng = random.Random(3)
-    asking = next(parts for parts in iter(lambda: episode(rng), None) if len(parts) > 2)
+    asking = next(parts for parts in iter(lambda: episode(rng, asks=0.5), None) if len(parts) > 2)
     assert [text[0] for text, _ in asking[1:3]] == ["[", "<"]
-    sequences = batch(characters, random.Random(0))
+    sequences = batch(characters, random.Random(0), asks=0.5)
     ids, mask = sequences.tokens["input_ids"], sequences.tokens["loss_mask"]
     learned = characters.decode(ids[mask])
     assert "[" in learned and "<eos>" in learned
