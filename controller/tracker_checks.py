@@ -1,21 +1,108 @@
-"""Whether the trackers that a run asks for can be there; checked before anything starts, and without importing them."""
+"""Whether the trackers that a run asks for can be there; checked before anything starts.
+
+    installed? --> Weights & Biases: whatever key it would find itself | MLflow: an address that it can read
+
+No server is asked: one that is away is waited for, see `controller.trackers`.
+"""
 
 import os
+import re
+from importlib.metadata import entry_points
 from importlib.util import find_spec
+from urllib.parse import urlsplit
 
 from controller.config import Config
 from workers.errors import ConfigError
 
+INSTALL = {
+    "tensorboard": "pip install tensorboard",
+    "wandb": "pip install -e .[wandb]",
+    "mlflow": "pip install -e .[mlflow]",
+}
+"""What installs a tracker's package, which has the name of its setting."""
+
 
 def check_trackers(config: Config) -> None:
     """Raise ConfigError, naming what to install or to set, at the first tracker that cannot be used."""
-    for name in ("wandb", "mlflow"):
-        if getattr(config.tracking, name) and find_spec(name) is None:
+    for name, command in INSTALL.items():
+        if getattr(config.tracking, name) and not _is_installed(name):
             raise ConfigError(
-                f"tracking.{name}=true needs the package {name}, which is not installed; "
-                f"`pip install -e .[{name}]` does it, or remove tracking.{name}."
+                f"tracking.{name}=true needs the package {name}, which is not installed; `{command}` does it, or set "
+                f"tracking.{name}=false."
             )
-    if config.tracking.mlflow and not os.environ.get("MLFLOW_TRACKING_URI"):
+    if config.tracking.wandb:
+        _check_wandb()
+    if config.tracking.mlflow:
+        _check_mlflow(os.environ.get("MLFLOW_TRACKING_URI", ""))
+
+
+def _is_installed(package: str) -> bool:
+    """Whether there is such a package. A folder of that name, such as W&B's own ./wandb, is none: it has no origin."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def _check_wandb() -> None:
+    """Raise ConfigError where W&B would ask for a key, or refuse the one it finds.
+
+    W&B itself is asked, because it looks in many places: variables, settings files, netrc under several hosts' names.
+    """
+    import wandb
+    from pydantic import ValidationError
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib import wbauth
+
+    try:
+        settings = wandb_setup.singleton().settings  # `wandb.setup()` would start a process
+        if settings.mode in ("offline", "dryrun", "disabled"):
+            return
+        host = settings.base_url
+        key = wbauth.authenticate_session(host=host, source="ballast", prompt=False, update_session=False)
+    except wandb.Error as error:
+        raise ConfigError(f"tracking.wandb=true: {error}") from None
+    except ValidationError as error:
+        found = error.errors()[0]
+        variable = "_".join(["WANDB", *map(str, found["loc"])]).upper()
+        raise ConfigError(f"tracking.wandb=true: {variable}: {found['msg']}.") from None
+    if key is None:
+        raise ConfigError(
+            f"tracking.wandb=true needs a key for {host}: set WANDB_API_KEY or run `wandb login`; WANDB_MODE=offline "
+            "needs neither key nor network."
+        )
+
+
+DATABASES = ("postgresql", "mysql", "sqlite", "mssql")
+SERVICES = ("databricks", "uc")
+
+
+def _check_mlflow(address: str) -> None:
+    """Raise ConfigError unless `address` is one that MLflow can read. MLflow itself takes seconds to import."""
+    if not address:
         raise ConfigError(
             "tracking.mlflow=true needs the environment variable MLFLOW_TRACKING_URI, the address of an MLflow server."
         )
+    if wrong := _wrong_with(address):
+        shown = re.sub(r"//.*@", "//...@", address)  # it may hold a password
+        raise ConfigError(f"tracking.mlflow=true: MLFLOW_TRACKING_URI={shown} {wrong}.")
+
+
+def _wrong_with(address: str) -> str:
+    """Why MLflow cannot use the address, in words; empty if it can."""
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError:  # brackets that do not close, a port that is no number or above 65535
+        return "is not an address, such as http://HOST:PORT"
+    scheme = parts.scheme.partition("+")[0]  # of a database also the driver, as in mysql+pymysql
+    if "/" not in address and address.rpartition(":")[2].isdigit():
+        return "names no protocol; put http:// before it"
+    if scheme in ("http", "https"):
+        return "" if parts.hostname and port != 0 and " " not in address else "names no host, as in http://HOST:PORT"
+    if {scheme, address} & {*SERVICES, *entry_points(group="mlflow.tracking_store").names}:
+        return ""
+    if scheme in DATABASES:
+        return "" if _is_installed("sqlalchemy") else "is a database, which needs `pip install mlflow`"
+    if scheme in ("", "file"):
+        allowed = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
+        return "" if allowed else "is a folder, which MLflow takes with MLFLOW_ALLOW_FILE_STORE=true alone"
+    return "is of no kind that MLflow knows, such as http://HOST:PORT"
