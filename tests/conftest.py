@@ -1,7 +1,8 @@
-"""Shared by all tests: one local Ray session, ended with the tests, and which tests run one at a time."""
+"""Shared by all tests: a local Ray session, a folder that the documentation works in, and what runs one at a time."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,14 @@ def ray_session() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def documentation_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, in which the commands of the documentation and of examples/launch can be dry-run."""
+    from tests.documentation.workspace import write_documentation_workspace
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    write_documentation_workspace(tmp_path)
+    return tmp_path

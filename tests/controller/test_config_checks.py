@@ -5,19 +5,17 @@ import pytest
 
 from controller.config import load
 from controller.config_checks import check
-from tests.controller.config_workspace import refusal, write_model, write_workspace
+from tests.controller.config_workspace import refusal, write_model
 from workers.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    write_workspace(tmp_path)
-    (tmp_path / "losses.py").write_text("def mine(predictions, config): ...")
-    return tmp_path
+def workspace(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(workspace / "hub"))
+    (workspace / "losses.py").write_text("def mine(predictions, config): ...")
+    return workspace
 
 
 def test_the_configuration_of_the_workspace_is_accepted(workspace: Path) -> None:

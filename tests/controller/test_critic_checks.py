@@ -5,17 +5,10 @@ import pytest
 from controller.config import Config, load
 from controller.config_checks import check
 from controller.describe import describe
-from tests.controller.config_workspace import refusal, write_model, write_workspace
+from tests.controller.config_workspace import refusal, write_model
 from workers.errors import ConfigError
 
 PPO = "algorithm.advantage=gae"
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_workspace(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize(

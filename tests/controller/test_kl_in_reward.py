@@ -14,7 +14,7 @@ from controller.config import Config, load
 from controller.config_checks import check
 from controller.credit import Credit
 from controller.kl_control import adapted
-from tests.controller.config_workspace import refusal, write_workspace
+from tests.controller.config_workspace import refusal
 from workers.config import KlInRewardConfig
 from workers.remote_batch import RemoteBatch
 
@@ -60,13 +60,6 @@ def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
     assert progress.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.4))
     _, metrics = credit_of(kl, progress, coefficient=0.1).assign(batch)
     assert metrics["reward/kl_coefficient"] == progress.kl_coefficient  # also after a resume, from the progress
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_workspace(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize(

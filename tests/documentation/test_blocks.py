@@ -11,20 +11,12 @@ from controller.config_checks import check
 from controller.functions import requested_columns
 from tests.documentation.blocks import Block, blocks, commands
 from tests.documentation.checks import CHECKS
-from tests.documentation.workspace import RECORD, write_documentation_workspace
+from tests.documentation.workspace import RECORD
 from workers.model.losses.registry import POLICY_LOSSES
 
 
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    write_documentation_workspace(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)
-def test_commands_run(workspace: Path, block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(documentation_workspace: Path, block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     for words in commands(block.body):
         if block.why and words[0] != "ray":
             continue
@@ -33,11 +25,11 @@ def test_commands_run(workspace: Path, block: Block, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("block", [b for b in blocks("yaml") if not b.why], ids=lambda block: block.name)
-def test_settings_are_accepted(workspace: Path, block: Block) -> None:
-    base = yaml.safe_load((workspace / "config.yaml").read_text())
+def test_settings_are_accepted(documentation_workspace: Path, block: Block) -> None:
+    base = yaml.safe_load((documentation_workspace / "config.yaml").read_text())
     given = yaml.safe_load(block.body)
     merged = base | {section: base.get(section, {}) | values for section, values in given.items()}
-    (workspace / "merged.yaml").write_text(yaml.safe_dump(merged))
+    (documentation_workspace / "merged.yaml").write_text(yaml.safe_dump(merged))
     check(load("merged.yaml"))
 
 

@@ -14,18 +14,9 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from controller.fit import main
 from tests.documentation.blocks import ROOT, commands
 from tests.documentation.checks import CHECKS, dry_run, ray_understands
-from tests.documentation.workspace import write_documentation_workspace
 
 LAUNCH = ROOT / "examples" / "launch"
 PLACEMENTS = ["one_gpu", "eight_gpus", "sixty_four_gpus"]
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    write_documentation_workspace(tmp_path)
-    return tmp_path
 
 
 def command_of(name: str) -> list[str]:
@@ -36,7 +27,7 @@ def command_of(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_a_placement_fits_the_cluster_that_it_is_for(
-    workspace: Path, name: str, capsys: pytest.CaptureFixture[str]
+    documentation_workspace: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command_of(name)) == 0, capsys.readouterr().err
     page = capsys.readouterr().out
@@ -47,7 +38,7 @@ def test_a_placement_fits_the_cluster_that_it_is_for(
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_a_placement_does_not_fit_with_a_gpu_less_or_a_quarter_of_its_memory(
-    workspace: Path, name: str, capsys: pytest.CaptureFixture[str]
+    documentation_workspace: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = command_of(name)
     fewer = re.sub(r",gpus=(\d+)", lambda found: f",gpus={int(found.group(1)) - 1}", arguments[-1])
@@ -63,7 +54,7 @@ def commands_in_comments(name: str) -> list[list[str]]:
     return commands("\n".join(lines))
 
 
-def test_the_ray_job_is_one_that_kuberay_takes(workspace: Path) -> None:
+def test_the_ray_job_is_one_that_kuberay_takes(documentation_workspace: Path) -> None:
     """The keys that the operator's reference demands, GPUs on the workers, and a command that passes a dry run."""
     job = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
@@ -84,7 +75,7 @@ def test_the_ray_job_is_one_that_kuberay_takes(workspace: Path) -> None:
     dry_run(arguments)
 
 
-def test_the_cluster_launchers_file_is_of_rays_schema(workspace: Path) -> None:
+def test_the_cluster_launchers_file_is_of_rays_schema(documentation_workspace: Path) -> None:
     cluster = yaml.safe_load((LAUNCH / "ray_cluster.yaml").read_text())
     validate_config(prepare_config(cluster))  # what `ray up` does with a file before it does anything else
     assert cluster["min_workers"] == cluster["max_workers"] == len(cluster["provider"]["worker_ips"])
@@ -100,7 +91,7 @@ def test_the_cluster_launchers_file_is_of_rays_schema(workspace: Path) -> None:
                 assert inner[0] == "cd" or CHECKS[inner[0]](inner) is None
 
 
-def test_the_slurm_script_parses_and_starts_what_exists(workspace: Path) -> None:
+def test_the_slurm_script_parses_and_starts_what_exists(documentation_workspace: Path) -> None:
     script = LAUNCH / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True)
     text = script.read_text().replace("\\\n", " ")
