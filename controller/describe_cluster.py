@@ -16,7 +16,7 @@ from controller.cluster import (
 from controller.config import Config
 from controller.memory import USABLE_SHARE, GpuMemory, Parts, check_host, check_memory, gpu_memory, host_memory
 from controller.model_files import read_model_files
-from controller.model_shape import model_shape
+from controller.model_shape import ModelShape, model_shape
 
 
 def print_cluster(config: Config, cluster: Cluster) -> None:
@@ -26,16 +26,31 @@ def print_cluster(config: Config, cluster: Cluster) -> None:
     if not cluster.gpus:
         return
     shape = model_shape(config.model_description())
-    files = read_model_files(config.critic_model.path, "critic.path") if config.uses_critic else None
-    critic = model_shape(files.description) if files else None
-    memory = gpu_memory(config, shape, cluster.gpu_gib, critic)
+    others = other_shapes(config)
+    memory = gpu_memory(config, shape, cluster.gpu_gib, others)
     first = roles_on_node(config, placement, 0)
     ranks, engines = len(first.get("policy", [])), len(first.get("rollout", []))
-    host = host_memory(config, shape, ranks=ranks, engines=engines, critic=critic)
-    heading = f"== memory, estimated for {shape.parameters:,} parameters; GiB =="
+    host = host_memory(config, shape, ranks=ranks, engines=engines, others=others)
+    sizes = [f"{shape.parameters:,} parameters", *(f"{role} {each.parameters:,}" for role, each in others.items())]
+    heading = f"== memory, estimated for {', '.join(sizes)}; GiB =="
     print("\n".join(["", heading, *memory_lines(config, memory, host, cluster)]))
     check_memory(config, memory, cluster.gpu_gib)
     check_host(host, cluster.memory_gib)
+
+
+def other_shapes(config: Config) -> dict[str, ModelShape]:
+    """Shapes of the models of the training roles beside the policy, by role. Raises as `model_shape` does."""
+    models = {
+        "reference": ("reference.path", config.reference_model),
+        "critic": ("critic.path", config.critic_model),
+        "reward_model": ("reward.model.path", config.reward_model),
+    }
+    shapes = {}
+    for role in config.training_roles[1:]:
+        key, model = models[role]
+        shape = model_shape(read_model_files(model.path, key).description, key)
+        shapes[role] = shape if role == "reference" else shape.with_value_head()
+    return shapes
 
 
 def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> list[str]:

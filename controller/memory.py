@@ -15,17 +15,22 @@ compute type (2 or 4), T the cap on a micro-batch's tokens on one rank, L one la
     activations    n T a                         a bytes a token and layer, `ModelShape.activation_bytes_per_token`;
                                                  with gradient checkpointing n T 2 h + T a: inputs of all, one layer
     log-probs      3 x 4 V c                     logits, their softmax and gradient of a chunk of c tokens, float32
-    reference      4 P / s                       where the loss has a KL term
-    critic         16 P / s                      of the critic's own P: weights, gradients, AdamW (PPO)
+    reference      4 P / s                       of its own P, where there is a KL
+    critic         16 P / s                      of its own P: weights, gradients, AdamW (PPO)
+    reward model   4 P / s                       of its own P
     engine         memory_fraction x GPU         vLLM's share: weights, KV cache, its own workspace
+
+Roles compute in turn: gathered, activations and log-probs are those of the role that needs most of each, with its own
+cap. One that is not trained gathers b (2 L + R), and keeps of a micro-batch the T a of the layer it is in.
 
 While engines sleep their weights are in host memory. While they generate, the sharded states stay where they are. Not
 counted: the CUDA context of each process, NCCL's buffers, fragmentation; for them a tenth of the GPU is left free.
 
-Of a node's host memory, which `host_memory` adds up: 4 P while rank 0 reads the files, 2 P for each sleeping engine,
-and what is offloaded.
+Of a node's host memory, which `host_memory` adds up: 4 P while rank 0 reads the files of the largest model, 2 P for
+each sleeping engine, and what is offloaded.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from controller.config import Config
@@ -58,53 +63,65 @@ class GpuMemory:
         return max(sum(self.training.values()), sum(self.generating.values()))
 
 
-def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, critic: ModelShape | None = None) -> GpuMemory:
-    """The estimate for a run on GPUs of `gpu_gib`. critic: the shape of the critic's model, in a run that has one."""
-    states = sharded_states(config, shape, critic)
+Shapes = Mapping[str, ModelShape]
+"""Of the training roles beside the policy, by name: reference, critic, reward_model."""
+NO_OTHERS: Shapes = {}
+BYTES_A_PARAMETER = {"reference": 4, "critic": 16, "reward_model": 4}
+"""Of what such a role keeps between micro-batches: weights, and of the critic also gradients and AdamW's moments."""
+
+
+def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, others: Shapes = NO_OTHERS) -> GpuMemory:
+    """The estimate for a run on GPUs of `gpu_gib`. shape: the policy's. others: of the roles that the run has."""
+    states = sharded_states(config, shape, others)
     share = config.rollout.memory_fraction * gpu_gib
     engine_weights = 2 * shape.parameters / config.rollout.tensor_parallel / GIB
     apart = config.rollout_placement == "apart"
     kv_bytes = shape.kv_bytes_per_token / config.rollout.tensor_parallel
     return GpuMemory(
-        training=states | working_memory(config, shape),
+        training=states | working_memory(config, shape, others),
         generating={"engine": share} if apart else states | {"engine": share},
         engine_weights=engine_weights,
         kv_tokens=max(0, int((share - engine_weights) * GIB / kv_bytes)),
     )
 
 
-def host_memory(
-    config: Config, shape: ModelShape, *, ranks: int, engines: int, critic: ModelShape | None = None
-) -> Parts:
+def host_memory(config: Config, shape: ModelShape, *, ranks: int, engines: int, others: Shapes = NO_OTHERS) -> Parts:
     """GiB of the first node's host memory, which has `ranks` policy workers, rank 0 among them, and `engines`."""
-    sharers = config.training_workers // config.policy.parallel.replicate
+    sharers = _sharers(config)
     here = ranks * shape.parameters / sharers / GIB
-    parts = {"model as it is read": 4 * shape.parameters / GIB}
+    parts = {"model as it is read": 4 * max(each.parameters for each in (shape, *others.values())) / GIB}
     if config.rollout_placement == "colocated":
         parts["engines asleep"] = engines * 2 * shape.parameters / GIB
     if config.policy.cpu_offload:
         parts["policy"] = 4 * here + 12 * here * trained_parameters(config, shape) / shape.parameters
-    if config.starts_reference and config.reference.cpu_offload:
-        parts["reference"] = 4 * here
-    if critic and config.critic.cpu_offload:
-        parts["critic"] = 16 * ranks * critic.parameters / sharers / GIB
+    for role in others:
+        if _is_offloaded(config, role):
+            parts[role] = BYTES_A_PARAMETER[role] * ranks * others[role].parameters / sharers / GIB
     if config.model.activation_offload:
         parts["activations"] = ranks * 2 * shape.hidden * shape.layers * config.policy.max_tokens / GIB
     return parts
 
 
-def sharded_states(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> Parts:
+def sharded_states(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Parts:
     """What a rank keeps between micro-batches, of all roles that share its GPU."""
-    sharers = config.training_workers // config.policy.parallel.replicate
+    sharers = _sharers(config)
     whole, trained = shape.parameters / sharers / GIB, trained_parameters(config, shape) / sharers / GIB
     parts = {}
     if not config.policy.cpu_offload:
         parts = {"weights": 4 * whole, "gradients": 4 * trained, "AdamW": 8 * trained}
-    if config.starts_reference and not config.reference.cpu_offload:
-        parts["reference"] = 4 * whole
-    if critic and not config.critic.cpu_offload:
-        parts["critic"] = 16 * critic.parameters / sharers / GIB
+    for role in others:
+        if not _is_offloaded(config, role):
+            parts[role] = BYTES_A_PARAMETER[role] * others[role].parameters / sharers / GIB
     return parts
+
+
+def _sharers(config: Config) -> int:
+    return config.training_workers // config.policy.parallel.replicate
+
+
+def _is_offloaded(config: Config, role: str) -> bool:
+    settings = {"reference": config.reference, "critic": config.critic, "reward_model": config.reward.model}
+    return settings[role].cpu_offload
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:
@@ -117,31 +134,65 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
     return shape.layers * sum(lora.rank * sum(size) for size in sizes)
 
 
-def working_memory(config: Config, shape: ModelShape) -> Parts:
-    """What a rank needs while it computes a micro-batch that fills its cap."""
-    tensor_parallel = config.policy.parallel.tensor_parallel
-    width = 4 if config.model.dtype == "float32" else 2
-    moving = min(2 * shape.layer_parameters + shape.root_parameters, shape.parameters)
-    gathered = (2 * width + 4) * moving
-    if not config.policy.reshard_after_forward or config.training_workers == 1:
-        gathered += width * (shape.parameters - moving)
+@dataclass(frozen=True)
+class Pass:
+    """What a role does with a micro-batch of at most `tokens` on a rank: forward alone, or backward too."""
+
+    shape: ModelShape
+    tokens: int
+    trains: bool
+
+
+def passes(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Iterator[Pass]:
+    """Every pass of the run's roles over a batch; they take turns on a GPU."""
+    yield Pass(shape, config.policy.max_tokens, trains=True)
+    yield Pass(shape, config.forward_max_tokens, trains=False)
+    caps = {
+        "reference": (config.reference_max_tokens, False),
+        "critic": (config.critic_max_tokens, True),
+        "reward_model": (config.reward_model_max_tokens, False),
+    }
+    for role, other in others.items():
+        yield Pass(other, *caps[role])
+    if "critic" in others:
+        yield Pass(others["critic"], config.critic_forward_max_tokens, trains=False)
+
+
+def working_memory(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Parts:
+    """What a rank needs while it computes a micro-batch that fills its cap: of each part, the pass that needs most."""
+    run = list(passes(config, shape, others))
+    width, tensor_parallel = _width(config), config.policy.parallel.tensor_parallel
     return {
-        "gathered": gathered / tensor_parallel / GIB,
-        "activations": activations(config, shape) * (width / 2) / GIB,
+        "gathered": max(gathered(config, each) for each in run) / tensor_parallel / GIB,
+        "activations": max(activations(config, each) for each in run) * (width / 2) / GIB,
         "log-probs": 12 * shape.vocabulary / tensor_parallel * config.model.logprob_chunk_tokens / GIB,
     }
 
 
-def activations(config: Config, shape: ModelShape) -> float:
-    """Bytes that a full micro-batch, of the policy or the critic, keeps until its backward pass, in half precision."""
-    tokens, tensor_parallel = config.policy.max_tokens, config.policy.parallel.tensor_parallel
-    if config.uses_critic:
-        tokens = max(tokens, config.critic_max_tokens)
-    layer = tokens * shape.activation_bytes_per_token(tensor_parallel)
+def _width(config: Config) -> int:
+    """Bytes of a number in the compute type."""
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def gathered(config: Config, each: Pass) -> float:
+    """Bytes of whole parameters, and where it trains of their gradients, that a rank holds at one time."""
+    width, shape = _width(config), each.shape
+    moving = min(2 * shape.layer_parameters + shape.root_parameters, shape.parameters)
+    stays = (each.trains and not config.policy.reshard_after_forward) or config.training_workers == 1
+    whole = width * (shape.parameters - moving) if stays else 0
+    return (2 * width + 4 if each.trains else width) * moving + whole
+
+
+def activations(config: Config, each: Pass) -> float:
+    """Bytes that a full micro-batch keeps until its backward pass, or of the layer it is in, in half precision."""
+    tensor_parallel, shape = config.policy.parallel.tensor_parallel, each.shape
+    layer = each.tokens * shape.activation_bytes_per_token(tensor_parallel)
+    if not each.trains:
+        return layer
     if not config.model.gradient_checkpointing:
         return shape.layers * layer
-    inputs = 0.0 if config.model.activation_offload else tokens * 2 * shape.hidden * shape.layers / tensor_parallel
-    return inputs + layer
+    inputs = each.tokens * 2 * shape.hidden * shape.layers / tensor_parallel
+    return layer if config.model.activation_offload else inputs + layer
 
 
 def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:

@@ -6,7 +6,7 @@ feed-forward block, V vocabulary, n layers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.errors import ConfigError
@@ -69,6 +69,10 @@ class ModelShape:
         """Keys and values of all layers in half precision: 2 x 2 bytes x k x n."""
         return 4 * self.key_value * self.layers
 
+    def with_value_head(self) -> "ModelShape":
+        """The same decoder with one number a token in place of logits; the h weights of that head are not counted."""
+        return replace(self, tied=True)
+
     def activation_bytes_per_token(self, tensor_parallel: int = 1) -> float:
         """What one layer keeps of a token until its backward pass, in half precision, flash attention.
 
@@ -83,18 +87,20 @@ class ModelShape:
         return 4 * self.hidden + shared / tensor_parallel
 
 
-def model_shape(description: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model with this config.json. Raises ConfigError if its family is not one of FAMILIES, or a size
-    is missing."""
+def model_shape(description: Mapping[str, Any], key: str = "model.path") -> ModelShape:
+    """The shape of the model with this config.json, which setting `key` names.
+
+    Raises ConfigError if its family is not one of FAMILIES, or a size is missing.
+    """
     family = description.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
-            f"memory is estimated for {', '.join(FAMILIES)}, and model.path is of type {family}; leave out --cluster."
+            f"memory is estimated for {', '.join(FAMILIES)}, and {key} is of type {family}; leave out --cluster."
         )
     try:
         return _shape(description, family)
     except KeyError as error:
-        raise ConfigError(f"model.path: config.json has no {error.args[0]}, which the memory estimate needs.") from None
+        raise ConfigError(f"{key}: config.json has no {error.args[0]}, which the memory estimate needs.") from None
 
 
 def _shape(description: Mapping[str, Any], family: str) -> ModelShape:

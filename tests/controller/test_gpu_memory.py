@@ -1,14 +1,17 @@
 """The memory estimate: its counts against transformers' own, its activations against what autograd keeps."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
 
 from controller.config import Config
+from controller.fit import main
 from controller.memory import GIB, check_host, check_memory, gpu_memory, host_memory, trained_parameters
 from controller.model_shape import model_shape
+from tests.controller.config_workspace import write_model
 from tests.controller.qwen import PARAMETERS, qwen_description
 from tests.workers.model.tiny import tiny_config
 from workers.config import LoraConfig, ModelConfig
@@ -142,15 +145,51 @@ def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
     assert halves["gathered"] == plain["gathered"] / 2
     actor_critic = eight_gpus()
     actor_critic.algorithm.advantage, actor_critic.critic.max_tokens = "gae", 32_768
-    with_critic = gpu_memory(actor_critic, shape, 80.0, critic=shape).training
+    with_critic = gpu_memory(actor_critic, shape, 80.0, {"critic": shape}).training
     assert with_critic["critic"] == pytest.approx(16 * shape.parameters / 8 / GIB)
     actor_critic.critic.cpu_offload = True
-    on_node = host_memory(actor_critic, shape, ranks=8, engines=8, critic=shape)
+    on_node = host_memory(actor_critic, shape, ranks=8, engines=8, others={"critic": shape})
     assert on_node["critic"] == pytest.approx(16 * shape.parameters / GIB)
     assert with_critic["activations"] == pytest.approx(2 * plain["activations"])
     apart = eight_gpus()
     apart.rollout.placement = "apart"
     assert gpu_memory(apart, shape, 80.0).generating == {"engine": 40.0}
+
+
+def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> None:
+    """By hand: P without the output layer, 4 P / 8 of it; 2 (2 L + R) gathered, T a activations of its one layer."""
+    small, scorer = model_shape(qwen_description("0.5B")), model_shape(qwen_description("32B")).with_value_head()
+    config = eight_gpus(max_tokens=64)
+    config.reward.model.path, config.reward.model.max_tokens = "scorer", 16_384
+    memory = gpu_memory(config, small, 80.0, {"reward_model": scorer})
+    layer = 2 * 5120 * (5120 + 1024) + 3 * 5120 * 27_648 + (5120 + 2 * 1024) + 2 * 5120
+    root = 152_064 * 5120 + 5120
+    weights = 4 * (64 * layer + root) / 8 / GIB
+    assert memory.training["reward_model"] == memory.generating["reward_model"] == pytest.approx(weights)
+    assert memory.training["gathered"] == pytest.approx(2 * (2 * layer + root) / GIB)
+    token = 16 * 5120 + 4 * 5120 + 4 * 1024 + 8 * 27_648
+    assert memory.training["activations"] == pytest.approx(16_384 * token / GIB)
+    assert memory.training["weights"] == gpu_memory(config, small, 80.0).training["weights"]
+    config.reward.model.cpu_offload = True
+    assert "reward_model" not in gpu_memory(config, small, 80.0, {"reward_model": scorer}).training
+    host = host_memory(config, small, ranks=8, engines=8, others={"reward_model": scorer})
+    assert host["reward_model"] == pytest.approx(8 * weights)
+    assert host["model as it is read"] == pytest.approx(8 * weights)
+
+
+def test_a_dry_run_counts_every_model_of_the_run(
+    documentation_workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scorer = documentation_workspace / "scorer"
+    write_model(scorer, **qwen_description("1.5B"), architectures=["Qwen2ForSequenceClassification"])
+    overrides = ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "algorithm.advantage=gae", "reward.model.path=scorer"]
+    cluster = ["--dry-run", "--cluster", "nodes=1,gpus=8,gpu_gib=80,cpus=64"]
+    assert main(["--config", "examples/launch/eight_gpus.yaml", *cluster, *overrides]) == 0, capsys.readouterr().err
+    page = capsys.readouterr().out
+    counts = "494,032,768 parameters, reference 494,032,768, critic 494,032,768, reward_model 1,543,714,304"
+    assert counts in page
+    assert "+ reference 0.2 + critic 0.9 + reward_model 0.7 + gathered" in page
+    assert "model as it is read 5.8" in page
 
 
 @pytest.mark.parametrize(
