@@ -4,6 +4,8 @@ BIN := .venv/bin
 QUICK := not slow and not gpu and not soak
 STAMP := .venv/.installed-$(shell cat requirements/*.txt pyproject.toml | cksum | cut -d' ' -f1)
 
+WARM_START := $(BIN)/torchrun --nproc-per-node 2 -m examples.addition.warm_start # makes the quickstart's model, once
+
 .PHONY: setup fit test test-slow lint soak bench docs clean
 
 setup: $(STAMP)
@@ -19,7 +21,7 @@ $(STAMP):
 	touch $@
 
 fit: setup
-	$(BIN)/torchrun --nproc-per-node 2 -m examples.addition.warm_start
+	$(WARM_START)
 	$(BIN)/python -m controller.fit --config examples/addition/config.yaml $(ARGS)
 
 lint: setup
@@ -42,9 +44,14 @@ soak: setup
 	$(BIN)/python -m pytest -m soak $(ARGS)
 	$(BIN)/python -m tests.benchmarks.soak --output docs/soak.md
 
+# Minutes each, on a machine that has nothing else to do. All but the first write their page. Hours apart from these:
+# tests.benchmarks.algorithms, and tests.gpu.benchmark, which needs a GPU.
 bench: setup
 	$(BIN)/python -m tests.benchmarks.dispatch
 	$(BIN)/python -m tests.benchmarks.balancing --output docs/balancing-benchmark.md
+	$(BIN)/python -m tests.benchmarks.engine
+	$(WARM_START)
+	$(BIN)/python -m tests.benchmarks.step --output docs/step-benchmark.md
 
 docs: setup
 	$(BIN)/python -m controller.settings_page > docs/settings.md

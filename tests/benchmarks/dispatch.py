@@ -1,6 +1,6 @@
 """What handles buy: dispatch of one global batch to 4 workers, by reference against by way of the driver.
 
-    python -m tests.benchmarks.dispatch [--sequences 2048] [--repeats 5]
+    python -m tests.benchmarks.dispatch [--sequences 2048] [--repeats 5]                 or, with the others, make bench
 
 Both ways start from the same blocks in the object store of 4 producers and end with every worker holding its tokens.
 """

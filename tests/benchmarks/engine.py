@@ -1,6 +1,6 @@
 """What the packed layout and the chunked log-probs buy, as ratios within one run on CPU.
 
-    python -m tests.benchmarks.engine [--parts layouts log_probs tokens] [--repeats 3] [--threads 1]
+    python -m tests.benchmarks.engine [--parts layouts log_probs tokens] [--repeats 3] [--threads 1]    or make bench
 
     layouts     one long-tail batch through a 20M model, forward and backward: packed, padded, transformers' own packing
     log_probs   log-probs and entropies of 8,192 tokens over 32,000 words: chunked against the whole matrix of logits

@@ -1,6 +1,6 @@
 """What the system costs: a step of the quickstart against the same step written by hand in one process.
 
-    python -m tests.benchmarks.step [--steps 16] [--rounds 2] [--output docs/step-benchmark.md]
+    python -m tests.benchmarks.step [--steps 16] [--rounds 2] [--output docs/step-benchmark.md]         or make bench
 
 Both train the warm-started adder (run `make fit` once before) on the same prompts: 32 prompts x 8 samples, at most 64
 new tokens, GRPO, one AdamW step. By hand: vLLM's `LLM` and a transformers model in one process with all cores,

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.balancing [--output docs/balancing-benchmark.md] [--only partitions|plans]
 
-Prints the tables, and writes them with the command and the machine they were measured on.
+Prints the tables, and writes them with the command and the machine they were measured on. `make bench` does it.
 """
 
 import argparse
