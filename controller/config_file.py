@@ -94,7 +94,7 @@ def read(schema: type[Schema], path: str | Path | None, overrides: Sequence[str]
     """
     known = {found.key: found for found in settings(schema())}
     parts = [] if path is None else [(f"{path}: ", _read_file(Path(path)))]
-    parts += [("", _read_override(override)) for override in overrides]
+    parts += [("", _read_override(override, known)) for override in overrides]
     merged = OmegaConf.structured(schema)
     for source, part in parts:
         _check_keys_and_types(part, known, source)
@@ -124,13 +124,16 @@ def _read_file(path: Path) -> DictConfig:
     return content
 
 
-def _read_override(override: str) -> DictConfig:
+def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*=.*", override, re.DOTALL):
         raise ConfigError(f"{override!r} is not an override; write key.sub=value.")
+    key, _, value = override.partition("=")
+    for name, found in known.items():
+        if found.type == Numbers and key.startswith(f"{name}."):
+            raise ConfigError(f"{key}: {name} is given whole, in place of the one before: {name}='{{NAME: NUMBER}}'.")
     try:
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException):
-        key, _, value = override.partition("=")
         raise ConfigError(f"{key}: the value {value!r} is not valid YAML; quote it, as in {key}='\"...\"'.") from None
 
 

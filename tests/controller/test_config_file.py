@@ -178,3 +178,5 @@ def test_a_mapping_given_again_replaces_the_one_before(tmp_path: Path) -> None:
     config = load(path, ["data.sources={c.jsonl: 3}"])
     assert config.data.sources == {"c.jsonl": 3.0}
     assert config.reward.functions == {"f.py:g": 1.0}
+    with pytest.raises(ConfigError, match=r"^data.sources.c: data.sources is given whole, in place of the one before"):
+        load(path, ["data.sources.c=3"])
