@@ -120,8 +120,11 @@ def _sharers(config: Config) -> int:
 
 
 def _is_offloaded(config: Config, role: str) -> bool:
-    settings = {"reference": config.reference, "critic": config.critic, "reward_model": config.reward.model}
-    return settings[role].cpu_offload
+    return {
+        "reference": config.reference.cpu_offload,
+        "critic": config.critic.cpu_offload,
+        "reward_model": config.reward.model.cpu_offload,
+    }[role]
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:
