@@ -195,12 +195,8 @@ def training(
     budget = budget or RestartBudget(config.run.max_restarts)
     exported = RayMetrics(config.run.name)
     live = Live(exported.export)
-    with (
-        exported,
-        start_roles(
-            config, inputs.reward_functions, console, budget, live=live, environment=inputs.environment
-        ) as roles,
-    ):
+    starting = start_roles(config, inputs.reward_functions, console, budget, live=live, environment=inputs.environment)
+    with exported, live.entering("start", starting) as roles:
         progress = go_on(config, roles, console)
         trackers = open_trackers(config, progress, console.say, exported)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.

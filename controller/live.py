@@ -8,8 +8,8 @@ Decides only what is told; how is the exporter's part (`controller.trackers.ray_
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Labels = Mapping[str, str]
 Export = Callable[[Declaration, Labels, float], None]
+Entered = TypeVar("Entered")
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
@@ -63,6 +64,14 @@ class Live:
             self._show_phase(False)
             self._phases.pop()
             self._show_phase(True)
+
+    @contextmanager
+    def entering(self, name: str, manager: AbstractContextManager[Entered]) -> Iterator[Entered]:
+        """`with manager`, whose beginning is phase `name`; the block is none."""
+        with ExitStack() as stack:
+            with self.phase(name):
+                entered = stack.enter_context(manager)
+            yield entered
 
     def _show_phase(self, entered: bool) -> None:
         if self._phases:

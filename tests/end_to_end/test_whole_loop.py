@@ -197,7 +197,7 @@ def test_prometheus_is_told_of_phases_and_engines(finished: Run, prometheus: Pro
     """At the end no phase is on, and the engine has the current weights and no request."""
     assert told(prometheus, "run_steps_total") == {(): 3}
     phases = told(prometheus, "phase", "phase")
-    assert {(name,) for name in ("step", "rollout", "update", "weights", "validation", "save")} <= phases.keys()
+    assert {(name,) for name in ("start", "step", "rollout", "update", "weights", "save")} <= phases.keys()
     assert set(phases.values()) == {0}
     states = {("0", state): 0.0 for state in ("starting", "stale", "draining", "dead")}
     assert told(prometheus, "engine_state", "replica", "state") == states | {("0", "current"): 1}
