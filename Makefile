@@ -44,8 +44,8 @@ soak: setup
 	$(BIN)/python -m pytest -m soak $(ARGS)
 	$(BIN)/python -m tests.benchmarks.soak --output docs/soak.md
 
-# Minutes each, on a machine that has nothing else to do. All but the first write their page. Hours apart from these:
-# tests.benchmarks.algorithms, and tests.gpu.benchmark, which needs a GPU.
+# Minutes each, on a machine that has nothing else to do; all but the first write their page. Not among them:
+# tests.benchmarks.algorithms, which takes hours, and tests.gpu.benchmark, which needs a GPU.
 bench: setup
 	$(BIN)/python -m tests.benchmarks.dispatch
 	$(BIN)/python -m tests.benchmarks.balancing --output docs/balancing-benchmark.md

@@ -3,6 +3,8 @@
 steps, seed --> run --every few steps--> SIGKILL of an engine, a rollout actor, a reward worker or a policy rank
                  |--every step--> memory of every process, named actors
                  '--end--> each step once, slopes, what is left behind --> a table, exit code 1 if anything is wrong
+
+An engine is killed where it has a process of its own: on a CPU with VLLM_ENABLE_V1_MULTIPROCESSING=1.
 """
 
 import argparse
