@@ -32,6 +32,7 @@ each sleeping engine, and what is offloaded.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from controller.config import Config
 from controller.model_shape import ModelShape
@@ -50,12 +51,14 @@ class GpuMemory:
     """GiB of the fullest GPU: `training` while a micro-batch is computed, `generating` while engines sample.
 
     engine_weights and kv_tokens: GiB of one GPU's share of an engine's weights, tokens that its KV cache has room for.
+    cap: the setting that limits the activations.
     """
 
     training: Parts
     generating: Parts
     engine_weights: float
     kv_tokens: int
+    cap: str
 
     @property
     def peak(self) -> float:
@@ -82,6 +85,7 @@ def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, others: Shapes
         generating={"engine": share} if apart else states | {"engine": share},
         engine_weights=engine_weights,
         kv_tokens=max(0, int((share - engine_weights) * GIB / kv_bytes)),
+        cap=max(passes(config, shape, others), key=partial(activations, config)).cap,
     )
 
 
@@ -139,26 +143,27 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a role does with a micro-batch of at most `tokens` on a rank: forward alone, or backward too."""
+    """What a role does with a micro-batch of at most `tokens` on a rank, as the setting `cap` says: forward alone, or
+    backward too."""
 
     shape: ModelShape
     tokens: int
+    cap: str
     trains: bool
 
 
 def passes(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Iterator[Pass]:
     """Every pass of the run's roles over a batch; they take turns on a GPU."""
-    yield Pass(shape, config.policy.max_tokens, trains=True)
-    yield Pass(shape, config.forward_max_tokens, trains=False)
-    caps = {
-        "reference": (config.reference_max_tokens, False),
-        "critic": (config.critic_max_tokens, True),
-        "reward_model": (config.reward_model_max_tokens, False),
-    }
-    for role, other in others.items():
-        yield Pass(other, *caps[role])
+    yield Pass(shape, config.policy.max_tokens, "policy.max_tokens", trains=True)
+    yield Pass(shape, config.forward_max_tokens, "policy.forward_max_tokens", trains=False)
+    if "reference" in others:
+        tokens = config.reference_max_tokens
+        yield Pass(others["reference"], tokens, "reference.forward_max_tokens", trains=False)
     if "critic" in others:
-        yield Pass(others["critic"], config.critic_forward_max_tokens, trains=False)
+        yield Pass(others["critic"], config.critic_max_tokens, "critic.max_tokens", trains=True)
+        yield Pass(others["critic"], config.critic_forward_max_tokens, "critic.forward_max_tokens", trains=False)
+    if "reward_model" in others:
+        yield Pass(others["reward_model"], config.reward_model_max_tokens, "reward.model.max_tokens", trains=False)
 
 
 def working_memory(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Parts:
@@ -205,7 +210,7 @@ def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:
         largest = max(memory.training, key=lambda name: memory.training[name])
         raise ConfigError(
             f"training needs about {sum(memory.training.values()):.1f} GiB of a GPU, {memory.training[largest]:.1f} of "
-            f"them for {largest}, and {room:.1f} are to be used; {_advice(config, largest)}."
+            f"them for {largest}, and {room:.1f} are to be used; {_advice(config, largest, memory.cap)}."
         )
     if memory.kv_tokens < config.max_model_tokens:
         raise ConfigError(
@@ -232,13 +237,19 @@ def check_host(parts: Parts, memory_gib: float) -> None:
         )
 
 
-def _advice(config: Config, largest: str) -> str:
+SECTIONS = {"reference": "reference", "critic": "critic", "reward_model": "reward.model"}
+"""Of the settings of the roles beside the policy."""
+
+
+def _advice(config: Config, largest: str, cap: str) -> str:
     if largest == "activations" and not config.model.gradient_checkpointing:
-        return "set model.gradient_checkpointing=true or lower policy.max_tokens"
+        return f"set model.gradient_checkpointing=true or lower {cap}"
     if largest == "activations":
-        return "lower policy.max_tokens, or raise policy.parallel.context_parallel"
+        return f"lower {cap}, or raise policy.parallel.context_parallel"
     if largest == "log-probs":
         return "lower model.logprob_chunk_tokens"
+    if largest == "gathered" and (config.uses_critic or config.uses_reward_model):  # no tensor parallelism with these
+        return "take smaller models, or larger GPUs"
     if largest == "gathered":
         return "raise policy.parallel.tensor_parallel"
-    return "raise policy.ranks, or set policy.cpu_offload=true"
+    return f"raise policy.ranks, or set {SECTIONS.get(largest, 'policy')}.cpu_offload=true"

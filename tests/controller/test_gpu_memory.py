@@ -170,7 +170,10 @@ def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> No
     token = 16 * 5120 + 4 * 5120 + 4 * 1024 + 8 * 27_648
     assert memory.training["activations"] == pytest.approx(16_384 * token / GIB)
     assert memory.training["weights"] == gpu_memory(config, small, 80.0).training["weights"]
+    with pytest.raises(ConfigError, match=r"for reward_model, .*, or set reward.model.cpu_offload=true"):
+        check_memory(config, memory, 20.0)
     config.reward.model.cpu_offload = True
+    assert memory.cap == "reward.model.max_tokens"
     assert "reward_model" not in gpu_memory(config, small, 80.0, {"reward_model": scorer}).training
     host = host_memory(config, small, ranks=8, engines=8, others={"reward_model": scorer})
     assert host["reward_model"] == pytest.approx(8 * weights)
