@@ -11,6 +11,7 @@ from itertools import groupby
 from controller.config import Config, to_yaml
 from controller.config_file import Setting, settings
 from controller.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
+from controller.shown_text import counted
 
 
 def describe(config: Config) -> str:
@@ -75,8 +76,7 @@ def _role_line(request: RoleRequest) -> str:
     last = request.actors - 1
     bundles = "0" if last == 0 else f"0..{last}"
     where = f"bundle {bundles} of pool {request.pool}" if request.pool else "anywhere in the cluster"
-    plural = "actor" if request.actors == 1 else "actors"
-    return f"{request.role}: {request.actors} {plural}, {request.cpus:g} CPU{gpus} each, {where}"
+    return f"{request.role}: {counted(request.actors, 'actor')}, {request.cpus:g} CPU{gpus} each, {where}"
 
 
 def _sizes(config: Config) -> list[str]:
@@ -86,7 +86,7 @@ def _sizes(config: Config) -> list[str]:
     return [
         f"a step: {config.batch.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = "
         f"{config.sequences_per_step} sequences, at most {tokens:,} tokens",
-        f"a mini-batch: {spread} sequences over {config.policy.ranks} ranks; {len(sizes)} a step",
+        f"a mini-batch: {spread} sequences over {counted(config.policy.ranks, 'rank')}; {len(sizes)} a step",
         f"a sequence: at most {config.data.max_prompt_tokens} + {config.longest_response} = "
         f"{config.longest_sequence} tokens; engines take {config.max_model_tokens}",
         f"the run: {config.run.steps} steps, {config.run.steps * config.batch.mini_batches} optimiser steps, "

@@ -23,6 +23,7 @@ from controller.live import Live
 from controller.resources import reserve
 from controller.rewards import RewardPool
 from controller.rollouts import Rollouts
+from controller.shown_text import counted
 from controller.worker_group import Share, WorkerGroup
 from workers.base import Worker
 from workers.config import (
@@ -145,7 +146,7 @@ def start_roles(
             rollouts.sleep()
         policy = policy or _policy(stack, config, requests, bundles)
         parameters = policy.build.remote().result(timeout_s)[0]
-        console.say(f"policy: {parameters:,} parameters over {config.policy.ranks} ranks on {config.device}")
+        console.say(f"policy: {parameters:,} parameters over {counted(config.policy.ranks, 'rank')} on {config.device}")
         reference = _reference(stack, config, requests, bundles) if config.starts_reference else None
         critic = _critic(stack, config, requests, bundles) if config.uses_critic else None
         reward_model = _reward_model(stack, config, requests, bundles) if config.uses_reward_model else None

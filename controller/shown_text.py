@@ -1,4 +1,4 @@
-"""Text as a run shows it: shortened, and without secrets - values of telling environment variables, passwords in URLs,
+"""Text as a run shows it: shortened, counted, and without secrets - values of telling environment variables, passwords in URLs,
 tokens of a known form."""
 
 import os
@@ -41,3 +41,8 @@ def shortened(text: str, longest: int) -> str:
     """`text`, or its first `longest` characters and how many more there are."""
     rest = len(text) - longest
     return text if rest <= 0 else f"{text[:longest]} ... ({rest:,} more characters)"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -65,8 +65,9 @@ def is_complete(run: Path) -> bool:
 
 
 def train(folder: Path, algorithm: str, seed: int, steps: int) -> None:
-    """One run, in a process of its own."""
-    overrides = [f"run.dir={folder}", f"run.name={algorithm}-{seed}", f"run.seed={seed}", f"run.steps={steps}"]
+    """One run, in a process of its own; goes on from its last checkpoint if it was stopped."""
+    overrides = ["run.resume=auto", "run.checkpoint_every=20", "run.keep_checkpoints=1"]
+    overrides += [f"run.dir={folder}", f"run.name={algorithm}-{seed}", f"run.seed={seed}", f"run.steps={steps}"]
     command = [sys.executable, "-m", "controller.fit", "--config", CONFIG, *overrides, *ALGORITHMS[algorithm]]
     subprocess.run(command, check=True)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from controller.shown_text import MASK, redacted, shortened
+from controller.shown_text import MASK, counted, redacted, shortened
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,7 @@ def test_texts_inside_lists_and_tables_are_masked_too() -> None:
 def test_a_long_text_says_how_much_is_missing() -> None:
     assert shortened("x" * 10, 10) == "x" * 10
     assert shortened("x" * 1_500, 100) == "x" * 100 + " ... (1,400 more characters)"
+
+
+def test_one_is_not_plural() -> None:
+    assert [counted(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
