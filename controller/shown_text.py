@@ -1,4 +1,4 @@
-"""Text as a run shows it: shortened, counted, and without secrets - values of telling environment variables, passwords in URLs,
+"""Text as a run shows it: short, counted, without secrets - values of telling environment variables, passwords in URLs,
 tokens of a known form."""
 
 import os

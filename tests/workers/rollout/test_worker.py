@@ -8,6 +8,7 @@ import ray
 from controller.rollouts import RolloutRound
 from tests.end_to_end.processes import living
 from tests.workers.rollout import tiny
+from tests.workers.rollout.breakable import Breakable
 from tests.workers.rollout.conftest import Engines, largest_difference, requests_for, rows_of, start_engines
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import RolloutError
@@ -146,21 +147,6 @@ def test_requests_in_flight_outlive_an_update_and_carry_the_version_that_they_be
     assert {result.weight_version for result in finished.results} == {before}
     afterwards = engines.sample(requests_for(4, samples=1))
     assert {result.weight_version for result in afterwards.results} == {engines.version}
-
-
-class Breakable(RolloutWorker):
-    """An engine, a thread of this actor, whose next step but `steps` raises."""
-
-    async def break_after(self, steps: int) -> None:
-        core = self.engine.engine_core._core  # type: ignore[attr-defined]
-        step, left = core.step_fn, iter(range(steps))
-
-        def step_or_break():
-            if next(left, None) is None:
-                raise RuntimeError("out of luck")
-            return step()
-
-        core.step_fn = step_or_break
 
 
 def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(ray_session: None, tiny_model_path) -> None:
