@@ -4,7 +4,7 @@
         ^----------- outputs of a step, as they are, no serialisation ------------|
 
 On a CPU a second process takes from the first what both need: it loads vLLM again (12 s of CPU), and every step's
-tokens are packed, sent, and unpacked on cores that could compute (a quarter of the time of a small model).
+tokens are packed, sent, and unpacked on cores that could compute (a seventh of the time of a small model).
 
 The actor must not have imported Numba before: when vLLM 0.32 starts on a CPU without Triton it looks at all that is
 loaded, and stumbles over an object of llvmlite that has every attribute.
