@@ -1,8 +1,8 @@
 """Do the algorithms learn? Each on the addition example, from the same warm-started model, with the same data.
 
-    python -m tests.benchmarks.algorithms [--algorithms ppo grpo] [--seeds 0 1 2] [--steps 60] [--folder FOLDER]
+    python -m tests.benchmarks.algorithms [--algorithms ppo grpo] [--seeds 0 1 2] [--steps 40] [--folder FOLDER]
 
-Runs what is not in the folder yet (4 to 8 minutes a run on 2 cores), then writes docs/algorithms.md and its picture
+Runs what is not in the folder yet (3 to 6 minutes a run on 2 cores), then writes docs/algorithms.md and its picture
 from all complete runs in it. Run `make fit` once before: it makes the model.
 """
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
     options = parser.parse_args()
     for seed in options.seeds:
