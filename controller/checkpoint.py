@@ -28,7 +28,8 @@ class Progress:
 
     step: the last one that is complete. position: the next prompt's place in the stream. weight_version: of the
     policy's weights. best: highest value of validation.keep_best so far. before, latest: validations. kl_coefficient:
-    weight of the KL in the reward, where it is adapted. trackers: the run's id in each tracker that has one.
+    weight of the KL in the reward, where it is adapted. trackers: the run's id in each tracker that has one. refit: the
+    cost model fitted to this run, see `Refit.state`.
     """
 
     step: int = 0
@@ -39,6 +40,7 @@ class Progress:
     latest: dict[str, float] = field(default_factory=dict)
     kl_coefficient: float | None = None
     trackers: dict[str, str] = field(default_factory=dict)
+    refit: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As the manifest of a checkpoint carries it."""

@@ -3,12 +3,15 @@
     measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
 
 From config.json the model knows FLOPs; how long the hardware takes for a squared token (attention) in relation to a
-token (matrix products) only a measurement tells. A factor common to both changes no plan.
+token (matrix products) only a measurement tells. A factor common to both changes no plan. What was learnt is kept in
+checkpoints, so that a run that goes on plans as it did.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +36,15 @@ class Refit:
         self._fit: CostFit | None = None
         self._measured: deque[Measurement] = deque(maxlen=MOST_MEASUREMENTS)
         self._steps = 0
+
+    def state(self) -> dict[str, Any] | None:
+        """The fit in use, for a checkpoint; None before the first."""
+        return asdict(self._fit) if self._fit else None
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Plan with the fit of a checkpoint, until there are measurements for another; nothing for None."""
+        if state and self._enabled:
+            self._fit = CostFit(**state | {"model": CostModel(**state["model"])})
 
     @property
     def cost_model(self) -> CostModel:

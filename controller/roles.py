@@ -84,7 +84,8 @@ class Roles:
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
         """What every micro-step since the last call took, in order, by the name of the rank's actor."""
-        groups = [group for group in (self.policy, self.critic, self.reference) if group is not None]
+        roles = (self.policy, self.critic, self.reference, self.reward_model)
+        groups = [group for group in roles if group is not None]
         taken = [(group, group.take_micro_step_times.remote()) for group in groups]
         return {
             name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)

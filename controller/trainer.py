@@ -91,6 +91,8 @@ class Trainer:
         self.timeline = TimelineRecorder(live.phase)
         self.planner = Planner(config, cost_model)
         self.refit = Refit(cost_model, enabled=config.refits_cost_model)
+        self.refit.load_state(self.progress.refit)
+        self.planner.cost_model = self.refit.cost_model
         self.collector = Collector(config, roles, prompts, self.planner, console, self.timeline)
         self.lookahead = Lookahead(self.collector.collect)
         self.credit = Credit(config, roles, self.planner, self.progress)
@@ -203,7 +205,7 @@ class Trainer:
         self.live.micro_steps(times, self.planner.cost_model)
         policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
         error = self.refit.observe(policy)
-        self.planner.cost_model = self.refit.cost_model
+        self.planner.cost_model, self.progress.refit = self.refit.cost_model, self.refit.state()
         return prefixed("balance", error)
 
     def update_critic(self, batch: RemoteBatch, mini_batches: list[np.ndarray]) -> dict[str, float]:

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,26 @@ def test_a_run_that_must_repeat_keeps_its_model_and_still_tells_the_error() -> N
     errors = [refit.observe(step)["predicted_time_error"] for step in steps(2 * STEPS_BETWEEN_FITS)]
     assert np.median(errors) > 0.1
     assert refit.cost_model is wrong
+
+
+def test_what_was_learnt_comes_through_a_checkpoint() -> None:
+    learnt = Refit(CostModel(1.0, 0.0), enabled=True)
+    for step in steps(STEPS_BETWEEN_FITS, noise=0.01):
+        learnt.observe(step)
+    state = json.loads(json.dumps(learnt.state()))
+    resumed, fixed = Refit(CostModel(1.0, 0.0), enabled=True), Refit(CostModel(1.0, 0.0), enabled=False)
+    resumed.load_state(state)
+    fixed.load_state(state)
+    assert resumed.cost_model == learnt.cost_model
+    assert resumed.state() == learnt.state()
+    assert fixed.cost_model == CostModel(1.0, 0.0)
+
+
+def test_without_a_fit_there_is_nothing_to_keep() -> None:
+    refit = Refit(CostModel(1.0, 0.0), enabled=True)
+    assert refit.state() is None
+    refit.load_state(None)
+    assert refit.cost_model == CostModel(1.0, 0.0)
 
 
 def test_micro_steps_too_alike_change_nothing() -> None:

@@ -1,5 +1,6 @@
 """A reward model alone says the reward: its scores are those of transformers' own forward pass."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,5 @@ def test_rewards_are_the_models_scores(ray_session, settings: list[str], workspa
         with torch.no_grad():
             hidden = judge.base_model(input_ids=ids.long()[None]).last_hidden_state[0, -1]
             assert reward == pytest.approx(2 * judge.score(hidden).item(), rel=1e-3, abs=1e-4)
+    timeline = [json.loads(line) for line in (run.folder / "timeline.jsonl").read_text().splitlines()]
+    assert any("scores" in {row[0] for row in line["micro_steps"].get("reward_model dp=1", ())} for line in timeline)
