@@ -70,7 +70,14 @@ def test_with_a_single_engine_the_round_waits_for_the_one_in_its_place(
     assert differences(run, undisturbed) == []
 
 
-RANKS = ("policy.ranks=2", "algorithm.loss.kl_coefficient=0.1", "run.checkpoint_every=2", "run.steps=4")
+RANKS = ("policy.ranks=2", "run.checkpoint_every=2", "run.steps=4")
+WITH_REFERENCE = (*RANKS, "algorithm.loss.kl_coefficient=0.1")
+WITH_CRITIC = (*RANKS, "algorithm.advantage=gae", "critic.optimizer.learning_rate=1e-3")
+
+
+@pytest.fixture(scope="module")
+def usual(ray_session, settings: list[str]) -> TroubledRun:
+    return run_with(overrides(settings, "usual", *WITH_REFERENCE), {})
 
 
 @pytest.mark.parametrize(
@@ -82,11 +89,20 @@ RANKS = ("policy.ranks=2", "algorithm.loss.kl_coefficient=0.1", "run.checkpoint_
     ],
 )
 def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(
-    ray_session, settings: list[str], what: Trouble, before: str
+    usual: TroubledRun, settings: list[str], what: Trouble, before: str
 ) -> None:
     name = f"{what.__name__}-{before}"
-    usual = run_with(overrides(settings, f"usual-{name}", *RANKS), {})
-    run = run_with(overrides(settings, name, *RANKS), {4: what}, before=before)
+    check_steps_repeated(run_with(overrides(settings, name, *WITH_REFERENCE), {4: what}, before=before), usual)
+
+
+def test_a_critics_rank_killed_repeats_the_steps_since_the_last_checkpoint(ray_session, settings: list[str]) -> None:
+    usual = run_with(overrides(settings, "usual-critic", *WITH_CRITIC), {})
+    run = run_with(overrides(settings, "kill-critic", *WITH_CRITIC), {4: trouble.kill_critic}, before="update_critic")
+    check_steps_repeated(run, usual)
+
+
+def check_steps_repeated(run: TroubledRun, usual: TroubledRun) -> None:
+    """Of a run that was struck in step 4, and has a checkpoint of step 2."""
     assert run.last["restarts/recoveries"] == 1
     assert any("was lost in" in text and "starting all roles anew" in text for text in run.said), run.said
     assert any("going on from" in text and "step-2" in text for text in run.said), run.said

@@ -18,7 +18,7 @@ from controller.trainer import Outcome, Trainer
 
 Trouble = Callable[[Trainer], None]
 SAME = ("reward/mean", "rollout/response_tokens_mean", "rollout/samples", "rollout/weight_version")
-CLOSE = ("policy/loss", "policy/grad_norm")
+CLOSE = ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm")
 
 
 @dataclass
@@ -122,6 +122,12 @@ def kill_reference(trainer: Trainer) -> None:
     send(signal.SIGKILL, [trainer.roles.reference.facts()[0]["pid"]])
 
 
+def kill_critic(trainer: Trainer) -> None:
+    """SIGKILL of the last critic rank."""
+    assert trainer.roles.critic is not None
+    send(signal.SIGKILL, [trainer.roles.critic.facts()[-1]["pid"]])
+
+
 def differences(run: TroubledRun, undisturbed: TroubledRun) -> list[str]:
     """What a step of the run has other than the undisturbed run's: rewards exactly, losses up to rounding."""
     found = []
@@ -129,5 +135,7 @@ def differences(run: TroubledRun, undisturbed: TroubledRun) -> list[str]:
     first = undisturbed.outcome.last_step - len(steps) + 1
     for number, (step, usual) in enumerate(zip(run.outcome.steps, steps, strict=True), first):
         found += [f"{number} {n}: {step[n]} != {usual[n]}" for n in SAME if step[n] != usual[n]]
-        found += [f"{number} {n}: {step[n]} != {usual[n]}" for n in CLOSE if abs(step[n] - usual[n]) > 1e-5]
+        found += [
+            f"{number} {n}: {step[n]} != {usual[n]}" for n in CLOSE if n in usual and abs(step[n] - usual[n]) > 1e-5
+        ]
     return found
