@@ -61,6 +61,7 @@ def test_a_stopped_run_says_so_and_leaves_a_checkpoint_and_no_process(
 def cluster() -> Iterator[dict[str, str]]:
     """A Ray begun with `ray start --head`, with token authentication as it is by default; yields its environment."""
     environment = marked_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+    environment |= {"RAY_JOB_STOP_WAIT_TIME_S": "60"}  # by default a stopped job is killed after 3 seconds
     # All unlike the defaults, which the session's own Ray may hold; without its agent's port no job would start.
     ports = ["--port=26379", "--dashboard-port=28265", "--ray-client-server-port=20001"]
     ports.append("--dashboard-agent-listen-port=25365")
@@ -97,9 +98,11 @@ def test_the_same_command_runs_as_a_ray_job(cluster: dict[str, str], settings: l
 
 
 @pytest.mark.slow
-def test_a_ray_job_is_watched_and_stopped(cluster: dict[str, str], settings: list[str], workspace: Path) -> None:
+def test_a_ray_job_is_watched_and_stopped_with_a_checkpoint(
+    cluster: dict[str, str], settings: list[str], workspace: Path
+) -> None:
     fit = ["python", "-m", "controller.fit", *settings_file(workspace), *settings]
-    fit += ["run.name=watched", "run.steps=1000", "policy.ranks=1"]
+    fit += ["run.name=watched", "run.steps=1000", "policy.ranks=1", "run.checkpoint_every=1000"]
 
     def job(command: str, *arguments: str) -> str:
         words = ["ray", "job", command, "--address=http://127.0.0.1:28265", *arguments]
@@ -114,11 +117,12 @@ def test_a_ray_job_is_watched_and_stopped(cluster: dict[str, str], settings: lis
     assert "step    1/1000" in job("logs", "watched")
     assert "RUNNING" in job("status", "watched")
     job("stop", "watched")
-    assert "STOPPED" in job("status", "watched")
+    assert "was stopped" in job("status", "watched")
     deadline = time.monotonic() + 60
     while (left := drivers(cluster[MARK])) and time.monotonic() < deadline:
         time.sleep(1)
     assert left == []
+    assert len(complete(workspace / "runs" / "watched" / "checkpoints" / "policy")) == 1
 
 
 def drivers(mark: str) -> list[str]:
