@@ -54,7 +54,7 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.step --output docs/step-benchmark.md
 
 docs: setup
-	$(BIN)/python -m controller.settings_page > docs/settings.md
+	$(BIN)/python -m controller.config.settings_page > docs/settings.md
 	$(BIN)/python -m controller.metric_page > docs/metrics.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from controller.checkpoint import checkpoints_at
 from controller.config import Config
+from controller.config.function_files import check_function
+from controller.config.model_files import ModelFiles, read_model_files
 from controller.config_effects import check_settings_have_effect
 from controller.critic_checks import check_critic, check_reward_model, check_same_vocabulary
-from controller.function_files import check_function
-from controller.model_files import ModelFiles, read_model_files
 from controller.model_support import check_supported_model
 from controller.records import iter_records
 from controller.tracker_checks import check_trackers

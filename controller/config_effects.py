@@ -4,7 +4,7 @@ what is needed | whether it is there | keys and sections that do nothing without
 """
 
 from controller.config import Config
-from controller.config_file import settings, value_of
+from controller.config.file import settings, value_of
 from workers.config import POLICY_LOSS_SETTINGS
 from workers.errors import ConfigError
 

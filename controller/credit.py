@@ -11,7 +11,7 @@ import numpy as np
 from controller import advantages
 from controller.checkpoint import Progress
 from controller.config import Config
-from controller.config_sections import AlgorithmConfig
+from controller.config.sections import AlgorithmConfig
 from controller.kl_control import adapted
 from controller.planner import Planner
 from workers.metrics import Metrics, results

@@ -3,7 +3,7 @@
 import math
 
 from controller.config import Config
-from controller.model_files import ModelFiles, read_model_files
+from controller.config.model_files import ModelFiles, read_model_files
 from controller.model_support import check_supported_model
 from workers.errors import ConfigError
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from itertools import groupby
 
 from controller.config import Config, to_yaml
-from controller.config_file import Setting, settings
+from controller.config.file import Setting, settings
 from controller.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
 from controller.shown_text import counted
 

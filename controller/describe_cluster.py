@@ -14,8 +14,8 @@ from controller.cluster import (
     roles_on_node,
 )
 from controller.config import Config
+from controller.config.model_files import read_model_files
 from controller.memory import USABLE_SHARE, GpuMemory, Parts, check_host, check_memory, gpu_memory, host_memory
-from controller.model_files import read_model_files
 from controller.model_shape import ModelShape, model_shape
 
 

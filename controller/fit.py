@@ -19,12 +19,7 @@ from balancing import BalancingError, CostModel
 from controller.arguments import parse_arguments
 from controller.cluster import run_on
 from controller.config import Config, load, to_yaml
-from controller.config_checks import check
-from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
-from controller.describe import describe
-from controller.describe_cluster import print_cluster
-from controller.fleet import RestartBudget
-from controller.functions import (
+from controller.config.functions import (
     check_environment,
     check_rewards,
     load_function,
@@ -32,6 +27,11 @@ from controller.functions import (
     pack_environment,
     requested_columns,
 )
+from controller.config_checks import check
+from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
+from controller.describe import describe
+from controller.describe_cluster import print_cluster
+from controller.fleet import RestartBudget
 from controller.layout import reserved
 from controller.records import Record, read_records
 from controller.recovery import recovering

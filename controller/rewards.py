@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
-from controller.config_sections import RewardConfig
+from controller.config.functions import pack
+from controller.config.sections import RewardConfig
 from controller.data import Prompt
 from controller.engines import cause_of
-from controller.functions import pack
 from workers.errors import LostError, ResourceError, WorkerError
 from workers.reward import RewardWorker, ScoreRequest
 from workers.reward_process import RewardFunction

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from controller.config import Config
-from controller.config_file import settings, value_of
+from controller.config.file import settings, value_of
 from controller.trackers import Tracker
 from controller.trackers.files import JsonLinesTracker, TensorBoardTracker
 from controller.trackers.ray_metrics import RayMetrics, RayTracker

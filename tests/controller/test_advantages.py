@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controller.advantages import ESTIMATORS, estimate, grpo, has_signal, maxrl, pass_at_k, rloo, whiten
 from controller.config import Config
-from controller.config_file import settings as settings_of
+from controller.config.file import settings as settings_of
 from workers.errors import ConfigError, DataError
 
 EPSILON = 1e-6

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.config import Config, load
-from controller.config_file import settings
+from controller.config.file import settings
 from controller.describe import describe, settings_page
 from controller.layout import pools, reserved, role_requests
 from tests.controller.config_workspace import write_workspace

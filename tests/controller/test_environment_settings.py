@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from controller.config import load
+from controller.config.functions import check_environment, pack_environment
 from controller.config_checks import check
 from controller.data import Prompt
-from controller.functions import check_environment, pack_environment
 from controller.requests import sample_requests
 from tests.controller.config_workspace import write_workspace
 from workers.environment import Observation

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from controller.config import Config
-from controller.config_sections import RunConfig
+from controller.config.sections import RunConfig
 from controller.fleet import RestartBudget
 from controller.recovery import recovering, resuming
 from workers.errors import LostError, WorkerError

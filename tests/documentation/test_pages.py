@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from controller.config import Config
-from controller.config_file import settings
+from controller.config.file import settings
+from controller.config.settings_page import settings_markdown
 from controller.describe import section_names
-from controller.settings_page import settings_markdown
 from tests.documentation.blocks import PAGES, ROOT
 
 KEYS = [setting.key for setting in settings(Config())]
@@ -20,7 +20,7 @@ EXTERNAL = ("http://", "https://", "mailto:", "#")
 
 def test_the_reference_of_settings_is_the_schemas() -> None:
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == settings_markdown(), "run: python -m controller.settings_page > docs/settings.md"
+    assert page == settings_markdown(), "run: python -m controller.config.settings_page > docs/settings.md"
     assert all(f"| `{key}` |" in page for key in KEYS)
 
 
@@ -59,7 +59,7 @@ def is_no_setting(name: str) -> bool:
 def messages() -> list[str]:
     """Every text in the program, with `...` for what is filled in."""
     texts = []
-    for path in [*ROOT.glob("controller/*.py"), *ROOT.glob("workers/**/*.py"), *ROOT.glob("balancing/*.py")]:
+    for path in [*ROOT.glob("controller/**/*.py"), *ROOT.glob("workers/**/*.py"), *ROOT.glob("balancing/*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)

@@ -1,4 +1,4 @@
-"""`python -m controller.settings_page > docs/settings.md`: the reference of all settings, made from the schema.
+"""`python -m controller.config.settings_page > docs/settings.md`: the reference of all settings, made from the schema.
 
 dataclass fields --settings--> key | type | default | allowed | documentation, a table for each section
 """
@@ -6,14 +6,14 @@ dataclass fields --settings--> key | type | default | allowed | documentation, a
 from dataclasses import is_dataclass
 from typing import Any
 
-from controller.config import Config
-from controller.config_file import Setting, settings, value_of
+from controller.config.file import Setting, settings, value_of
+from controller.config.schema import Config
 
 HEAD = """\
 # Settings
 
-Made from the dataclasses in `controller/config_sections.py` and `workers/config.py` by
-`python -m controller.settings_page > docs/settings.md`; a test holds this page to them. In YAML a dot nests:
+Made from the dataclasses in `controller/config/sections.py` and `workers/config.py` by
+`python -m controller.config.settings_page > docs/settings.md`; a test holds this page to them. In YAML a dot nests:
 `policy.optimizer.beta1` is `policy: {optimizer: {beta1: ...}}`. Any setting can be given behind the command, as in
 `policy.max_tokens=16384`. A setting that would do nothing in a combination is refused.
 """

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.functions import check_rewards, load_function, pack, requested_columns
+from controller.config.functions import check_rewards, load_function, pack, requested_columns
 from workers.errors import ConfigError, DataError
 from workers.reward_process import RewardFunction
 from workers.score import as_score

@@ -1,8 +1,8 @@
 """The configuration: one schema of dataclasses, importable without torch or Ray.
 
-    FILE, key.sub=value --load--> Config --config_checks.check--> a run, or one line that says what to change
+    FILE, key.sub=value --load--> Config --checks.check--> a run, or one line that says what to change
 
-Every key is documented where it is declared, in `controller.config_sections` and `workers.config`. What follows from
+Every key is documented where it is declared, in `controller.config.sections` and `workers.config`. What follows from
 several keys is a property of `Config`, so that nobody repeats the rule. Relative paths are relative to the working
 directory.
 """
@@ -19,8 +19,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from controller import config_file
-from controller.config_sections import (
+from controller.config.file import read
+from controller.config.model_files import read_model_files
+from controller.config.sections import (
     AlgorithmConfig,
     BalanceConfig,
     BatchConfig,
@@ -31,7 +32,6 @@ from controller.config_sections import (
     TrackingConfig,
     ValidationConfig,
 )
-from controller.model_files import read_model_files
 from workers.config import CriticConfig, LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig, RolloutConfig
 
 
@@ -269,7 +269,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
     type or out of range, and a key without default that is not set.
     """
-    config = config_file.read(Config, path, overrides)
+    config = read(Config, path, overrides)
     if not config.run.name:
         name = _default_name(path)
         config.run.name = name if config.run.resume == "auto" else _free_name(config.run.dir, name)

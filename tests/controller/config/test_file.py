@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from controller.config import Config, load, to_yaml
-from controller.config_file import Setting, settings, value_of
+from controller.config.file import Setting, settings, value_of
 from tests.controller.config_workspace import write_workspace
 from workers.errors import ConfigError
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 SETTINGS = list(settings(Config()))
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NEEDED = ("model.path=m", "data.train=t.jsonl", "reward.function=r.py:f")
 
 
