@@ -16,8 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balancing import BalancingError, CostModel
-from controller.arguments import parse_arguments
-from controller.cluster import run_on
 from controller.config import Config, load, to_yaml
 from controller.config.functions import (
     check_environment,
@@ -27,12 +25,14 @@ from controller.config.functions import (
     pack_environment,
     requested_columns,
 )
-from controller.config_checks import check
 from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
-from controller.describe import describe
-from controller.describe_cluster import print_cluster
 from controller.fleet import RestartBudget
 from controller.layout import reserved
+from controller.preflight.arguments import parse_arguments
+from controller.preflight.checks import check
+from controller.preflight.cluster import run_on
+from controller.preflight.describe import describe
+from controller.preflight.describe_cluster import print_cluster
 from controller.records import Record, read_records
 from controller.recovery import recovering
 from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError

@@ -25,8 +25,8 @@ def test_the_dependency_rule_holds() -> None:
         ("workers.errors", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
         ("workers.rollout.worker", ("torch", "vllm", "transformers", "numba")),
         ("controller.config", ("torch", "ray", "vllm", "transformers", "tensordict")),
-        ("controller.config_checks", ("torch", "ray", "vllm", "transformers", "tensordict")),
-        ("controller.describe", ("torch", "ray", "vllm", "transformers", "tensordict")),
+        ("controller.preflight.checks", ("torch", "ray", "vllm", "transformers", "tensordict")),
+        ("controller.preflight.describe", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("controller.fit", ("torch", "ray", "vllm", "transformers", "tensordict")),
     ],
 )

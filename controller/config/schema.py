@@ -1,6 +1,6 @@
 """The configuration: one schema of dataclasses, importable without torch or Ray.
 
-    FILE, key.sub=value --load--> Config --checks.check--> a run, or one line that says what to change
+    FILE, key.sub=value --load--> Config --preflight.checks--> a run, or one line that says what to change
 
 Every key is documented where it is declared, in `controller.config.sections` and `workers.config`. What follows from
 several keys is a property of `Config`, so that nobody repeats the rule. Relative paths are relative to the working

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from controller.config import load
-from controller.config_checks import check
+from controller.preflight.checks import check
 from workers.errors import ConfigError
 
 MODEL = {

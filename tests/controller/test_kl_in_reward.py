@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from controller.advantages import rloo
 from controller.checkpoint import Progress
 from controller.config import Config, load
-from controller.config_checks import check
 from controller.credit import Credit
 from controller.kl_control import adapted
+from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal
 from workers.config import KlInRewardConfig
 from workers.remote_batch import RemoteBatch

@@ -8,7 +8,7 @@ import yaml
 
 from controller.config import load
 from controller.config.functions import requested_columns
-from controller.config_checks import check
+from controller.preflight.checks import check
 from tests.documentation.blocks import Block, blocks, commands
 from tests.documentation.checks import CHECKS
 from tests.documentation.workspace import RECORD

@@ -11,7 +11,7 @@ import pytest
 from controller.config import Config
 from controller.config.file import settings
 from controller.config.settings_page import settings_markdown
-from controller.describe import section_names
+from controller.preflight.describe import section_names
 from tests.documentation.blocks import PAGES, ROOT
 
 KEYS = [setting.key for setting in settings(Config())]

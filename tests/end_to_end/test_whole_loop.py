@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller.config import Config, load
-from controller.config_checks import check
 from controller.console import Console
 from controller.fit import read_inputs, training
 from controller.grafana_dashboard import PANELS, queries
 from controller.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of
+from controller.preflight.checks import check
 from controller.samples import Rollout
 from controller.timeline import write_trace
 from controller.trainer import Outcome

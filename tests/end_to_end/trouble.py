@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import ray
 
 from controller.config import Config, load
-from controller.config_checks import check
 from controller.console import Console
 from controller.fit import read_inputs, training
 from controller.fleet import RestartBudget
+from controller.preflight.checks import check
 from controller.recovery import recovering
 from controller.trainer import Outcome, Trainer
 

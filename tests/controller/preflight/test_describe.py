@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from controller.config import Config, load
 from controller.config.file import settings
-from controller.describe import describe, settings_page
 from controller.layout import pools, reserved, role_requests
+from controller.preflight.describe import describe, settings_page
 from tests.controller.config_workspace import write_workspace
 
 

@@ -7,7 +7,7 @@ import pytest
 import wandb
 
 from controller.config import Config
-from controller.tracker_checks import check_trackers
+from controller.preflight.tracker_checks import check_trackers
 from workers.errors import ConfigError
 
 KEY = "0123456789abcdef" * 3

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from controller.config import Config
-from controller.model_shape import ModelShape
+from controller.preflight.model_shape import ModelShape
 from workers.errors import ConfigError
 
 GIB = 2**30

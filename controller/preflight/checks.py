@@ -16,11 +16,11 @@ from controller.checkpoint import checkpoints_at
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
-from controller.config_effects import check_settings_have_effect
-from controller.critic_checks import check_critic, check_reward_model, check_same_vocabulary
-from controller.model_support import check_supported_model
+from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
+from controller.preflight.effects import check_settings_have_effect
+from controller.preflight.model_support import check_supported_model
+from controller.preflight.tracker_checks import check_trackers
 from controller.records import iter_records
-from controller.tracker_checks import check_trackers
 from workers.errors import CheckpointError, ConfigError, DataError
 
 

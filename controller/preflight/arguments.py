@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from controller.cluster import FORM, Cluster, parse_cluster
-from controller.describe import section_names, settings_page
+from controller.preflight.cluster import FORM, Cluster, parse_cluster
+from controller.preflight.describe import section_names, settings_page
 from workers.errors import ConfigError
 
 USAGE = "python -m controller.fit --config FILE [--dry-run [--cluster NODES]] [key.sub=value ...]"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from controller.config import load
-from controller.model_support import check_supported_model
+from controller.preflight.model_support import check_supported_model
 from tests.controller.config_workspace import MODEL, write_workspace
 from workers.errors import ConfigError
 

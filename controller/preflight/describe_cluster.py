@@ -5,7 +5,9 @@ Config, Cluster --place--> sections "cluster", "memory" --> fits, or ConfigError
 
 from itertools import groupby
 
-from controller.cluster import (
+from controller.config import Config
+from controller.config.model_files import read_model_files
+from controller.preflight.cluster import (
     Cluster,
     Placement,
     cluster_in_words,
@@ -13,10 +15,16 @@ from controller.cluster import (
     place,
     roles_on_node,
 )
-from controller.config import Config
-from controller.config.model_files import read_model_files
-from controller.memory import USABLE_SHARE, GpuMemory, Parts, check_host, check_memory, gpu_memory, host_memory
-from controller.model_shape import ModelShape, model_shape
+from controller.preflight.memory import (
+    USABLE_SHARE,
+    GpuMemory,
+    Parts,
+    check_host,
+    check_memory,
+    gpu_memory,
+    host_memory,
+)
+from controller.preflight.model_shape import ModelShape, model_shape
 
 
 def print_cluster(config: Config, cluster: Cluster) -> None:

@@ -9,15 +9,15 @@ import pytest
 
 from controller.config import load
 from controller.config.functions import check_environment, pack_environment
-from controller.config_checks import check
 from controller.data import Prompt
+from controller.preflight.checks import check
 from controller.requests import sample_requests
 from tests.controller.config_workspace import write_workspace
 from workers.environment import Observation
 from workers.environment_process import EnvironmentPool
 from workers.errors import ConfigError
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 ENVIRONMENT = ["rollout.environment=guess.py:Guess", "rollout.max_turns=2", 'reward.function=""']
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from controller.config import load
-from controller.config_checks import check
+from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal, write_model
 from workers.errors import ConfigError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""Checks of a configuration with a critic or a reward model, beside those of `config_checks`."""
+"""Checks of a configuration with a critic or a reward model, beside those of `checks`."""
 
 import math
 
 from controller.config import Config
 from controller.config.model_files import ModelFiles, read_model_files
-from controller.model_support import check_supported_model
+from controller.preflight.model_support import check_supported_model
 from workers.errors import ConfigError
 
 

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from controller.config import Config, load
-from controller.config_checks import check
-from controller.describe import describe
+from controller.preflight.checks import check
+from controller.preflight.describe import describe
 from tests.controller.config_workspace import refusal, write_model
 from workers.errors import ConfigError
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.controller.config_workspace import write_model, write_workspace
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 HEAVY = ("torch", "ray", "vllm", "transformers", "tensordict")
 FIT = f"""
 import sys

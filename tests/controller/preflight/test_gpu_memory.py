@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, 
 
 from controller.config import Config
 from controller.fit import main
-from controller.memory import GIB, check_host, check_memory, gpu_memory, host_memory, trained_parameters
-from controller.model_shape import model_shape
+from controller.preflight.memory import GIB, check_host, check_memory, gpu_memory, host_memory, trained_parameters
+from controller.preflight.model_shape import model_shape
 from tests.controller.config_workspace import write_model
 from tests.controller.qwen import PARAMETERS, qwen_description
 from tests.workers.model.tiny import tiny_config
@@ -107,7 +107,7 @@ def eight_gpus(**changes: float) -> Config:
 
 
 def test_the_parts_of_seven_billion_on_eight_gpus() -> None:
-    """The formulas of controller.memory, worked by hand: P = 7,615,616,512, s = 8."""
+    """The formulas of controller.preflight.memory, worked by hand: P = 7,615,616,512, s = 8."""
     shape = model_shape(qwen_description("7B"))
     memory = gpu_memory(eight_gpus(), shape, 80.0)
     eighth = 7_615_616_512 / 8 / GIB
