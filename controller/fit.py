@@ -26,7 +26,6 @@ from controller.config.functions import (
     requested_columns,
 )
 from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
-from controller.fleet import RestartBudget
 from controller.layout import reserved
 from controller.preflight.arguments import parse_arguments
 from controller.preflight.checks import check
@@ -35,6 +34,7 @@ from controller.preflight.describe import describe
 from controller.preflight.describe_cluster import print_cluster
 from controller.records import Record, read_records
 from controller.recovery import recovering
+from controller.rollout.fleet import RestartBudget
 from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError
 from workers.reward_process import RewardFunction
 

@@ -9,12 +9,12 @@ Decides only what is told; how is the exporter's part (`controller.trackers.ray_
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from balancing import CostModel
-from controller.fleet import State
 from controller.metric_catalog import (
     ENGINE_STATE,
     MICRO_STEP_SECONDS,
@@ -77,9 +77,9 @@ class Live:
         if self._phases:
             self._export(PHASE, {"phase": self._phases[-1]}, float(entered))
 
-    def engine_state(self, replica: int, state: State) -> None:
+    def engine_state(self, replica: int, state: Enum) -> None:
         """The engine is in that state, and in no other."""
-        for known in State:
+        for known in type(state):
             self._gauge(ENGINE_STATE, {"replica": str(replica), "state": known.name.lower()}, float(known is state))
 
     def queues(self, waiting: int, in_flight: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from controller.checkpoint import checkpoints_at
 from controller.config import Config
-from controller.fleet import RestartBudget
+from controller.rollout.fleet import RestartBudget
 from workers.errors import LostError
 
 Result = TypeVar("Result")

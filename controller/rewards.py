@@ -11,7 +11,7 @@ import ray
 from controller.config.functions import pack
 from controller.config.sections import RewardConfig
 from controller.data import Prompt
-from controller.engines import cause_of
+from controller.rollout.engines import cause_of
 from workers.errors import LostError, ResourceError, WorkerError
 from workers.reward import RewardWorker, ScoreRequest
 from workers.reward_process import RewardFunction

@@ -16,13 +16,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from balancing import Plan
 from controller.config import Config
 from controller.console import Console
-from controller.engines import MakeActor
-from controller.fleet import RestartBudget
 from controller.layout import Pool, RoleRequest, pools, role_requests
 from controller.live import Live
 from controller.resources import reserve
 from controller.rewards import RewardPool
-from controller.rollouts import Rollouts
+from controller.rollout.engines import MakeActor
+from controller.rollout.fleet import RestartBudget
+from controller.rollout.rounds import Rollouts
 from controller.shown_text import counted
 from controller.worker_group import Share, WorkerGroup
 from workers.base import Worker

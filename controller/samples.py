@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from controller.data import Prompt
-from controller.rollouts import RolloutRound
+from controller.rollout.rounds import RolloutRound
 from controller.shown_text import shortened
 from controller.validation import Graded
 from workers.errors import RolloutError

@@ -17,7 +17,7 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from controller.engines import cause_of
+from controller.rollout.engines import cause_of
 from workers.base import Worker
 from workers.dispatch import (
     DISPATCH_ATTRIBUTE,

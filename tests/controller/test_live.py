@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from balancing import CostModel
-from controller.fleet import Fleet, RestartBudget, State
 from controller.live import Live, rank_seconds
 from controller.metric_catalog import (
     ENGINE_STATE,
@@ -19,6 +18,7 @@ from controller.metric_catalog import (
     SAMPLE_TOKENS,
     Declaration,
 )
+from controller.rollout.fleet import Fleet, RestartBudget, State
 from workers.model.timing import MicroStepTime
 from workers.remote_batch import RemoteBatch
 

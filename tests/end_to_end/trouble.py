@@ -11,9 +11,9 @@ import ray
 from controller.config import Config, load
 from controller.console import Console
 from controller.fit import read_inputs, training
-from controller.fleet import RestartBudget
 from controller.preflight.checks import check
 from controller.recovery import recovering
+from controller.rollout.fleet import RestartBudget
 from controller.trainer import Outcome, Trainer
 
 Trouble = Callable[[Trainer], None]

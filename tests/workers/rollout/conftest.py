@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import ray
 
-from controller.fleet import RestartBudget
-from controller.rollouts import RolloutRound, Rollouts
+from controller.rollout.fleet import RestartBudget
+from controller.rollout.rounds import RolloutRound, Rollouts
 from tests.workers.rollout import tiny
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.rollout.requests import SampleRequest, SampleResult, sample_seed

@@ -5,7 +5,7 @@ import psutil
 import pytest
 import ray
 
-from controller.rollouts import RolloutRound
+from controller.rollout.rounds import RolloutRound
 from tests.end_to_end.processes import living
 from tests.workers.rollout import tiny
 from tests.workers.rollout.breakable import Breakable

@@ -5,7 +5,7 @@
             '------------------------- while run.max_restarts allows ------------------'
 
 Starting, loading and asking for health go on beside the streams of a round: `wait` watches all of them at once. Which
-engine may serve is decided in `controller.fleet`.
+engine may serve is decided in `controller.rollout.fleet`.
 """
 
 import re
@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from controller.fleet import Fleet, State
+from controller.rollout.fleet import Fleet, State
 from workers.config import RolloutConfig
 from workers.errors import LostError, RolloutError
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from controller.router import Router
+from controller.rollout.router import Router
 from workers.errors import DataError
 from workers.rollout.requests import ERROR, SampleRequest, SampleResult
 

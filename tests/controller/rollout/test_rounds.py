@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import ray
 
-from controller.fleet import RestartBudget
-from controller.rollouts import RolloutRound, Rollouts
+from controller.rollout.fleet import RestartBudget
+from controller.rollout.rounds import RolloutRound, Rollouts
 from tests.end_to_end.processes import living
 from workers.config import RolloutConfig, SamplingConfig
 from workers.errors import LostError, RolloutError

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from controller.fleet import Fleet, RestartBudget, State
+from controller.rollout.fleet import Fleet, RestartBudget, State
 
 REPLICAS, RESTARTS = 3, 4
 UP = (State.STARTING, State.STALE, State.CURRENT, State.DRAINING)

@@ -5,7 +5,7 @@
                    +-- failed, engine lost
 
 The driver reads the light results; of the blocks it holds references only. A lost engine's requests go to the others at
-once, and to the one that is started in its place when it has the current weights (`controller.engines`).
+once, and to the one that is started in its place when it has the current weights (`controller.rollout.engines`).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from controller.engines import Engines, MakeActor, Pending
-from controller.fleet import Fleet, RestartBudget
 from controller.live import Live
-from controller.router import Key, Router
+from controller.rollout.engines import Engines, MakeActor, Pending
+from controller.rollout.fleet import Fleet, RestartBudget
+from controller.rollout.router import Key, Router
 from workers.config import RolloutConfig, SamplingConfig
 from workers.rollout.requests import SampleRequest, SampleResult
 

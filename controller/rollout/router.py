@@ -4,7 +4,7 @@
                  ^                     |
                  +---- failed (a retry), replica_lost (free) ----+---- failed too often --> dropped
 
-Which replicas may be given requests is the fleet's to say (`controller.fleet`).
+Which replicas may be given requests is the fleet's to say (`controller.rollout.fleet`).
 
 Invariants: every submitted request is waiting, outstanding on exactly one replica, finished or dropped; no replica
 holds more than `max_concurrent`; no request fails more than `1 + max_retries` times.
