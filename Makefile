@@ -55,7 +55,7 @@ bench: setup
 
 docs: setup
 	$(BIN)/python -m controller.config.settings_page > docs/settings.md
-	$(BIN)/python -m controller.metric_page > docs/metrics.md
+	$(BIN)/python -m controller.watching.metric_page > docs/metrics.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:

@@ -16,8 +16,8 @@ from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest, r
 
 if TYPE_CHECKING:
     from controller.config import Config
-    from controller.console import Console
     from controller.roles import Roles
+    from controller.watching.console import Console
 
 FOLDER = Path("checkpoints") / "policy"
 

@@ -13,14 +13,14 @@ from ray import ObjectRef
 
 from controller import advantages
 from controller.config import Config
-from controller.console import Console
 from controller.data import Prompt, Prompts
 from controller.planner import Planner
 from controller.requests import sample_requests
 from controller.roles import Roles
 from controller.samples import Rollout, assemble
 from controller.shaping import overlong_penalty
-from controller.spans import TimelineRecorder
+from controller.watching.console import Console
+from controller.watching.spans import TimelineRecorder
 from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleResult

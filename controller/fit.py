@@ -39,8 +39,8 @@ from workers.errors import BallastError, ConfigError, DataError, ResourceError, 
 from workers.reward_process import RewardFunction
 
 if TYPE_CHECKING:
-    from controller.console import Console
     from controller.trainer import Trainer
+    from controller.watching.console import Console
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _check_columns(path: str, records: list[Record], function: RewardFunction) -
 
 def run(config: Config, inputs: Inputs) -> None:
     """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
-    from controller.console import Console
+    from controller.watching.console import Console
 
     console = Console()
     for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:
@@ -168,7 +168,7 @@ def run(config: Config, inputs: Inputs) -> None:
 
 def _report(config: Config, console: "Console") -> None:
     """The run's report; a run that has ended well does not fail for the lack of it."""
-    from controller.report import write_report
+    from controller.watching.report import write_report
 
     try:
         write_report(config.run_folder)
@@ -185,12 +185,12 @@ def training(
     budget: what the run has restarted before; None is nothing.
     """
     from controller.checkpoint import go_on
-    from controller.live import Live
-    from controller.metrics import RunWriter
     from controller.roles import start_roles
-    from controller.trackers.opening import open_trackers
-    from controller.trackers.ray_metrics import RayMetrics
     from controller.trainer import Trainer
+    from controller.watching.live import Live
+    from controller.watching.metrics import RunWriter
+    from controller.watching.trackers.opening import open_trackers
+    from controller.watching.trackers.ray_metrics import RayMetrics
 
     budget = budget or RestartBudget(config.run.max_restarts)
     exported = RayMetrics(config.run.name)

@@ -15,15 +15,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from balancing import Plan
 from controller.config import Config
-from controller.console import Console
 from controller.layout import Pool, RoleRequest, pools, role_requests
-from controller.live import Live
 from controller.resources import reserve
 from controller.rewards import RewardPool
 from controller.rollout.engines import MakeActor
 from controller.rollout.fleet import RestartBudget
 from controller.rollout.rounds import Rollouts
-from controller.shown_text import counted
+from controller.watching.console import Console
+from controller.watching.live import Live
+from controller.watching.shown_text import counted
 from controller.worker_group import Share, WorkerGroup
 from workers.base import Worker
 from workers.config import (

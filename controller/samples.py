@@ -11,8 +11,8 @@ import numpy as np
 
 from controller.data import Prompt
 from controller.rollout.rounds import RolloutRound
-from controller.shown_text import shortened
 from controller.validation import Graded
+from controller.watching.shown_text import shortened
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.rollout.requests import LENGTH, TURNS

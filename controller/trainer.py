@@ -19,20 +19,20 @@ from controller.checkpoint import Progress
 from controller.checkpoint_writer import CheckpointWriter
 from controller.collector import Collector
 from controller.config import Config
-from controller.console import Console
 from controller.credit import Credit
 from controller.data import PromptDataset, Prompts
 from controller.interrupts import Interrupts
-from controller.live import Live
 from controller.lookahead import Lookahead
-from controller.metrics import RunWriter, Stopwatch, staleness, throughput
 from controller.mini_batches import draw_mini_batches, with_group_tokens
 from controller.planner import Planner
 from controller.refit import Refit
 from controller.roles import Roles
 from controller.samples import Rollout
-from controller.spans import TimelineRecorder
 from controller.validation import summarize
+from controller.watching.console import Console
+from controller.watching.live import Live
+from controller.watching.metrics import RunWriter, Stopwatch, staleness, throughput
+from controller.watching.spans import TimelineRecorder
 from workers.errors import ConfigError
 from workers.metrics import Metrics, results
 from workers.model.timing import MicroStepTime

@@ -11,7 +11,7 @@ from itertools import groupby
 from controller.config import Config, to_yaml
 from controller.config.file import Setting, settings
 from controller.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
-from controller.shown_text import counted
+from controller.watching.shown_text import counted
 
 
 def describe(config: Config) -> str:

@@ -2,7 +2,7 @@
 
     installed? --> Weights & Biases: whatever key it would find itself | MLflow: an address that it can read
 
-No server is asked: one that is away is waited for, see `controller.trackers`.
+No server is asked: one that is away is waited for, see `controller.watching.trackers`.
 """
 
 import os

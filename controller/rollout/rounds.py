@@ -15,10 +15,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from controller.live import Live
 from controller.rollout.engines import Engines, MakeActor, Pending
 from controller.rollout.fleet import Fleet, RestartBudget
 from controller.rollout.router import Key, Router
+from controller.watching.live import Live
 from workers.config import RolloutConfig, SamplingConfig
 from workers.rollout.requests import SampleRequest, SampleResult
 

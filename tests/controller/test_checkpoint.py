@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from controller.checkpoint import FOLDER, Progress, checkpoint_path, checkpoints_at
-from controller.metrics import RunWriter
-from controller.trackers.files import JsonLinesTracker
+from controller.watching.metrics import RunWriter
+from controller.watching.trackers.files import JsonLinesTracker
 from workers.errors import CheckpointError
 from workers.model.checkpoint_folder import Manifest, StoredFile, commit, unfinished_folder
 

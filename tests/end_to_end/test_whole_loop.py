@@ -11,15 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller.config import Config, load
-from controller.console import Console
 from controller.fit import read_inputs, training
-from controller.grafana_dashboard import PANELS, queries
-from controller.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of
 from controller.preflight.checks import check
 from controller.samples import Rollout
-from controller.timeline import write_trace
 from controller.trainer import Outcome
-from tests.controller import trace_format
+from controller.watching.console import Console
+from controller.watching.grafana_dashboard import PANELS, queries
+from controller.watching.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of
+from controller.watching.timeline import write_trace
+from tests.controller.watching import trace_format
 from tests.end_to_end.prometheus import Prometheus, scraping_ray
 from tests.end_to_end.trouble import kill_actor, run_with
 

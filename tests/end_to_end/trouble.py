@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import ray
 
 from controller.config import Config, load
-from controller.console import Console
 from controller.fit import read_inputs, training
 from controller.preflight.checks import check
 from controller.recovery import recovering
 from controller.rollout.fleet import RestartBudget
 from controller.trainer import Outcome, Trainer
+from controller.watching.console import Console
 
 Trouble = Callable[[Trainer], None]
 SAME = ("reward/mean", "rollout/response_tokens_mean", "rollout/samples", "rollout/weight_version")

@@ -6,8 +6,8 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.metric_catalog import SAMPLE_TOKENS, STEP
-from controller.trackers.ray_metrics import RayMetrics, RayTracker, growth
+from controller.watching.metric_catalog import SAMPLE_TOKENS, STEP
+from controller.watching.trackers.ray_metrics import RayMetrics, RayTracker, growth
 
 Exported = dict[tuple[str, str], float]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from controller.shown_text import MASK, counted, redacted, shortened
+from controller.watching.shown_text import MASK, counted, redacted, shortened
 
 
 @pytest.mark.parametrize(

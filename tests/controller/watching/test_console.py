@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import rich.console
 
-from controller.console import BLOCKS, Console, Samples, Status, sparkline
 from controller.samples import Rollout
+from controller.watching.console import BLOCKS, Console, Samples, Status, sparkline
 from workers.remote_batch import RemoteBatch
 from workers.score import Score
 

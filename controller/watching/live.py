@@ -1,10 +1,10 @@
 """Live: what Prometheus is told of a run as it happens, and what is too fine for the numbers of a step.
 
     phases of the driver ------------+
-    states of engines, their queues -+--> Live --Export--> gauges and histograms of Ray (`controller.metric_catalog`)
+    states of engines, their queues -+--> Live --Export--> gauges and histograms of Ray (`metric_catalog`)
     samples, micro-steps of ranks ---+
 
-Decides only what is told; how is the exporter's part (`controller.trackers.ray_metrics`).
+Decides only what is told; how is the exporter's part (`trackers.ray_metrics`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from balancing import CostModel
-from controller.metric_catalog import (
+from controller.watching.metric_catalog import (
     ENGINE_STATE,
     MICRO_STEP_SECONDS,
     PHASE,

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from controller.config import Config
 from controller.config.file import settings, value_of
-from controller.trackers import Tracker
-from controller.trackers.files import JsonLinesTracker, TensorBoardTracker
-from controller.trackers.ray_metrics import RayMetrics, RayTracker
-from controller.trackers.services import MlflowTracker, WandbTracker
+from controller.watching.trackers import Tracker
+from controller.watching.trackers.files import JsonLinesTracker, TensorBoardTracker
+from controller.watching.trackers.ray_metrics import RayMetrics, RayTracker
+from controller.watching.trackers.services import MlflowTracker, WandbTracker
 
 if TYPE_CHECKING:
     from controller.checkpoint import Progress

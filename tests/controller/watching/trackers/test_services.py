@@ -11,7 +11,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from wandb.proto.wandb_internal_pb2 import Record
 
-from controller.trackers.services import MlflowTracker, WandbTracker
+from controller.watching.trackers.services import MlflowTracker, WandbTracker
 from workers.errors import ConfigError
 
 SETTINGS = {"run.name": "first", "policy.optimizer.learning_rate": 1e-6}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.report import main, write_report
-from tests.controller.recorded_run import ATTACKS, STEPS, write_run
+from controller.watching.report import main, write_report
+from tests.controller.watching.recorded_run import ATTACKS, STEPS, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SECTIONS = ["Reward and validation", "Lengths", "Balance and time", "Who computes when", "Policy"]

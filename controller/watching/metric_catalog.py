@@ -1,7 +1,7 @@
 """Every metric of a run, declared once: name, unit, meaning, kind, and how parts of it join.
 
-    step's metrics {name: value} --declaration_of--> Declaration --> docs/metrics.md (python -m controller.metric_page)
-    LIVE, told by `controller.live` as it happens -------^    +----> Ray, Prometheus, Grafana: `series`, labels
+    step's metrics {name: value} --declaration_of--> Declaration --> docs/metrics.md (`metric_page`)
+    LIVE, told by `live` as it happens ------------------^    +----> Ray, Prometheus, Grafana: `series`, labels
 
 `{label}` in a name stands for what the run names: a part of the reward, a phase, a held-out source. A new metric is
 declared here; a test compares what real runs record with what is declared.

@@ -93,7 +93,7 @@ class TimelineRecorder:
             self._rows["micro_steps"].setdefault(actor, []).extend(rows)
 
     def take(self) -> dict[str, Any]:
-        """Everything since the last call, ready for JSON; see `controller.timeline` for its form."""
+        """Everything since the last call, ready for JSON; see `controller.watching.timeline` for its form."""
         phases = [[span.name, round(span.start, 6), round(span.end, 6)] for span in self._phases]
         with self._lock:
             rows, self._rows = self._rows, {name: {} for name in self._rows}

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from balancing import CostModel
-from controller.live import Live, rank_seconds
-from controller.metric_catalog import (
+from controller.rollout.fleet import Fleet, RestartBudget, State
+from controller.watching.live import Live, rank_seconds
+from controller.watching.metric_catalog import (
     ENGINE_STATE,
     MICRO_STEP_SECONDS,
     PHASE,
@@ -18,7 +19,6 @@ from controller.metric_catalog import (
     SAMPLE_TOKENS,
     Declaration,
 )
-from controller.rollout.fleet import Fleet, RestartBudget, State
 from workers.model.timing import MicroStepTime
 from workers.remote_batch import RemoteBatch
 

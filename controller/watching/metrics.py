@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from controller.spans import Entered, Span, spanning
-from controller.trackers import Tracker
-from controller.trackers.files import finite, lines_until
 from controller.validation import Graded
+from controller.watching.spans import Entered, Span, spanning
+from controller.watching.trackers import Tracker
+from controller.watching.trackers.files import finite, lines_until
 from workers.remote_batch import RemoteBatch
 
 

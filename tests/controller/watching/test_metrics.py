@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from controller.metrics import staleness, throughput
+from controller.watching.metrics import staleness, throughput
 from workers.remote_batch import RemoteBatch
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from controller.metric_catalog import EXPORTED, LIVE, SECTIONS, Kind, declaration_of
-from controller.metric_page import page
+from controller.watching.metric_catalog import EXPORTED, LIVE, SECTIONS, Kind, declaration_of
+from controller.watching.metric_page import page
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def test_the_page_in_the_docs_is_that_of_the_declarations() -> None:
-    assert (REPOSITORY / "docs" / "metrics.md").read_text() == page(), "run python -m controller.metric_page"
+    assert (REPOSITORY / "docs" / "metrics.md").read_text() == page(), "run python -m controller.watching.metric_page"
 
 
 def test_every_name_is_declared_once_and_exported_under_a_name_of_its_own() -> None:

@@ -6,10 +6,10 @@ import numpy as np
 
 from balancing import CostModel
 from controller.config import Config, to_yaml
-from controller.metrics import RunWriter
-from controller.spans import TimelineRecorder
-from controller.trackers.files import JsonLinesTracker
 from controller.validation import Graded
+from controller.watching.metrics import RunWriter
+from controller.watching.spans import TimelineRecorder
+from controller.watching.trackers.files import JsonLinesTracker
 from workers.model.timing import MicroStepTime
 
 STEPS = 12

@@ -8,9 +8,9 @@ import wandb
 
 from controller.checkpoint import Progress
 from controller.config import Config
-from controller.metrics import RunWriter
-from controller.trackers.opening import open_trackers
-from controller.trackers.ray_metrics import RayMetrics
+from controller.watching.metrics import RunWriter
+from controller.watching.trackers.opening import open_trackers
+from controller.watching.trackers.ray_metrics import RayMetrics
 
 
 def record(config: Config, progress: Progress, step: int) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The tracker behind the dashboard: every declared metric as one of Ray's, which Prometheus scrapes.
 
 step's metrics --declaration_of--+
-controller.live -----------------+--> ray.util.metrics --> metrics port of each node, /metrics --> Prometheus, Grafana
+live ----------------------------+--> ray.util.metrics --> metrics port of each node, /metrics --> Prometheus, Grafana
 """
 
 import math
@@ -10,7 +10,7 @@ from threading import Event, Lock, Thread
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from controller.metric_catalog import STEP, STEPS, Declaration, Kind, declaration_of
+from controller.watching.metric_catalog import STEP, STEPS, Declaration, Kind, declaration_of
 
 REPEAT_SECONDS = 0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms=1000 every second, and not oftener
 _so_far: dict[tuple[str, ...], float] = {}

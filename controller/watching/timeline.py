@@ -1,4 +1,4 @@
-"""`python -m controller.timeline runs/NAME [--steps 3-5] [--output trace.json]`: a run as a Chrome or Perfetto trace.
+"""`python -m controller.watching.timeline runs/NAME [--steps 3-5] [--output trace.json]`: a trace of a run.
 
     timeline.jsonl --read_timeline--> a record a step --trace_events--> trace.json (https://ui.perfetto.dev)
 
@@ -202,7 +202,9 @@ def parse_steps(text: str) -> range:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Exit code: 0, or 2 with one line that says what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m controller.timeline", description="A run as a Perfetto trace.")
+    parser = argparse.ArgumentParser(
+        prog="python -m controller.watching.timeline", description="A run as a Perfetto trace."
+    )
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     parser.add_argument("--steps", type=parse_steps, metavar="3-5", help="steps to show, both ends included (all)")
     parser.add_argument("--output", type=Path, help="file to write (runs/NAME/trace.json)")

@@ -1,10 +1,10 @@
-"""`python -m controller.report runs/NAME`: one page about a run, `runs/NAME/report.html`; needs no network.
+"""`python -m controller.watching.report runs/NAME`: one page about a run, `runs/NAME/report.html`; needs no network.
 
     RunFolder --charts (SVG), cards, tables--> Jinja template, every text escaped --> report.html
 
 What a model or a data set wrote cannot become part of the page's structure: the template escapes all texts, only charts
 of our own go in as they are, and the page's content security policy allows neither scripts nor requests. Secrets are
-masked (`controller.shown_text`).
+masked (`controller.watching.shown_text`).
 """
 
 import argparse
@@ -17,10 +17,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from controller import report_charts as charts
 from controller.config import Config, load
-from controller.run_folder import Row, RunFolder
-from controller.shown_text import redacted, shortened
+from controller.watching import report_charts as charts
+from controller.watching.run_folder import Row, RunFolder
+from controller.watching.shown_text import redacted, shortened
 from workers.errors import BallastError
 
 FILE = "report.html"
@@ -77,7 +77,7 @@ def write_report(folder: Path) -> Path:
 def page(run: RunFolder, config: Config) -> str:
     """The page as HTML."""
     environment = Environment(
-        loader=PackageLoader("controller", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("controller.watching", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     return environment.get_template(FILE).render(
         name=redacted(config.run.name),
@@ -195,7 +195,7 @@ def _reward(row: Mapping[str, Any]) -> float:
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Exit code: 0, or 2 with one line that says what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m controller.report", description="One page about a run.")
+    parser = argparse.ArgumentParser(prog="python -m controller.watching.report", description="One page about a run.")
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     options = parser.parse_args(None if arguments is None else list(arguments))
     try:

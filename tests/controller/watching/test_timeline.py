@@ -1,4 +1,4 @@
-"""Records of a run become a trace that Perfetto and Chrome show; formats are those of `controller.timeline`."""
+"""Records of a run become a trace that Perfetto and Chrome show; formats are those of `watching.timeline`."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import CostModel
-from controller.metrics import RunWriter, Stopwatch
-from controller.spans import TimelineRecorder
-from controller.timeline import main, parse_steps, trace_events
-from tests.controller.trace_format import check, slices_of
+from controller.watching.metrics import RunWriter, Stopwatch
+from controller.watching.spans import TimelineRecorder
+from controller.watching.timeline import main, parse_steps, trace_events
+from tests.controller.watching.trace_format import check, slices_of
 from workers.model.timing import MicroStepTime
 from workers.rollout.requests import SampleResult, WeightLoad
 

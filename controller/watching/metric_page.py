@@ -1,11 +1,12 @@
-"""docs/metrics.md, from the declarations: `python -m controller.metric_page > docs/metrics.md`."""
+"""docs/metrics.md, from the declarations: `python -m controller.watching.metric_page > docs/metrics.md`."""
 
-from controller.metric_catalog import LIVE, SECTIONS, Declaration
+from controller.watching.metric_catalog import LIVE, SECTIONS, Declaration
 
 INTRODUCTION = """\
 # Metrics
 
-Made by `python -m controller.metric_page` from `controller/metric_catalog.py`, where a new metric is declared.
+Made by `python -m controller.watching.metric_page` from `controller/watching/metric_catalog.py`, where a new metric is
+declared.
 
 A line of `metrics.jsonl` holds the metrics of one step; TensorBoard, Weights & Biases and MLflow get the same numbers
 under the same names (MLflow has no `@`: there `pass@8` is `pass_at_8`). Prometheus has them from

@@ -1,6 +1,6 @@
-"""A Grafana dashboard of runs, over what `controller.trackers.ray_metrics` exports.
+"""A Grafana dashboard of runs, over what `trackers.ray_metrics` exports.
 
-    python -m controller.grafana_dashboard > /tmp/ray/session_latest/metrics/grafana/dashboards/ballast.json
+    python -m controller.watching.grafana_dashboard > /tmp/ray/session_latest/metrics/grafana/dashboards/ballast.json
 
 Ray's own Grafana settings show every dashboard of that folder (RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR names another).
 """
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from controller.metric_catalog import EXPORTED, METRICS, Kind
+from controller.watching.metric_catalog import EXPORTED, METRICS, Kind
 
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 8, 7, 3  # of Grafana's 24 columns
 RUNS = '{run=~"$run"}'

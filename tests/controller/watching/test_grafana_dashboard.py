@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from controller.grafana_dashboard import dashboard
-from controller.metric_catalog import EXPORTED, Kind
+from controller.watching.grafana_dashboard import dashboard
+from controller.watching.metric_catalog import EXPORTED, Kind
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def exported() -> dict[str, set[str]]:
@@ -41,6 +41,6 @@ def test_panels_lie_side_by_side_within_24_columns() -> None:
 
 
 def test_the_command_prints_the_dashboard_as_json() -> None:
-    command = [sys.executable, "-m", "controller.grafana_dashboard"]
+    command = [sys.executable, "-m", "controller.watching.grafana_dashboard"]
     printed = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, check=True).stdout
     assert json.loads(printed) == dashboard()
