@@ -1,14 +1,12 @@
-"""`python -m controller.watching.report runs/NAME`: one page about a run, `runs/NAME/report.html`; needs no network.
+"""The report: one page about a run, `runs/NAME/report.html`; needs no network. `controller.report` is its command.
 
     RunFolder --charts (SVG), cards, tables--> Jinja template, every text escaped --> report.html
 
 What a model or a data set wrote cannot become part of the page's structure: the template escapes all texts, only charts
 of our own go in as they are, and the page's content security policy allows neither scripts nor requests. Secrets are
-masked (`controller.watching.shown_text`).
+masked (`shown_text`).
 """
 
-import argparse
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,6 @@ from controller.config import Config, load
 from controller.watching import report_charts as charts
 from controller.watching.run_folder import Row, RunFolder
 from controller.watching.shown_text import redacted, shortened
-from workers.errors import BallastError
 
 FILE = "report.html"
 TEXT = 600  # characters of a response in a table
@@ -191,20 +188,3 @@ def _validation(run: RunFolder, config: Config) -> Table:
 
 def _reward(row: Mapping[str, Any]) -> float:
     return float("-inf") if row["reward"] is None else float(row["reward"])
-
-
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line that says what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m controller.watching.report", description="One page about a run.")
-    parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
-    options = parser.parse_args(None if arguments is None else list(arguments))
-    try:
-        print(write_report(options.folder))
-    except (BallastError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m controller.watching.timeline runs/NAME [--steps 3-5] [--output trace.json]`: a trace of a run.
+"""The timeline: a run as a trace for Chrome or Perfetto. `controller.timeline` is its command.
 
     timeline.jsonl --read_timeline--> a record a step --trace_events--> trace.json (https://ui.perfetto.dev)
 
@@ -14,16 +14,14 @@ Planned widths are in proportion to what the cost model predicts, and each pass 
 planned bar longer than the measured one above it is work that was overestimated.
 """
 
-import argparse
 import json
 import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workers.errors import BallastError, DataError
+from workers.errors import DataError
 
 RECORD = "timeline.jsonl"
 Event = dict[str, Any]
@@ -190,34 +188,3 @@ def write_trace(folder: Path, output: Path, steps: range | None = None) -> int:
     with output.open("w", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, separators=(",", ":"))
     return len(events)
-
-
-def parse_steps(text: str) -> range:
-    """`3-5` or `4` as a range that holds both ends; ValueError for anything else."""
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if not found or int(found[2] or found[1]) < int(found[1]):
-        raise ValueError(text)
-    return range(int(found[1]), int(found[2] or found[1]) + 1)
-
-
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line that says what is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m controller.watching.timeline", description="A run as a Perfetto trace."
-    )
-    parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
-    parser.add_argument("--steps", type=parse_steps, metavar="3-5", help="steps to show, both ends included (all)")
-    parser.add_argument("--output", type=Path, help="file to write (runs/NAME/trace.json)")
-    options = parser.parse_args(None if arguments is None else list(arguments))
-    output = options.output or options.folder / "trace.json"
-    try:
-        events = write_trace(options.folder, output, options.steps)
-    except (BallastError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{output}: {events:,} events; open it in https://ui.perfetto.dev or chrome://tracing")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.watching.report import main, write_report
+from controller.report import main
+from controller.watching.report import write_report
 from tests.controller.watching.recorded_run import ATTACKS, STEPS, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

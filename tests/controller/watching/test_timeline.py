@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import CostModel
+from controller.timeline import main, parse_steps
 from controller.watching.metrics import RunWriter, Stopwatch
 from controller.watching.spans import TimelineRecorder
-from controller.watching.timeline import main, parse_steps, trace_events
+from controller.watching.timeline import trace_events
 from tests.controller.watching.trace_format import check, slices_of
 from workers.model.timing import MicroStepTime
 from workers.rollout.requests import SampleResult, WeightLoad

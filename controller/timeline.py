@@ -1,0 +1,42 @@
+"""`python -m controller.timeline runs/NAME [--steps 3-5] [--output trace.json]`: a trace of a run.
+
+`controller.watching.timeline` makes it, for Perfetto or Chrome.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from controller.watching.timeline import write_trace
+from workers.errors import BallastError
+
+
+def parse_steps(text: str) -> range:
+    """`3-5` or `4` as a range that holds both ends; ValueError for anything else."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not found or int(found[2] or found[1]) < int(found[1]):
+        raise ValueError(text)
+    return range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Exit code: 0, or 2 with one line that says what is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m controller.timeline", description="A run as a Perfetto trace.")
+    parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
+    parser.add_argument("--steps", type=parse_steps, metavar="3-5", help="steps to show, both ends included (all)")
+    parser.add_argument("--output", type=Path, help="file to write (runs/NAME/trace.json)")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    output = options.output or options.folder / "trace.json"
+    try:
+        events = write_trace(options.folder, output, options.steps)
+    except (BallastError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{output}: {events:,} events; open it in https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
