@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def test_the_dependency_rule_holds() -> None:
-    """controller -> workers -> balancing; balancing without torch and Ray; the training engine without Ray and vLLM."""
+    """controller -> workers -> balancing; the rooms of controller; who does without torch, Ray and vLLM."""
     process = subprocess.run(
         [Path(sys.executable).parent / "lint-imports", "--no-cache"], cwd=REPOSITORY, text=True, capture_output=True
     )
