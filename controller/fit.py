@@ -239,7 +239,7 @@ def _ray_session(config: Config, console: "Console") -> Iterator[None]:
         ) from error
     signal.signal(signal.SIGTERM, _interrupt)  # ray.init puts a handler of its own in its place
     if context.dashboard_url:
-        console.say(f"dashboard: http://{context.dashboard_url}")
+        console.say(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
     try:
         yield
     finally:
