@@ -89,10 +89,9 @@ class Trainer:
         self.validation, self.writer, self.console, self.live = validation, writer, console, live
         self.progress = progress or Progress()
         self.timeline = TimelineRecorder(live.phase)
-        self.planner = Planner(config, cost_model)
         self.refit = Refit(cost_model, enabled=config.refits_cost_model)
         self.refit.load_state(self.progress.refit)
-        self.planner.cost_model = self.refit.cost_model
+        self.planner = Planner(config, self.refit.cost_model)
         self.collector = Collector(config, roles, prompts, self.planner, console, self.timeline)
         self.lookahead = Lookahead(self.collector.collect)
         self.credit = Credit(config, roles, self.planner, self.progress)

@@ -50,8 +50,8 @@ SHARED_FILE = re.compile(r"/dev/shm/\S+")
 MIB = 2**20
 LEAST_STEPS = 80  # of a process's life, of which the first half goes to filling caches
 QUIET = 1 / 2  # of the steps
-# oneDNN, with which vLLM multiplies on a CPU, keeps what it compiled for the last 1,024 shapes. Until these have come,
-# for 400 steps or so, an engine grows by 100 MiB: with 64 of them a leak would show.
+# oneDNN, with which vLLM multiplies on a CPU, keeps what it compiled for the last 1,024 shapes. Until these have come
+# an engine grows, for hundreds of steps; with 64 of them a leak would show.
 SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 FLAT_MIB_A_STEP = 0.5
 
@@ -200,8 +200,8 @@ def report(
             "",
             f"Resident memory, without shared pages, of processes that lived for {LEAST_STEPS} steps or more, in the "
             "second half of their lives; the slope is the steepest of the role's processes, by least squares. With "
-            f"`{' '.join(f'{name}={value}' for name, value in SHAPES.items())}`: otherwise an engine on a CPU grows by "
-            "100 MiB in its first 400 steps, while oneDNN fills its cache of 1,024 compiled shapes, and then no more.",
+            f"`{' '.join(f'{name}={value}' for name, value in SHAPES.items())}`: otherwise an engine on a CPU grows for "
+            "hundreds of steps, until oneDNN has filled its cache of 1,024 compiled shapes.",
             "",
             "| process | processes | largest, MiB | slope, MiB a step |",
             "| --- | ---: | ---: | ---: |",
