@@ -200,8 +200,8 @@ def report(
             "",
             f"Resident memory, without shared pages, of processes that lived for {LEAST_STEPS} steps or more, in the "
             "second half of their lives; the slope is the steepest of the role's processes, by least squares. With "
-            f"`{' '.join(f'{name}={value}' for name, value in SHAPES.items())}`: otherwise an engine on a CPU grows for "
-            "hundreds of steps, until oneDNN has filled its cache of 1,024 compiled shapes.",
+            f"`{' '.join(f'{name}={value}' for name, value in SHAPES.items())}`: otherwise an engine on a CPU grows "
+            "for hundreds of steps, until oneDNN has filled its cache of 1,024 compiled shapes.",
             "",
             "| process | processes | largest, MiB | slope, MiB a step |",
             "| --- | ---: | ---: | ---: |",
