@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 QUICK := not slow and not gpu and not soak
-STAMP := .venv/.installed-$(shell cat requirements/*.txt pyproject.toml | cksum | cut -d' ' -f1)
+STAMP := .venv/.installed-$(shell cat requirements/cpu.txt requirements/dev.txt pyproject.toml | cksum | cut -d' ' -f1)
 
 WARM_START := $(BIN)/torchrun --nproc-per-node 2 -m examples.addition.warm_start # makes the quickstart's model, once
 
@@ -39,10 +39,12 @@ test: lint
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu and not soak" $(ARGS)
 
-# Everything that can be killed is killed in turn; then 200 steps with a kill every few of them.
+# Everything that can be killed is killed in turn; then 200 steps with a kill every few of them, and a shorter run of
+# the same with engines in processes of their own, as they are on GPUs.
 soak: setup
 	$(BIN)/python -m pytest -m soak $(ARGS)
 	$(BIN)/python -m tests.benchmarks.soak --output docs/soak.md
+	$(BIN)/python -m tests.benchmarks.soak --engine-processes --steps 40
 
 # Minutes each, on a machine that has nothing else to do; all but the first write their page. Not among them:
 # tests.benchmarks.algorithms, which takes hours, and tests.gpu.benchmark, which needs a GPU.

@@ -90,6 +90,7 @@ class Collector:
         """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
         requests = sample_requests(self.config, prompts, samples, step)
+        self.roles.wake_engines()
         with self.console.samples(len(requests)) as advance:
 
             def score(found: list[SampleResult], block: ObjectRef) -> None:
@@ -109,6 +110,7 @@ class Collector:
         if self.roles.reward_model is None:
             return rollout
         plan = self.planner.whole(rollout.batch, self.config.reward_model_max_tokens)
+        self.roles.sleep_engines()
         scores = self.roles.reward_model.score(rollout.batch, plan)
         return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
 

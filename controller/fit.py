@@ -63,7 +63,7 @@ class Inputs:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         try:
             request = parse_arguments(arguments)
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if request.dry_run:
                 print(describe(config))
                 if request.cluster:
-                    print_cluster(config, request.cluster)
+                    print_cluster(config, request.cluster, measured=request.measure)
                 return 0
             inputs = read_inputs(config)
         except (ConfigError, DataError, UnsupportedModelError, BalancingError) as error:
@@ -160,7 +160,7 @@ def run(config: Config, inputs: Inputs) -> None:
         with training(config, inputs, console, budget) as trainer:
             trainer.writer.summary(trainer.fit().summary())
 
-    with _ray_session(config, console):
+    with ray_session(config, console):
         recovering(attempt, config, console.say)
     _report(config, console)
     console.say(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
@@ -217,7 +217,7 @@ def training(
 
 
 @contextmanager
-def _ray_session(config: Config, console: "Console") -> Iterator[None]:
+def ray_session(config: Config, console: "Console") -> Iterator[None]:
     """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
     import ray
 
@@ -237,7 +237,7 @@ def _ray_session(config: Config, console: "Console") -> Iterator[None]:
             f"Ray at {address} could not be reached: {error}; check resources.ray_address or RAY_ADDRESS, and that "
             "both sides use the same token (RAY_AUTH_MODE)."
         ) from error
-    signal.signal(signal.SIGTERM, _interrupt)  # ray.init puts a handler of its own in its place
+    signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
     if context.dashboard_url:
         console.say(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
     try:
@@ -252,7 +252,7 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
-def _interrupt(signum: int, frame: Any) -> None:
+def interrupt(signum: int, frame: Any) -> None:
     """SIGTERM (what `ray job stop` sends) ends a run as Ctrl-C does."""
     del signum, frame
     raise KeyboardInterrupt

@@ -1,9 +1,12 @@
 """Layout: what a run asks of Ray, as data. `--dry-run` prints it, `controller.roles` starts it; neither repeats it.
 
-training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share bundle i
+training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
 rollout pool     one bundle for each engine             with GPUs of its own where rollout.placement is apart
-                 none where it is colocated             engine i shares tp bundles of training, from i*tp on
+                 none where it is colocated             engine i lives with the tp ranks from i*tp on
 no pool                                                 reward workers, wherever there is room
+
+The bundles of a pool are equal, so that any of them can be any rank's: which one, `controller.placement` says when Ray
+has put them on nodes.
 """
 
 from dataclasses import dataclass
@@ -15,11 +18,18 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True)
 class Pool:
-    """Bundles that are reserved together; the roles in a pool share them rank by rank."""
+    """Equal bundles that are reserved together; the roles in a pool share them rank by rank.
+
+    groups: sizes of the groups of consecutive ranks that should share a node, each a divisor of the next. engines,
+    engine_ranks: the first engines * engine_ranks ranks share their GPUs with engines, each of which needs one node.
+    """
 
     name: str
     bundles: tuple[Bundle, ...]
     strategy: str = "PACK"
+    groups: tuple[int, ...] = ()
+    engines: int = 0
+    engine_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -35,14 +45,17 @@ class RoleRequest:
 
 def training_pool(config: Config) -> Pool:
     """One bundle for each policy worker; the other roles' of the same number, and colocated engines, share them."""
-    cpus, tensor_parallel = config.resources.cpus_per_worker, config.rollout.tensor_parallel
-    engines = config.rollout.replicas if config.rollout_placement == "colocated" else 0
-    bundles = []
-    for rank in range(config.training_workers):
-        holds_engine = rank % tensor_parallel == 0 and rank // tensor_parallel < engines
-        bundle = {"CPU": cpus * (len(config.training_roles) + holds_engine)}
-        bundles.append(bundle | ({"GPU": 1.0} if config.uses_gpus else {}))
-    return Pool("training", tuple(bundles))
+    parallel, colocated = config.policy.parallel, config.rollout_placement == "colocated"
+    # Every bundle has room for an engine's actor, though not each holds one: bundles must be equal.
+    bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + colocated)}
+    sharing = parallel.tensor_parallel, parallel.tensor_parallel * parallel.context_parallel
+    return Pool(
+        "training",
+        (bundle | ({"GPU": 1.0} if config.uses_gpus else {}),) * config.training_workers,
+        groups=(*sharing, config.training_workers // parallel.replicate),
+        engines=config.rollout.replicas if colocated else 0,
+        engine_ranks=config.rollout.tensor_parallel,
+    )
 
 
 def rollout_pool(config: Config) -> Pool | None:
@@ -56,7 +69,8 @@ def rollout_pool(config: Config) -> Pool | None:
 
 
 def pools(config: Config) -> list[Pool]:
-    """Everything that is reserved."""
+    """Everything that is reserved, in this order: training first, because its groups of ranks need nodes to themselves
+    and an engine's bundle is whole wherever it lies."""
     return [pool for pool in (training_pool(config), rollout_pool(config)) if pool is not None]
 
 

@@ -1,18 +1,64 @@
-"""Reserving what the layout asks for, with a clear word when the cluster cannot give it."""
+"""Reserving what the layout asks for, with a clear word when the cluster cannot give it.
+
+Pool --reserve--> Reservation.strategy(rank) --> the actors of that rank, of every role in the pool
+"""
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from controller.layout import Bundle, Pool
+from controller.placement import bundle_of_rank
 from workers.errors import ResourceError
 
 
-def reserve(pool: Pool, timeout_s: float) -> PlacementGroup:
-    """Reserve the pool's bundles. Raises ResourceError, naming what is missing, if they are not there in time."""
+@dataclass(frozen=True)
+class Reservation:
+    """A pool's bundles, which Ray keeps for it until `release`. bundle_of_rank: the bundle of every rank."""
+
+    group: PlacementGroup
+    bundle_of_rank: tuple[int, ...]
+
+    def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Where an actor of this rank goes, of whatever role."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle_of_rank[rank])
+
+    def release(self) -> None:
+        """Give the bundles back; Ray ends the actors that are still in them."""
+        remove_placement_group(self.group)
+
+
+def reserve(pool: Pool, timeout_s: float) -> Reservation:
+    """Reserve the pool's bundles and give every rank one of them.
+
+    Raises ResourceError, naming what is missing, if they are not there within `timeout_s` seconds, and as
+    `bundle_of_rank` does.
+    """
+    group = _placed(pool, timeout_s)
+    try:
+        return Reservation(group, bundle_of_rank(pool, nodes_of(group)))
+    except ResourceError:
+        remove_placement_group(group)
+        raise
+
+
+def nodes_of(group: PlacementGroup) -> list[str]:
+    """Ray's id of the node of every bundle of a group that is placed, by the bundle's index."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[index] for index in range(len(nodes))]
+
+
+def _placed(pool: Pool, timeout_s: float) -> PlacementGroup:
     group = placement_group(list(pool.bundles), strategy=pool.strategy, name=pool.name)
     deadline = time.monotonic() + timeout_s
     while not group.wait(min(1.0, timeout_s)):

@@ -3,6 +3,8 @@
 layout (pure) -> reserve pools -> engines | policy, reference, critic, reward model | reward -> Roles -> one end for all
 """
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -10,13 +12,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from balancing import Plan
 from controller.config import Config
 from controller.layout import Pool, RoleRequest, pools, role_requests
-from controller.resources import reserve
+from controller.resources import Reservation, reserve
 from controller.rewards import RewardPool
 from controller.rollout.engines import MakeActor
 from controller.rollout.fleet import RestartBudget
@@ -36,7 +36,7 @@ from workers.config import (
     RolloutConfig,
 )
 from workers.critic import CriticWorker
-from workers.errors import ResourceError
+from workers.errors import LostError, WorkerError
 from workers.model.timing import MicroStepTime
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
@@ -47,7 +47,7 @@ from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker
 
 Requests = dict[str, RoleRequest]
-Bundles = dict[str, PlacementGroup]
+Bundles = dict[str, Reservation]
 ANSWER_SECONDS = 5.0  # for what is nice to know
 
 
@@ -62,6 +62,7 @@ class Roles:
     critic: WorkerGroup | None = None
     reward_model: WorkerGroup | None = None
     device_to_device: bool = False
+    transfer_timeout_s: float = math.inf
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
@@ -69,13 +70,50 @@ class Roles:
         return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
 
     def send_weights(self, version: int) -> None:
-        """The policy's weights to every engine as version `version`: through the object store, or between GPUs."""
+        """The policy's weights to every engine as version `version`: through the object store, or between GPUs.
+
+        Engines that sleep wake for it. Raises LostError if an engine or a rank is lost on the way.
+        """
         if self.device_to_device:
-            self.policy.send_weights(version)
-            self.rollouts.weights_sent(version)
+            self.rollouts.receive_weights(lambda: self._beside_engines("send_weights", version), version)
             return
         weights, _ = self.policy.export_weights()
         self.rollouts.update_weights(weights, version)
+
+    def sleep_engines(self) -> None:
+        """Before a pass of a training role: engines that share its GPUs give them up, weights and KV cache."""
+        self.rollouts.sleep()
+
+    def wake_engines(self) -> None:
+        """Before generation: engines that sleep wake, with the weights that they had."""
+        if self.rollouts.asleep:
+            self.send_weights(self.rollouts.version)
+
+    def connect_engines(self, placement: str, tensor_parallel: int) -> None:
+        """Let the policy's ranks meet the engines, for `send_weights` between GPUs. Raises LostError as that does."""
+        self._beside_engines("connect_engines", self.rollouts.actors, placement, tensor_parallel)
+
+    def _beside_engines(self, method: str, *args: Any) -> None:
+        """Call a method of the policy in which ranks and engines wait for each other.
+
+        What they exchange has no watchdog: when an engine dies a rank would wait for ever. Therefore the engines are
+        asked meanwhile whether they live.
+        """
+        deadline = time.monotonic() + self.transfer_timeout_s
+
+        def look() -> None:
+            self.rollouts.check_alive()
+            if time.monotonic() > deadline:
+                raise LostError(
+                    f"policy.{method} did not finish within resources.collective_timeout_s={self.transfer_timeout_s:g} "
+                    "s, and no engine says why."
+                )
+
+        try:
+            getattr(self.policy, method).remote(*args).result(meanwhile=look)
+        except WorkerError:
+            self.rollouts.check_alive()  # the death of an engine comes first: what a rank says may be what came of it
+            raise
 
     def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> TokenColumn:
         """Log-probs of the reference or, where that is no role of its own, of the policy without its adapters."""
@@ -143,6 +181,7 @@ def start_roles(
         stack.callback(rewards.stop)
         if colocated:
             # An engine sizes its cache by the memory that is free: on a GPU it shares, it must be the first to look.
+            # It sleeps until the first round of generation, for which the policy sends its weights.
             started.result(timeout_s)
             rollouts.sleep()
         policy = policy or _policy(stack, config, requests, bundles)
@@ -153,35 +192,35 @@ def start_roles(
         reward_model = _reward_model(stack, config, requests, bundles) if config.uses_reward_model else None
         rewards.wait_ready(timeout_s)
         started.result(timeout_s)
-        rollouts.wake()
+        roles = Roles(
+            policy,
+            reference,
+            rollouts,
+            rewards,
+            critic,
+            reward_model,
+            device_to_device=config.uses_gpus,
+            transfer_timeout_s=config.resources.collective_timeout_s,
+        )
         if config.uses_gpus:
-            policy.connect_engines(rollouts.actors, config.rollout_placement, config.rollout.tensor_parallel)
-        device_to_device = config.uses_gpus
-        yield Roles(policy, reference, rollouts, rewards, critic, reward_model, device_to_device=device_to_device)
+            roles.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)
+        yield roles
 
 
-def _reserve(stack: ExitStack, pool: Pool, config: Config) -> PlacementGroup:
-    group = reserve(pool, config.resources.placement_timeout_s)
-    stack.callback(remove_placement_group, group)
-    return group
+def _reserve(stack: ExitStack, pool: Pool, config: Config) -> Reservation:
+    bundles = reserve(pool, config.resources.placement_timeout_s)
+    stack.callback(bundles.release)
+    return bundles
 
 
 def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each colocated engine: the GPUs of the policy ranks whose bundles it shares.
+    """CUDA_VISIBLE_DEVICES of each colocated engine: the GPUs, all of one node, of the policy ranks that it lives with.
 
-    ranks: `Worker.facts` of every policy rank. Raises ResourceError if an engine's ranks lie on several nodes.
+    ranks: `Worker.facts` of every policy rank.
     """
-    devices = []
-    for replica in range(rollout.replicas):
-        shared = ranks[replica * rollout.tensor_parallel : (replica + 1) * rollout.tensor_parallel]
-        nodes = sorted({rank["node"] for rank in shared})
-        if len(nodes) > 1:
-            raise ResourceError(
-                f"rollout {replica} would share GPUs on {' and '.join(nodes)}, but an engine lives on one node; "
-                "choose rollout.tensor_parallel so that it divides the GPUs of a node, or rollout.placement=apart."
-            )
-        devices.append(",".join(rank["gpus"] for rank in shared))
-    return devices
+    size = rollout.tensor_parallel
+    engines = [ranks[replica * size : (replica + 1) * size] for replica in range(rollout.replicas)]
+    return [",".join(rank["gpus"] for rank in shared) for shared in engines]
 
 
 def _engine_maker(
@@ -194,7 +233,7 @@ def _engine_maker(
     actor_class = ray.remote(RolloutWorker)
 
     def make(replica: int, attempt: int) -> Any:
-        bundle = replica * config.rollout.tensor_parallel if devices else replica
+        rank = replica * config.rollout.tensor_parallel if devices else replica
         # An actor without GPUs of its own would see none: Ray is told to leave the variable alone.
         variables = {
             "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
@@ -205,9 +244,7 @@ def _engine_maker(
             "num_cpus": request.cpus,
             "num_gpus": request.gpus,
             "max_concurrency": 1000,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                bundles[request.pool], placement_group_bundle_index=bundle
-            ),
+            "scheduling_strategy": bundles[request.pool].strategy(rank),
         } | ({"runtime_env": {"env_vars": variables}} if devices else {})
         return actor_class.options(**options).remote(
             config.model,
@@ -290,6 +327,7 @@ def _training_group(
         tp=config.policy.parallel.tensor_parallel,
         arguments=arguments,
         timeout_s=config.resources.start_timeout_s,
+        collective_timeout_s=config.resources.collective_timeout_s,
     )
     stack.callback(group.stop)
     return group

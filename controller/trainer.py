@@ -178,7 +178,7 @@ class Trainer:
             plan = self.planner.plan(batch, drawn, self.config.policy.max_tokens)
             batch = with_group_tokens(batch, drawn)
         with watch.phase("log_probs"), self.console.phase("log-probs"):
-            self.roles.rollouts.sleep()
+            self.roles.sleep_engines()
             batch, mismatch = self.with_log_probs(batch)
         with watch.phase("advantages"), self.console.phase("advantages"):
             batch, metrics = self.credit.assign(batch)
@@ -192,7 +192,6 @@ class Trainer:
             self.lookahead.wait()
         metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
         with watch.phase("weights"), self.console.phase("weights"):
-            self.roles.rollouts.wake()
             if learns:
                 self.send_weights()
         # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
@@ -256,6 +255,7 @@ class Trainer:
     def save(self, name: str) -> None:
         """The model and tokenizer in Hugging Face format, in the run's folder."""
         with self.timeline.phase("save"), self.console.phase("saving"):
+            self.roles.sleep_engines()  # whole weights are gathered for it
             self.roles.policy.save_pretrained(str((self.writer.folder / name).resolve()))
 
     def send_weights(self) -> None:

@@ -7,6 +7,7 @@ group.log_probs.remote(batch, plan)     returns a GroupFuture; .result() joins
 
 import inspect
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from controller.resources import Reservation
 from controller.rollout.engines import cause_of
 from workers.base import Worker
 from workers.dispatch import (
@@ -32,6 +32,7 @@ from workers.errors import BallastError, LostError, WorkerError
 from workers.metrics import merge
 
 LOST_SECONDS = 3.0  # Ray says within this time that an actor is gone, after its peers noticed
+MEANWHILE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,10 @@ class GroupFuture:
         """`refs`: one light result of each rank, whose arrival or error stands for the whole call."""
         self._label, self._names, self._join = label, dict(zip(refs, names, strict=True)), join
 
-    def result(self, timeout_s: float | None = None) -> Any:
+    def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> Any:
         """Wait for every rank, then join.
+
+        meanwhile: called every few seconds of waiting; what it raises ends the wait.
 
         Raises at the first rank that fails, without waiting for the others (they may be stuck in a collective that
         will never complete): LostError if an actor was lost, an error of ours as the worker raised it, WorkerError with
@@ -60,12 +63,28 @@ class GroupFuture:
         """
         waiting = list(self._names)
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+            done, others = self._wait_for_one(waiting, timeout_s, meanwhile)
             if not done:
                 late = ", ".join(self._names[ref] for ref in waiting)
                 raise WorkerError(f"{self._label} did not finish within {timeout_s:g} s on {late}.")
-            self._raise_if_failed(done[0], waiting)
+            self._raise_if_failed(done[0], others)
+            waiting = others
         return self._join()
+
+    @staticmethod
+    def _wait_for_one(
+        refs: list[ray.ObjectRef], timeout_s: float | None, meanwhile: Callable[[], None] | None
+    ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+        """`ray.wait` for one of `refs`, with calls of `meanwhile`."""
+        if meanwhile is None:
+            return ray.wait(refs, num_returns=1, timeout=timeout_s)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            done, others = ray.wait(refs, num_returns=1, timeout=min(MEANWHILE_SECONDS, left))
+            if done or not left:
+                return done, others
+            meanwhile()
 
     def _raise_if_failed(self, ref: ray.ObjectRef, others: list[ray.ObjectRef]) -> None:
         try:
@@ -139,13 +158,13 @@ class GroupMethod:
 
 
 class WorkerGroup:
-    """The worker actors of one role, one in each bundle of a placement group."""
+    """The worker actors of one role, one in each bundle of a pool."""
 
     def __init__(
         self,
         role: str,
         worker_class: type[Worker],
-        bundles: PlacementGroup,
+        bundles: Reservation,
         share: Share,
         *,
         dp: int,
@@ -153,11 +172,13 @@ class WorkerGroup:
         tp: int = 1,
         arguments: dict[str, Any] | None = None,
         timeout_s: float = 300.0,
+        collective_timeout_s: float = 300.0,
     ) -> None:
         """Start dp * cp * tp actors and their process group; the order is that of `workers.model.parallel`.
 
-        arguments: keyword arguments of the worker class beside role, coordinates and world_size. Raises WorkerError if
-        a worker cannot be built or the process group does not come up within `timeout_s` seconds.
+        arguments: keyword arguments of the worker class beside role, coordinates and world_size. collective_timeout_s:
+        for which ranks wait for each other in a collective. Raises WorkerError if a worker cannot be built or the
+        process group does not come up within `timeout_s` seconds.
         """
         self.role = role
         places = itertools.product(range(dp), range(cp), range(tp))
@@ -169,9 +190,7 @@ class WorkerGroup:
                 name=name,
                 num_cpus=share.cpus,
                 num_gpus=share.gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=bundles, placement_group_bundle_index=rank.index
-                ),
+                scheduling_strategy=bundles.strategy(rank.index),
             ).remote(role, rank, len(self.ranks), **(arguments or {}))
             for name, rank in zip(self.names, self.ranks, strict=True)
         ]
@@ -182,15 +201,15 @@ class WorkerGroup:
             if hasattr(method, DISPATCH_ATTRIBUTE)
         }
         try:
-            self._start(timeout_s)
+            self._start(timeout_s, collective_timeout_s)
         except BaseException:
             self.stop()
             raise
 
-    def _start(self, timeout_s: float) -> None:
+    def _start(self, timeout_s: float, collective_timeout_s: float) -> None:
         built = [actor.address.remote() for actor in self.actors]
         addresses = GroupFuture(f"{self.role} start-up", self.names, built, lambda: ray.get(built)).result(timeout_s)
-        joined = [actor.join_group.remote(*addresses[0], timeout_s) for actor in self.actors]
+        joined = [actor.join_group.remote(*addresses[0], collective_timeout_s) for actor in self.actors]
         GroupFuture(f"{self.role} process group", self.names, joined, lambda: None).result(timeout_s)
 
     def __getattr__(self, name: str) -> GroupMethod:

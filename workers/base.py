@@ -10,6 +10,7 @@ import torch
 from workers.dispatch import RankCoordinates, Split, dispatch
 from workers.errors import ConfigError
 from workers.model.parallel import process_group_backend
+from workers.network import use_rays_interface
 
 
 class Worker:
@@ -39,7 +40,10 @@ class Worker:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def join_group(self, address: str, port: int, timeout_s: float) -> None:
-        """Start the process group of this role: gloo on CPU, nccl with gloo for host tensors on GPU."""
+        """Start the process group of this role: gloo on CPU, nccl with gloo for host tensors on GPU.
+
+        timeout_s: for which a rank waits for the others in a collective.
+        """
         os.environ.update(
             MASTER_ADDR=address,
             MASTER_PORT=str(port),
@@ -47,19 +51,20 @@ class Worker:
             WORLD_SIZE=str(self.world_size),
             LOCAL_RANK="0",  # Ray shows each actor only its own device
         )
+        use_rays_interface()
         backend = process_group_backend(self.device)
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
     @dispatch(Split.ALL)
     def facts(self) -> dict[str, Any]:
-        """Process id, node, visible GPUs and resident memory: for placement and tests."""
-        import ray
-
+        """Process id, visible GPUs, resident memory and the most that was allocated on the GPU: for placement,
+        `controller.doctor` and tests."""
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
         return {
             "pid": os.getpid(),
-            "node": ray.get_runtime_context().get_node_id(),
             "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             "resident_bytes": resident_bytes(),
+            "peak_device_bytes": peak,
         }
 
 

@@ -55,9 +55,10 @@ class ModelConfig:
     )
     attention: str = setting(
         "auto",
-        "Attention kernel. Packed: `varlen` (CUDA), `flash` (CUDA, the flash-attn package), `sdpa` (one call a "
-        "sequence, any device). Padded: transformers' own `sdpa` or `eager`. `auto` picks by device and model.",
-        choices=("auto", "varlen", "flash", "sdpa", "eager"),
+        "Attention kernel. Packed: `varlen` (CUDA), `flash3` (Hopper, with FlashAttention 3's package), `flash` (CUDA, "
+        "the flash-attn package), `sdpa` (one call a sequence, any device). Padded: transformers' own `sdpa` or "
+        "`eager`. `auto` picks by device, packages and model.",
+        choices=("auto", "varlen", "flash3", "flash", "sdpa", "eager"),
     )
     layout: str = setting(
         "packed",
@@ -74,10 +75,20 @@ class ModelConfig:
     activation_offload: bool = setting(
         False, "Keep what gradient checkpointing keeps of each layer in host memory until the backward pass (GPU)."
     )
+    compile: bool = setting(
+        False, "Compile each decoder layer (torch.compile): fewer and larger kernels, minutes at the first step (GPU)."
+    )
     logprob_chunk_tokens: int = setting(
-        256, "Tokens whose logits exist at one time; bounds the memory of log-probs (tokens x vocabulary).", minimum=1
+        0,
+        "Tokens whose logits exist at one time; bounds the memory of log-probs (tokens x vocabulary). 0 is 2,048 on a "
+        "GPU, which adds to the output layer's gradient once a chunk, and 256 on a CPU.",
+        minimum=0,
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def chunk_tokens(self, device: str) -> int:
+        """`logprob_chunk_tokens` on a type of device, as torch names it."""
+        return self.logprob_chunk_tokens or (256 if device == "cpu" else 2048)
 
 
 @dataclass
@@ -127,6 +138,12 @@ class ParallelConfig:
         "Copies of the sharded model (HSDP): parameters are gathered within dp / replicate ranks, and only gradients "
         "travel between the copies. 1 shards over all ranks.",
         minimum=1,
+    )
+    defer_gradient_reduction: bool = setting(
+        False,
+        "Reduce gradients over ranks in the last micro-step of a mini-batch alone, not in each: less traffic, but "
+        "every rank then keeps whole gradients in float32, 4 bytes a parameter / tensor_parallel. Copies (replicate) "
+        "reduce over one another in the last alone in any case.",
     )
 
 
@@ -201,6 +218,11 @@ class RolloutConfig:
     )
     cpu_kv_cache_gib: float = setting(1.0, "KV cache of an engine on CPU, GiB.", minimum=0, exclusive_minimum=True)
     enforce_eager: bool = setting(False, "Do not capture CUDA graphs. On CPU vLLM is always eager here.")
+    engine: dict[str, Any] = setting(
+        {},
+        "Further arguments of vLLM's engines by their names in vLLM, as in `{quantization: fp8}` (see "
+        "docs/rollout-engine.md); those that follow from other settings are refused.",
+    )
     max_retries: int = setting(
         2, "Times that a failed sample is sent again before it is dropped and counted.", minimum=0
     )

@@ -56,6 +56,7 @@ class ModelWorker(Worker):
     def build(self) -> int:
         """Load and shard the model; returns its number of parameters."""
         self.engine = Engine(self._model, **self._engine_arguments)
+        self.free_cached_memory()
         return self.engine.num_parameters
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))

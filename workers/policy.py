@@ -1,6 +1,6 @@
 """PolicyWorker: trains under a plan and hands its weights to the engines."""
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,8 @@ class PolicyWorker(TrainedWorker):
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
         """All weights as one uint8 array of safetensors bytes, on rank zero; the others take part in gathering."""
-        weights = self.engine.named_weights()
-        if self.coordinates.index == 0:
-            return pack_weights(weights), {}
-        for _ in weights:  # each full tensor is a collective
-            pass
-        return None, {}
+        packed = pack_weights(self.engine.named_weights(self.engine.dtype, keeper=0))
+        return (packed if self.coordinates.index == 0 else None), {}
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
@@ -50,7 +46,7 @@ class PolicyWorker(TrainedWorker):
 
     @dispatch(Split.ALL)
     def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:
-        """Meet the engines for transfers between GPUs. Needs a GPU; not run on CPU.
+        """Meet the engines for transfers between GPUs. Needs GPUs.
 
         engines: handles of all RolloutWorker actors, started. placement: `colocated` (ipc) or `apart` (nccl).
         """
@@ -59,22 +55,25 @@ class PolicyWorker(TrainedWorker):
         meeting = [self.address() if self.coordinates.index == 0 else ("", 0)]
         torch.distributed.broadcast_object_list(meeting)
         address, port = meeting[0]
+        # An engine beside every rank reads that rank's own; over the network one rank sends, and alone gathers.
+        keeper = None if placement == "colocated" else 0
+        dtype = self.engine.dtype  # what the engines compute in: half the bytes where ours are kept in float32
         self._sender = WeightSender(
             placement,
             engines,
-            self._engine_weights,
+            partial(self.engine.named_weights, dtype, keeper),
+            self.engine.weights_metadata(dtype),
             rank=self.coordinates.index,
             tensor_parallel=tensor_parallel,
             address=address,
             port=port,
         )
 
-    def _engine_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the type that the engines compute in: half the bytes where ours are kept in float32."""
-        return ((name, weight.to(self.engine.dtype)) for name, weight in self.engine.named_weights())
-
     @dispatch(Split.ALL)
     def send_weights(self, version: int) -> None:
-        """All weights to the connected engines as `version`. Needs a GPU; not run on CPU."""
+        """All weights to the connected engines as `version`. Needs GPUs.
+
+        Raises RolloutError, naming the weights, if an engine refuses them, and LostError if one is lost.
+        """
         self._sender.send(version)
         self.free_cached_memory()

@@ -48,3 +48,4 @@ class TrainedWorker(ModelWorker):
     def save_pretrained(self, path: str) -> None:
         """Write the model and tokenizer in Hugging Face format; rank zero writes, all take part."""
         self.engine.save_pretrained(path)
+        self.free_cached_memory()

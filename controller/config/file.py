@@ -18,7 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema")
-Numbers = dict[str, float]  # the one type of setting that is not a single value
+Numbers = dict[str, float]  # with Options, the types of setting that are not a single value
+Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def read(schema: type[Schema], path: str | Path | None, overrides: Sequence[str]
     merged = OmegaConf.structured(schema)
     for source, part in parts:
         _check_keys_and_types(part, known, source)
-        merged = OmegaConf.merge(merged, part)
+        merged = OmegaConf.unsafe_merge(merged, part)  # in place: `merge` copies all settings for every override
         for key, found in known.items():  # a mapping given again is meant instead of the one before, not beside it
             if found.type == Numbers and OmegaConf.select(part, key) is not None:
                 OmegaConf.update(merged, key, OmegaConf.select(part, key), merge=False)
@@ -143,6 +144,8 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
             raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
         if isinstance(value, str) and re.search(r"\$\{[^}]*:", value):
             raise ConfigError(f"{source}{key}: of ${{...}} only other settings are read, not {_shown(value)}.")
+        if known[key].type == Options and "${" in str(value):
+            raise ConfigError(f"{source}{key}: ${{...}} is not read here, give the values themselves.")
         # What ${...} stands for is known only after merging, where OmegaConf checks its type.
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
         if not deferred and not _is_of_type(value, known[key].type):
@@ -174,12 +177,15 @@ _TYPES = {
     float: "a number (float)",
     str: "a text (str)",
     Numbers: "numbers by name (NAME: NUMBER, ...)",
+    Options: "values by name (NAME: VALUE, ...)",
 }
 
 
 def _is_of_type(value: Any, wanted: type) -> bool:
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
+    if wanted == Options:
+        return isinstance(value, dict)
     if wanted == Numbers:
         return isinstance(value, dict) and all(_is_of_type(number, float) for number in value.values())
     accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}

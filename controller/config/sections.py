@@ -223,6 +223,13 @@ class ResourcesConfig:
     start_timeout_s: float = setting(
         600.0, "Seconds to wait for actors to load their models.", minimum=0, exclusive_minimum=True
     )
+    collective_timeout_s: float = setting(
+        1800.0,
+        "Seconds for which ranks wait for each other, for instance while one of them reads or writes files, and for "
+        "which new weights may take to reach the engines between GPUs.",
+        minimum=0,
+        exclusive_minimum=True,
+    )
     dashboard: bool = setting(False, "Start Ray's dashboard where the run starts a local Ray.")
 
 

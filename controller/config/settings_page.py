@@ -6,7 +6,7 @@ dataclass fields --settings--> key | type | default | allowed | documentation, a
 from dataclasses import is_dataclass
 from typing import Any
 
-from controller.config.file import Setting, settings, value_of
+from controller.config.file import Numbers, Options, Setting, settings, value_of
 from controller.config.schema import Config
 
 HEAD = """\
@@ -49,7 +49,8 @@ def _row(setting: Setting) -> str:
 
 
 def _type(setting: Setting) -> str:
-    return "numbers by name" if setting.type not in (bool, int, float, str) else setting.type.__name__
+    by_name: dict[type, str] = {Numbers: "numbers by name", Options: "values by name"}
+    return by_name.get(setting.type, setting.type.__name__)
 
 
 def _default(setting: Setting) -> str:

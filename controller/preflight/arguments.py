@@ -10,17 +10,19 @@ from controller.preflight.cluster import FORM, Cluster, parse_cluster
 from controller.preflight.describe import section_names, settings_page
 from workers.errors import ConfigError
 
-USAGE = "python -m controller.fit --config FILE [--dry-run [--cluster NODES]] [key.sub=value ...]"
+USAGE = "python -m controller.fit --config FILE [--dry-run [--cluster NODES [--measure]]] [key.sub=value ...]"
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line, taken apart; the overrides are not read yet. cluster: what --cluster describes."""
+    """A command line, taken apart; the overrides are not read yet. cluster: what --cluster describes. measure: whether
+    the memory of a GPU is measured beside the estimate."""
 
     config: Path
     overrides: tuple[str, ...]
     dry_run: bool
     cluster: Cluster | None = None
+    measure: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,8 +40,8 @@ class _PrintSettings(argparse.Action):
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """Take a command line apart (default: that of the process).
 
-    Raises ConfigError for an unknown option, without --config and for --cluster without --dry-run; SystemExit(0) after
-    --help and --settings.
+    Raises ConfigError for an unknown option, without --config, for --cluster without --dry-run and --measure without
+    --cluster; SystemExit(0) after --help and --settings.
     """
     # Intermixed: overrides may stand before, between and after options.
     parsed = _parser().parse_intermixed_args(argv)
@@ -47,8 +49,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         raise ConfigError(
             "--cluster describes a cluster for --dry-run, and a run takes the one it finds; add --dry-run."
         )
+    if parsed.measure and not parsed.cluster:
+        raise ConfigError("--measure measures the GPUs that --cluster describes; add --dry-run --cluster.")
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
-    return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run, cluster)
+    return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run, cluster, parsed.measure)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="check, print what would run and where, start nothing")
     parser.add_argument(
         "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement and memory on {FORM}"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="with --cluster: run the engine without a GPU for its peak memory"
     )
     parser.add_argument("--settings", action=_PrintSettings, nargs=0, help="print every setting and exit")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")

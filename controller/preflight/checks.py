@@ -22,6 +22,7 @@ from controller.preflight.model_support import check_supported_model
 from controller.preflight.tracker_checks import check_trackers
 from controller.records import iter_records
 from workers.errors import CheckpointError, ConfigError, DataError
+from workers.rollout.engine_options import check_engine_options
 
 
 def check(config: Config) -> None:
@@ -32,6 +33,7 @@ def check(config: Config) -> None:
     _check_loss(config)
     _check_optimizer(config)
     _check_sampling(config)
+    check_engine_options(config.rollout.engine)
     _check_environment(config)
     _check_overlong(config)
     _check_caps(config)
@@ -264,6 +266,11 @@ def _check_devices(config: Config) -> None:
             "rollout.overlap=true generates while it trains, but rollout.placement=colocated has them take turns "
             "on the same GPUs; set rollout.placement=apart, or remove rollout.overlap."
         )
+    if config.rollout.overlap and config.uses_reward_model:
+        raise ConfigError(
+            "rollout.overlap=true would have reward.model.path score the next step's samples on the policy's ranks "
+            "while they train; remove one of them, or give the reward by a function."
+        )
     engine_gpus = config.rollout.replicas * config.rollout.tensor_parallel
     if placement == "colocated" and engine_gpus > config.training_workers:
         raise ConfigError(
@@ -274,7 +281,7 @@ def _check_devices(config: Config) -> None:
     _check_attention(config)
 
 
-ATTENTION_KERNELS = {"packed": ("auto", "varlen", "flash", "sdpa"), "padded": ("auto", "sdpa", "eager")}
+ATTENTION_KERNELS = {"packed": ("auto", "varlen", "flash3", "flash", "sdpa"), "padded": ("auto", "sdpa", "eager")}
 
 
 def _check_attention(config: Config) -> None:
@@ -284,7 +291,7 @@ def _check_attention(config: Config) -> None:
         raise ConfigError(
             f"model.attention={kernel} is not for model.layout={layout}; set attention to one of {', '.join(kernels)}."
         )
-    if kernel not in ("varlen", "flash"):
+    if kernel not in ("varlen", "flash3", "flash"):
         return
     if not config.uses_gpus:
         raise ConfigError(f"model.attention={kernel} is a CUDA kernel and the run uses CPUs; set auto or sdpa.")
@@ -309,6 +316,11 @@ def _check_parallel(config: Config, model: ModelFiles) -> None:
     if tp > 1 and config.model.lora.rank:
         raise ConfigError(
             "adapters are not shared between ranks; set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
+        )
+    if tp > 1 and config.model.compile:
+        raise ConfigError(
+            "model.compile does not take layers that ranks share; set model.compile=false or "
+            "policy.parallel.tensor_parallel=1."
         )
     heads, pairs = model.attention_heads, model.key_value_heads
     if cp > 1 and parallel.context_parallel_method == "ulysses" and heads is not None and heads % (cp * tp):

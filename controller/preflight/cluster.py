@@ -2,17 +2,17 @@
 
     --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster --place--> Placement of every bundle --> fits, or why not
 
-Bundles are put in their order on the first node with room, which is how Ray packs equal ones. Ray may choose another
-placement as good; it finds one whenever this does.
+Bundles are put on the first node with room, and ranks into bundles as a run does it (`controller.placement`). Ray may
+begin with another node; on nodes that are equal and free it fills one after the other, as this does.
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 from controller.config import Config
-from controller.layout import Bundle, pools, role_requests
-from workers.errors import ConfigError
+from controller.layout import Bundle, Pool, pools, role_requests
+from controller.placement import bundle_of_rank, groups_on_several_nodes
+from workers.errors import ConfigError, ResourceError
 
 FORM = "nodes=8,gpus=8,gpu_gib=80,cpus=96,memory_gib=1024"
 REQUIRED = ("nodes", "cpus")
@@ -32,7 +32,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Placement:
-    """Of every pool, the node of every bundle; of the reward workers, theirs."""
+    """Of every pool, the node of every rank, which is that of its bundle; of the reward workers, theirs."""
 
     pools: dict[str, tuple[int, ...]]
     rewards: tuple[int, ...]
@@ -73,13 +73,11 @@ def place(config: Config, cluster: Cluster) -> Placement:
     free = [{"CPU": cluster.cpus, "GPU": float(cluster.gpus)} for _ in range(cluster.nodes)]
     placed = {}
     for pool in pools(config):
-        bundles = enumerate(pool.bundles)
-        placed[pool.name] = tuple(_take(free, b, f"bundle {i} of pool {pool.name}", cluster) for i, b in bundles)
+        nodes = [_take(free, b, f"bundle {i} of pool {pool.name}", cluster) for i, b in enumerate(pool.bundles)]
+        placed[pool.name] = tuple(nodes[bundle] for bundle in _bundle_of_rank(pool, nodes))
     reward = next(request for request in role_requests(config) if not request.pool)
     rewards = tuple(_take(free, {"CPU": reward.cpus}, f"reward worker {i}", cluster) for i in range(reward.actors))
-    placement = Placement(placed, rewards)
-    _check_engines(config, placement)
-    return placement
+    return Placement(placed, rewards)
 
 
 def _take(free: list[Bundle], bundle: Bundle, what: str, cluster: Cluster) -> int:
@@ -96,17 +94,11 @@ def _take(free: list[Bundle], bundle: Bundle, what: str, cluster: Cluster) -> in
     )
 
 
-def _check_engines(config: Config, placement: Placement) -> None:
-    """A colocated engine lives on one node with the ranks whose GPUs it shares."""
-    if config.rollout_placement != "colocated":
-        return
-    share, nodes = config.rollout.tensor_parallel, placement.pools["training"]
-    for engine in range(config.rollout.replicas):
-        if len(set(nodes[engine * share : (engine + 1) * share])) > 1:
-            raise ConfigError(
-                f"rollout {engine} would share GPUs of several nodes, but an engine lives on one; choose "
-                "rollout.tensor_parallel so that it divides the GPUs of a node, or rollout.placement=apart."
-            )
+def _bundle_of_rank(pool: Pool, nodes: list[int]) -> tuple[int, ...]:
+    try:
+        return bundle_of_rank(pool, nodes)
+    except ResourceError as error:
+        raise ConfigError(str(error)) from None
 
 
 def cluster_in_words(cluster: Cluster) -> str:
@@ -131,6 +123,5 @@ def _shares_training(config: Config, role: str) -> bool:
 
 def groups_across_nodes(config: Config, placement: Placement) -> int:
     """Groups of ranks that share sequences or layers (context and tensor parallel) and lie on several nodes."""
-    size, nodes = config.training_workers // config.policy.ranks, placement.pools["training"]
-    groups = [nodes[start : start + size] for start in range(0, len(nodes), size)]
-    return sum(len(Counter(group)) > 1 for group in groups)
+    size = config.training_workers // config.policy.ranks
+    return len(groups_on_several_nodes(placement.pools["training"], size))

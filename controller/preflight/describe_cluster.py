@@ -15,6 +15,7 @@ from controller.preflight.cluster import (
     place,
     roles_on_node,
 )
+from controller.preflight.measure import LAYERS, measure, measured_lines
 from controller.preflight.memory import (
     USABLE_SHARE,
     GpuMemory,
@@ -27,8 +28,11 @@ from controller.preflight.memory import (
 from controller.preflight.model_shape import ModelShape, model_shape
 
 
-def print_cluster(config: Config, cluster: Cluster) -> None:
-    """Print the placement and, where there are GPUs, their memory. Raises ConfigError if the run does not fit."""
+def print_cluster(config: Config, cluster: Cluster, *, measured: bool = False) -> None:
+    """Print the placement and, where there are GPUs, their memory; `measured`: beside what the engine took without one.
+
+    Raises ConfigError if the run does not fit, or nothing could be measured.
+    """
     placement = place(config, cluster)
     print("\n".join(["", "== cluster ==", *placement_lines(config, cluster, placement)]))
     if not cluster.gpus:
@@ -37,11 +41,14 @@ def print_cluster(config: Config, cluster: Cluster) -> None:
     others = other_shapes(config)
     memory = gpu_memory(config, shape, cluster.gpu_gib, others)
     first = roles_on_node(config, placement, 0)
-    ranks, engines = len(first.get("policy", [])), len(first.get("rollout", []))
-    host = host_memory(config, shape, ranks=ranks, engines=engines, others=others)
+    ranks = len(first.get("policy", []))
+    host = host_memory(config, shape, ranks=ranks, others=others)
     sizes = [f"{shape.parameters:,} parameters", *(f"{role} {each.parameters:,}" for role, each in others.items())]
     heading = f"== memory, estimated for {', '.join(sizes)}; GiB =="
     print("\n".join(["", heading, *memory_lines(config, memory, host, cluster)]))
+    if measured:
+        heading = f"== memory, measured on tensors without numbers with {LAYERS[0]} and {LAYERS[1]} layers; GiB =="
+        print("\n".join(["", heading, *measured_lines(measure(config, list(memory.phases)))]))
     check_memory(config, memory, cluster.gpu_gib)
     check_host(host, cluster.memory_gib)
 
@@ -93,7 +100,8 @@ def memory_lines(config: Config, memory: GpuMemory, host: Parts, cluster: Cluste
     """What a GPU holds in training and in generation, and the first node's host memory."""
     room = USABLE_SHARE * cluster.gpu_gib
     lines = [
-        f"a GPU while training: {_sum(memory.training)} of {room:.1f} usable",
+        f"a GPU while training, in the fullest phase, {memory.fullest.name}: {_sum(memory.training)} of {room:.1f} "
+        "usable",
         f"a GPU while generating: {_sum(memory.generating)} of {room:.1f} usable",
         f"an engine: {memory.engine_weights:.1f} of weights on each GPU, room for {memory.kv_tokens:,} tokens; the "
         f"longest sequence has {config.max_model_tokens:,}",

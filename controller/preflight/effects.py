@@ -85,6 +85,11 @@ NO_EFFECT_WITHOUT = (
         ("policy.parallel.context_parallel_method",),
     ),
     (
+        "several training ranks",
+        lambda c: c.training_workers > 1,
+        ("policy.parallel.defer_gradient_reduction",),
+    ),
+    (
         "policy.parallel.context_parallel_method=ulysses (ring has kernels of its own)",
         lambda c: c.policy.parallel.context_parallel_method == "ulysses",
         ("model.attention",),
@@ -197,6 +202,7 @@ NO_EFFECT_WITHOUT = (
         lambda c: c.uses_gpus,
         (
             "model.activation_offload",
+            "model.compile",
             "policy.cpu_offload",
             "reference.cpu_offload",
             "critic.cpu_offload",

@@ -1,38 +1,44 @@
 """Memory of a GPU, estimated before there is one: plain arithmetic on config.json and the settings.
 
     config.json --> ModelShape --+
-    settings --------------------+--> Parts while training | Parts while generating --> the larger against the GPU
+    settings --------------------+--> Phases of training | Parts while generating --> the largest against the GPU
 
-P parameters, s ranks that share them (data-parallel ranks / replicate * context * tensor parallel), b bytes of the
-compute type (2 or 4), T the cap on a micro-batch's tokens on one rank, L one layer's parameters, R those of the root
-(embedding, output layer):
+P parameters, A of them trained (P, or those of the adapters), s ranks that share them (data-parallel ranks / replicate
+* context * tensor parallel), b bytes of the compute type (2 or 4), T the cap on a micro-batch's tokens on one rank, L
+one layer's parameters, R those of the root (embedding, output layer), M those of the output layer, h the hidden size, f
+the width of a feed-forward block, n layers, c tokens of a chunk of logits. All the time:
 
     weights        4 P / s                       float32, sharded by FSDP2
-    gradients      4 P / s                       the same; 4 A / s with adapters of A parameters
-    AdamW          8 P / s                       two moments; 8 A / s with adapters
-    gathered       (2 b + 4)(2 L + R)            parameters, gradients, and gradients in float32 on their way, of two
-                                                 layers and the root; + b (P - 2 L - R) where nothing is resharded
-    activations    n T a                         a bytes a token and layer, `ModelShape.activation_bytes_per_token`;
-                                                 with gradient checkpointing n T 2 h + T a: inputs of all, one layer
-    log-probs      3 x 4 V c                     logits, their softmax and gradient of a chunk of c tokens, float32
+    AdamW          8 A / s                       two moments
     reference      4 P / s                       of its own P, where there is a KL
-    critic         16 P / s                      of its own P: weights, gradients, AdamW (PPO)
+    critic         12 P / s                      of its own P: weights, AdamW (PPO)
     reward model   4 P / s                       of its own P
-    engine         memory_fraction x GPU         vLLM's share: weights, KV cache, its own workspace
 
-Roles compute in turn: gathered, activations and log-probs are those of the role that needs most of each, with its own
-cap. One that is not trained gathers b (2 L + R), and keeps of a micro-batch the T a of the layer it is in.
+Roles compute in turn, each pass a phase with its own cap. An update has gradients, 4 A / s (4 A where their reduction
+is put off), and the largest of three moments:
 
-While engines sleep their weights are in host memory. While they generate, the sharded states stay where they are. Not
-counted: the CUDA context of each process, NCCL's buffers, fragmentation; for them a tenth of the GPU is left free.
+    output layer, back       b (R + 4 L) + n T b h + 3 T b h + 4 M + max(12 V c, b M + 6 V c)
+    last layer, back         b (R + 4 L) + b (M + L) + 8 L + n T b h + T a + 2 T b (2 h + f)
+    root reduced             b (R + L) + (b + 4) R + 2 T b h
 
-Of a node's host memory, which `host_memory` adds up: 4 P while rank 0 reads the files of the largest model, 2 P for
-each sleeping engine, and what is offloaded.
+a: `ModelShape.activation_bytes_per_token`. n T b h are the inputs of all layers, which gradient checkpointing keeps;
+without it n T a, and T a is not computed again. Where nothing is resharded, b (P - 2 L - R) more. Adapters have no
+gradient of M, L and R. A pass that goes forward alone has the larger of
+
+    a layer                  b (R + 2 L) + T b (5 h + 3 f)
+    the output layer         b (R + L) + 2 T b h + 12 V c
+
+Divided by tensor_parallel: L, R, M, V, f and the inputs. The terms were found, and are held, by measuring the engine on
+tensors without numbers (`measure.py`). While engines sample the states stay where they are, beside the engine's share,
+memory_fraction x GPU. Not counted: the CUDA context of each process, NCCL's buffers, what kernels take for themselves,
+fragmentation; for them a tenth of the GPU is left free.
+
+Of a node's host memory, which `host_memory` adds up: 4 P while rank 0 reads the files of the largest model, what is
+offloaded, and with checkpoints the copy that is written, 12 A / s and 1 GiB a rank. Engines that sleep keep nothing.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from controller.config import Config
 from controller.preflight.model_shape import ModelShape
@@ -48,17 +54,30 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """GiB of the fullest GPU: `training` while a micro-batch is computed, `generating` while engines sample.
+    """GiB of the fullest GPU: in each of `phases` while micro-batches are computed, `generating` while engines sample.
 
     engine_weights and kv_tokens: GiB of one GPU's share of an engine's weights, tokens that its KV cache has room for.
-    cap: the setting that limits the activations.
     """
 
-    training: Parts
+    phases: tuple["Phase", ...]
     generating: Parts
     engine_weights: float
     kv_tokens: int
-    cap: str
+
+    @property
+    def fullest(self) -> "Phase":
+        """The phase of training that needs most."""
+        return max(self.phases, key=lambda phase: sum(phase.parts.values()))
+
+    @property
+    def training(self) -> Parts:
+        """The parts of the fullest phase."""
+        return self.fullest.parts
+
+    @property
+    def cap(self) -> str:
+        """The setting that limits the activations of the fullest phase."""
+        return self.fullest.cap
 
     @property
     def peak(self) -> float:
@@ -69,8 +88,8 @@ class GpuMemory:
 Shapes = Mapping[str, ModelShape]
 """Of the training roles beside the policy, by name: reference, critic, reward_model."""
 NO_OTHERS: Shapes = {}
-BYTES_A_PARAMETER = {"reference": 4, "critic": 16, "reward_model": 4}
-"""Of what such a role keeps between micro-batches: weights, and of the critic also gradients and AdamW's moments."""
+BYTES_A_PARAMETER = {"reference": 4, "critic": 12, "reward_model": 4}
+"""Of what such a role keeps between passes: weights, and of the critic also AdamW's moments."""
 
 
 def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, others: Shapes = NO_OTHERS) -> GpuMemory:
@@ -81,29 +100,35 @@ def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, others: Shapes
     apart = config.rollout_placement == "apart"
     kv_bytes = shape.kv_bytes_per_token / config.rollout.tensor_parallel
     return GpuMemory(
-        training=states | working_memory(config, shape, others),
+        phases=tuple(phases(config, shape, others)),
         generating={"engine": share} if apart else states | {"engine": share},
         engine_weights=engine_weights,
         kv_tokens=max(0, int((share - engine_weights) * GIB / kv_bytes)),
-        cap=max(passes(config, shape, others), key=partial(activations, config)).cap,
     )
 
 
-def host_memory(config: Config, shape: ModelShape, *, ranks: int, engines: int, others: Shapes = NO_OTHERS) -> Parts:
-    """GiB of the first node's host memory, which has `ranks` policy workers, rank 0 among them, and `engines`."""
+def host_memory(config: Config, shape: ModelShape, *, ranks: int, others: Shapes = NO_OTHERS) -> Parts:
+    """GiB of the first node's host memory, which has `ranks` policy workers, rank 0 among them."""
     sharers = _sharers(config)
     here = ranks * shape.parameters / sharers / GIB
     parts = {"model as it is read": 4 * max(each.parameters for each in (shape, *others.values())) / GIB}
-    if config.rollout_placement == "colocated":
-        parts["engines asleep"] = engines * 2 * shape.parameters / GIB
     if config.policy.cpu_offload:
         parts["policy"] = 4 * here + 12 * here * trained_parameters(config, shape) / shape.parameters
     for role in others:
-        if _is_offloaded(config, role):
-            parts[role] = BYTES_A_PARAMETER[role] * ranks * others[role].parameters / sharers / GIB
+        if is_offloaded(config, role):
+            parts[role] = (
+                (BYTES_A_PARAMETER[role] + 4 * (role == "critic")) * ranks * others[role].parameters / sharers / GIB
+            )
+    if config.run.checkpoint_every:
+        parts["checkpoint"] = staged(config, shape, others) * ranks / sharers / GIB + ranks
     if config.model.activation_offload:
         parts["activations"] = ranks * 2 * shape.hidden * shape.layers * config.policy.max_tokens / GIB
     return parts
+
+
+def staged(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> int:
+    """Bytes that a checkpoint copies to host memory before it is written: trained weights and AdamW's moments."""
+    return 12 * (trained_parameters(config, shape) + (others["critic"].parameters if "critic" in others else 0))
 
 
 def sharded_states(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Parts:
@@ -112,9 +137,9 @@ def sharded_states(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS
     whole, trained = shape.parameters / sharers / GIB, trained_parameters(config, shape) / sharers / GIB
     parts = {}
     if not config.policy.cpu_offload:
-        parts = {"weights": 4 * whole, "gradients": 4 * trained, "AdamW": 8 * trained}
+        parts = {"weights": 4 * whole, "AdamW": 8 * trained}
     for role in others:
-        if not _is_offloaded(config, role):
+        if not is_offloaded(config, role):
             parts[role] = BYTES_A_PARAMETER[role] * others[role].parameters / sharers / GIB
     return parts
 
@@ -123,8 +148,10 @@ def _sharers(config: Config) -> int:
     return config.training_workers // config.policy.parallel.replicate
 
 
-def _is_offloaded(config: Config, role: str) -> bool:
+def is_offloaded(config: Config, role: str) -> bool:
+    """Whether a training role keeps its states in host memory."""
     return {
+        "policy": config.policy.cpu_offload,
         "reference": config.reference.cpu_offload,
         "critic": config.critic.cpu_offload,
         "reward_model": config.reward.model.cpu_offload,
@@ -143,38 +170,162 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a role does with a micro-batch of at most `tokens` on a rank, as the setting `cap` says: forward alone, or
-    backward too."""
+    """What a role does with micro-batches of at most `tokens` on a rank, as the setting `cap` says.
 
+    call: of its engine: `update`, which trains, or `log_probs`, `values`, `scores`, forward only.
+    """
+
+    role: str
+    call: str
     shape: ModelShape
     tokens: int
     cap: str
-    trains: bool
+
+    @property
+    def trains(self) -> bool:
+        """Whether it goes backward too."""
+        return self.call == "update"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A pass with all that a GPU holds meanwhile."""
+
+    role: str
+    call: str
+    tokens: int
+    cap: str
+    parts: Parts
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.role} {self.call}".replace("_", " ")
 
 
 def passes(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Iterator[Pass]:
-    """Every pass of the run's roles over a batch; they take turns on a GPU."""
-    yield Pass(shape, config.policy.max_tokens, "policy.max_tokens", trains=True)
-    yield Pass(shape, config.forward_max_tokens, "policy.forward_max_tokens", trains=False)
+    """Every pass of the run's roles over a batch; they take turns on a GPU, on which engines then sleep."""
+    yield Pass("policy", "update", shape, config.policy.max_tokens, "policy.max_tokens")
+    yield Pass("policy", "log_probs", shape, config.forward_max_tokens, "policy.forward_max_tokens")
     if "reference" in others:
         tokens = config.reference_max_tokens
-        yield Pass(others["reference"], tokens, "reference.forward_max_tokens", trains=False)
+        yield Pass("reference", "log_probs", others["reference"], tokens, "reference.forward_max_tokens")
     if "critic" in others:
-        yield Pass(others["critic"], config.critic_max_tokens, "critic.max_tokens", trains=True)
-        yield Pass(others["critic"], config.critic_forward_max_tokens, "critic.forward_max_tokens", trains=False)
+        critic = others["critic"]
+        yield Pass("critic", "update", critic, config.critic_max_tokens, "critic.max_tokens")
+        yield Pass("critic", "values", critic, config.critic_forward_max_tokens, "critic.forward_max_tokens")
     if "reward_model" in others:
-        yield Pass(others["reward_model"], config.reward_model_max_tokens, "reward.model.max_tokens", trains=False)
+        tokens = config.reward_model_max_tokens
+        yield Pass("reward_model", "scores", others["reward_model"], tokens, "reward.model.max_tokens")
 
 
-def working_memory(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Parts:
-    """What a rank needs while it computes a micro-batch that fills its cap: of each part, the pass that needs most."""
-    run = list(passes(config, shape, others))
-    width, tensor_parallel = _width(config), config.policy.parallel.tensor_parallel
-    return {
-        "gathered": max(gathered(config, each) for each in run) / tensor_parallel / GIB,
-        "activations": max(activations(config, each) for each in run) * (width / 2) / GIB,
-        "log-probs": 12 * shape.vocabulary / tensor_parallel * config.model.logprob_chunk_tokens / GIB,
-    }
+def phases(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> list[Phase]:
+    """Each pass with what a rank needs for a micro-batch that fills its cap, beside the states of all roles."""
+    states = sharded_states(config, shape, others)
+    return [
+        Phase(
+            each.role, each.call, each.tokens, each.cap, states | gradients(config, each) | working_memory(config, each)
+        )
+        for each in passes(config, shape, others)
+    ]
+
+
+def gradients(config: Config, each: Pass) -> Parts:
+    """Those of a mini-batch, which are there while a role trains: shards, or whole ones that wait for a reduction."""
+    if not each.trains:
+        return {}
+    trained = trained_parameters(config, each.shape) if each.role == "policy" else each.shape.parameters
+    parallel = config.policy.parallel
+    if parallel.defer_gradient_reduction:
+        return {"gradients": 4 * trained / parallel.tensor_parallel / GIB}
+    # Shards that wait for the sum over copies of the model do so on the GPU, wherever the parameters are.
+    on_gpu = not is_offloaded(config, each.role) or parallel.replicate > 1
+    return {"gradients": 4 * trained / _sharers(config) / GIB} if on_gpu else {}
+
+
+def working_memory(config: Config, each: Pass) -> Parts:
+    """What a rank needs while it computes a micro-batch, beside the states: at the moment that needs most."""
+    found = max(_training_moments(config, each) if each.trains else _forward_moments(config, each), key=_total)
+    return {name: size / GIB for name, size in found.items()}
+
+
+def _total(parts: Parts) -> float:
+    return sum(parts.values())
+
+
+def _forward_moments(config: Config, each: Pass) -> list[Parts]:
+    """Bytes inside a layer, and at the output layer, of a pass that keeps nothing."""
+    shape, sizes = each.shape, _sizes(config, each)
+    row = each.tokens * sizes.width
+    layer = row * (5 * shape.hidden + 3 * sizes.feed_forward)
+    return [
+        {"gathered": sizes.gathered(2), "activations": layer},
+        {"gathered": sizes.gathered(1), "activations": 2 * row * shape.hidden, "log-probs": 12 * sizes.logits},
+    ]
+
+
+def _training_moments(config: Config, each: Pass) -> list[Parts]:
+    """Bytes at the output layer going back, in the last layer going back, and where the root's gradient is reduced."""
+    shape, sizes = each.shape, _sizes(config, each)
+    width, row, kept = sizes.width, each.tokens * sizes.width, kept_activations(config, each)
+    head, layer, root = (sizes.trained * size for size in (sizes.head, sizes.layer, sizes.root))
+    log_probs = 4 * head + max(12 * sizes.logits, width * head + 6 * sizes.logits)
+    again = each.tokens * shape.activation_bytes_per_token(sizes.tensor_parallel) * width / 2
+    again = again if config.model.gradient_checkpointing else 0.0  # the layer that is computed once more
+    return [
+        {
+            "gathered": sizes.gathered(4),
+            "activations": kept + 3 * row * shape.hidden,
+            "log-probs": log_probs if sizes.logits else 0.0,
+        },
+        {
+            "gathered": sizes.gathered(4) + width * (head + layer) + 8 * layer,
+            "activations": kept + again + 2 * row * (2 * shape.hidden + sizes.feed_forward),
+        },
+        {"gathered": sizes.gathered(1) + (width + 4) * root, "activations": 2 * row * shape.hidden},
+    ]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Parameters of a rank's part of each matrix. width: bytes of a number in the compute type. logits: those of one
+    chunk of tokens. head: the output layer's. trained: 1 where these parameters get gradients, else 0. stays: those
+    that are gathered all the time, beside the root's and two layers'."""
+
+    width: int
+    tensor_parallel: int
+    layer: float
+    root: float
+    head: float
+    logits: float
+    feed_forward: float
+    trained: int
+    stays: float
+
+    def gathered(self, layers: int) -> float:
+        """Bytes of the root, of so many layers or of the buffers that these travel in, and of what stays."""
+        return self.width * (self.root + layers * self.layer + self.stays)
+
+
+def _sizes(config: Config, each: Pass) -> _Sizes:
+    shape, tensor_parallel = each.shape, config.policy.parallel.tensor_parallel
+    has_head = each.call == "log_probs" or (each.trains and each.role == "policy")
+    resharded = config.training_workers > 1 and (
+        config.policy.reshard_after_forward or each.role not in ("policy", "critic")
+    )
+    rest = max(0, shape.parameters - 2 * shape.layer_parameters - shape.root_parameters)
+    adapters = each.role == "policy" and config.model.lora.rank > 0
+    return _Sizes(
+        width=_width(config),
+        tensor_parallel=tensor_parallel,
+        layer=shape.layer_parameters / tensor_parallel,
+        root=shape.root_parameters / tensor_parallel,
+        head=has_head * shape.vocabulary * shape.hidden / tensor_parallel,
+        logits=has_head * shape.vocabulary * config.model.chunk_tokens("cuda") / tensor_parallel,
+        feed_forward=shape.feed_forward_width / tensor_parallel,
+        trained=not adapters,
+        stays=0 if resharded else rest / tensor_parallel,
+    )
 
 
 def _width(config: Config) -> int:
@@ -182,25 +333,14 @@ def _width(config: Config) -> int:
     return 4 if config.model.dtype == "float32" else 2
 
 
-def gathered(config: Config, each: Pass) -> float:
-    """Bytes of whole parameters, and where it trains of their gradients, that a rank holds at one time."""
-    width, shape = _width(config), each.shape
-    moving = min(2 * shape.layer_parameters + shape.root_parameters, shape.parameters)
-    stays = (each.trains and not config.policy.reshard_after_forward) or config.training_workers == 1
-    whole = width * (shape.parameters - moving) if stays else 0
-    return (2 * width + 4 if each.trains else width) * moving + whole
-
-
-def activations(config: Config, each: Pass) -> float:
-    """Bytes that a full micro-batch keeps until its backward pass, or of the layer it is in, in half precision."""
-    tensor_parallel, shape = config.policy.parallel.tensor_parallel, each.shape
-    layer = each.tokens * shape.activation_bytes_per_token(tensor_parallel)
-    if not each.trains:
-        return layer
+def kept_activations(config: Config, each: Pass) -> float:
+    """Bytes that the layers of a full micro-batch keep until its backward pass."""
+    tensor_parallel, shape, width = config.policy.parallel.tensor_parallel, each.shape, _width(config)
     if not config.model.gradient_checkpointing:
-        return shape.layers * layer
-    inputs = each.tokens * 2 * shape.hidden * shape.layers / tensor_parallel
-    return layer if config.model.activation_offload else inputs + layer
+        return shape.layers * each.tokens * shape.activation_bytes_per_token(tensor_parallel) * width / 2
+    if config.model.activation_offload:
+        return 0.0
+    return each.tokens * width * shape.hidden * shape.layers / tensor_parallel
 
 
 def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:
@@ -233,7 +373,7 @@ def check_host(parts: Parts, memory_gib: float) -> None:
     if memory_gib and needed > memory_gib:
         raise ConfigError(
             f"node 0 needs about {needed:.1f} GiB of host memory and has {memory_gib:g}; use larger nodes, or fewer "
-            "engines or offloaded states on one (rollout.replicas, policy.cpu_offload)."
+            "offloaded states on one (policy.cpu_offload)."
         )
 
 

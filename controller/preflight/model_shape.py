@@ -65,6 +65,11 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.root_parameters
 
     @property
+    def feed_forward_width(self) -> int:
+        """That a token goes through."""
+        return self.active_feed_forward + self.shared_feed_forward if self.experts else self.feed_forward
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of all layers in half precision: 2 x 2 bytes x k x n."""
         return 4 * self.key_value * self.layers
@@ -82,8 +87,7 @@ class ModelShape:
 
         With tensor parallelism all but the 4 h of gathered inputs are divided by it.
         """
-        width = self.active_feed_forward + self.shared_feed_forward if self.experts else self.feed_forward
-        shared = 12 * self.hidden + 4 * self.query + 4 * self.key_value + 8 * width
+        shared = 12 * self.hidden + 4 * self.query + 4 * self.key_value + 8 * self.feed_forward_width
         return 4 * self.hidden + shared / tensor_parallel
 
 

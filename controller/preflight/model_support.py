@@ -10,7 +10,13 @@ from typing import Any
 
 from controller.config import Config
 from workers.errors import ConfigError
-from workers.model.families import KERNEL_FEATURES, TENSOR_PARALLEL_FAMILIES, features_of_file, uncomputed_features
+from workers.model.families import (
+    KERNEL_FEATURES,
+    NOT_RELOADED_FAMILIES,
+    TENSOR_PARALLEL_FAMILIES,
+    features_of_file,
+    uncomputed_features,
+)
 
 
 def check_supported_model(config: Config, description: Mapping[str, Any], key: str) -> None:
@@ -27,6 +33,8 @@ def check_supported_model(config: Config, description: Mapping[str, Any], key: s
     _check_kernel(config, features_of_file(text), model)
     _check_ring(config, features_of_file(text), model)
     family = text.get("model_type", description.get("model_type"))
+    if key == "model.path" and family in NOT_RELOADED_FAMILIES:
+        raise ConfigError(f"{model}, whose experts vLLM cannot replace while it runs; take another model.")
     if config.policy.parallel.tensor_parallel > 1 and family not in TENSOR_PARALLEL_FAMILIES:
         raise ConfigError(
             f"{model} is not shared by policy.parallel.tensor_parallel, which is for "

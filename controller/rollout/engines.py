@@ -37,14 +37,18 @@ class Pending:
         self._refs, self._doing, self._then = refs, doing, then
 
     def result(self, timeout_s: float | None = None) -> None:
-        """Wait for all. Raises RolloutError naming the first replica that failed, or was late, and the cause."""
-        for replica, ref in self._refs.items():
+        """Wait for all; returns at once when called again.
+
+        Raises RolloutError naming the first replica that failed, or was late, and the cause.
+        """
+        for replica, ref in list(self._refs.items()):
             try:
                 ray.get(ref, timeout=timeout_s)
             except RayError as error:
                 raise RolloutError(
                     f"rollout replica {replica} failed while {self._doing}: {cause_of(error)}"
                 ) from error
+            del self._refs[replica]
             self._then(replica)
 
 
@@ -169,21 +173,52 @@ class Engines:
             self.look_at_clock(())
 
     def weights_sent(self, version: int) -> None:
-        """Every engine has got `version` on another way."""
+        """Every engine that is awake has got `version` on another way."""
         self.fleet.new_version(version)
         for replica in self.fleet.in_state(State.STALE):
             self.fleet.updated(replica, version)
 
-    def sleep_or_wake(self, method: str) -> None:
-        """Call `sleep` or `wake` of every colocated engine; one that fails is lost."""
+    def sleep(self) -> None:
+        """Colocated engines drop their weights and KV caches; nothing for others.
+
+        Raises LostError for one that fails.
+        """
         if not self._colocated:
             return
-        calls = {replica: getattr(self.actors[replica], method).remote() for replica in self.fleet.in_state(*UP)}
+        for replica in self._on_all("sleep", self.fleet.in_state(*UP), self._start_timeout_s):
+            self.fleet.sleep(replica)
+
+    def wake_for_weights(self) -> None:
+        """Engines that sleep take the memory of their weights back, and no more: the sender needs room to gather.
+
+        Raises LostError for one that fails.
+        """
+        for replica in self._on_all("wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s):
+            self.fleet.wake(replica)
+
+    def wake_kv_cache(self) -> None:
+        """Colocated engines that have weights again take the memory of their KV caches back; nothing for others.
+
+        Raises LostError for one that fails.
+        """
+        if self._colocated:
+            self._on_all("wake_kv_cache", self.fleet.in_state(State.STALE), self._start_timeout_s)
+
+    def check_alive(self) -> None:
+        """Lose engines whose actor or processes have died, also while they wait for weights and answer nothing else."""
+        self._on_all("alive", self.fleet.in_state(*UP, State.ASLEEP), self._hang_timeout_s)
+
+    def _on_all(self, method: str, replicas: Sequence[int], timeout_s: float) -> list[int]:
+        """Call a method of replicas' actors, wait, return those that did it. One that fails or is late is lost."""
+        calls = {replica: getattr(self.actors[replica], method).remote() for replica in replicas}
+        done = []
         for replica, ref in calls.items():
             try:
-                ray.get(ref, timeout=self._start_timeout_s)
+                ray.get(ref, timeout=timeout_s)
+                done.append(replica)
             except RayError as error:
                 self.lose(replica, error)
+        return done
 
     def stop(self) -> None:
         """End all engines and actors; never raises for one that is dead already. A round under way fails."""

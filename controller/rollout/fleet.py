@@ -1,13 +1,15 @@
 """Fleet: which engine may take requests. Decides only; no I/O, no Ray, no clock.
 
     starting --started--> stale --updated--> current --drain--> draining
-        ^                   ^                   |  ^---resume------'
-        |                   '----new_version----'
+        ^                 ^ ^                   |  ^---resume------'
+        |                 | '----new_version----'
+        |                 '--wake-- asleep <--sleep-- stale, current, draining
         '----restart---- dead <----lost---- any of them
 
 Invariants: an engine serves only while it is current, and is current only with the fleet's version of the weights, so
-that a restarted engine serves nothing with the weights of its model's folder; an engine that is dead stays so until it
-is restarted; there are never more restarts than the budget allows.
+that a restarted engine serves nothing with the weights of its model's folder, and one that slept, which has dropped its
+weights, nothing before it has got them again; an engine that is dead stays so until it is restarted; there are never
+more restarts than the budget allows.
 """
 
 from collections.abc import Callable
@@ -22,6 +24,7 @@ class State(Enum):
     STALE = "it answers, but has not the current weights: it serves nothing"
     CURRENT = "it has the current weights and takes requests"
     DRAINING = "it takes nothing new: it finishes what it has, or is found to be hung"
+    ASLEEP = "its GPUs are training's: it has neither weights nor a KV cache"
     DEAD = "it was lost"
 
 
@@ -104,9 +107,19 @@ class Fleet:
         self._expect(replica, State.DRAINING)
         self._move(replica, State.CURRENT)
 
+    def sleep(self, replica: int) -> None:
+        """The engine drops its weights and its KV cache."""
+        self._expect(replica, State.STALE, State.CURRENT, State.DRAINING)
+        self._move(replica, State.ASLEEP)
+
+    def wake(self, replica: int) -> None:
+        """The engine has memory for weights again, and no weights."""
+        self._expect(replica, State.ASLEEP)
+        self._move(replica, State.STALE)
+
     def lost(self, replica: int) -> None:
         """The engine, its actor or its node is gone."""
-        self._expect(replica, State.STARTING, State.STALE, State.CURRENT, State.DRAINING)
+        self._expect(replica, State.STARTING, State.STALE, State.CURRENT, State.DRAINING, State.ASLEEP)
         self._move(replica, State.DEAD)
 
     def restart(self, replica: int) -> bool:

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from controller.rollout.engines import Engines, MakeActor, Pending
-from controller.rollout.fleet import Fleet, RestartBudget
+from controller.rollout.fleet import Fleet, RestartBudget, State
 from controller.rollout.router import Key, Router
 from controller.watching.live import Live
 from workers.config import RolloutConfig, SamplingConfig
@@ -78,6 +78,11 @@ class Rollouts:
     def serving(self) -> list[int]:
         """Replicas that may be given requests now."""
         return self._engines.fleet.serving
+
+    @property
+    def version(self) -> int:
+        """Of the weights that engines must have to serve."""
+        return self._engines.fleet.version
 
     @property
     def budget(self) -> RestartBudget:
@@ -152,17 +157,30 @@ class Rollouts:
         """
         self._engines.update_weights(payload, version)
 
-    def weights_sent(self, version: int) -> None:
-        """Every engine has got the weights `version` from the policy itself, between GPUs."""
+    def sleep(self) -> None:
+        """Colocated engines give their GPUs to training; they serve nothing before `receive_weights`."""
+        self._engines.sleep()
+
+    @property
+    def asleep(self) -> bool:
+        """Whether engines have given their GPUs to training."""
+        return bool(self._engines.fleet.in_state(State.ASLEEP))
+
+    def receive_weights(self, send: Callable[[], None], version: int) -> None:
+        """Let `send` bring the weights `version` to every engine, between GPUs; those asleep wake for it.
+
+            memory for weights --> send --> memory for the KV cache --> they serve
+
+        Raises LostError for an engine that is lost on the way, and what `send` raises.
+        """
+        self._engines.wake_for_weights()
+        send()
+        self._engines.wake_kv_cache()
         self._engines.weights_sent(version)
 
-    def sleep(self) -> None:
-        """Colocated engines give their GPUs to training."""
-        self._engines.sleep_or_wake("sleep")
-
-    def wake(self) -> None:
-        """Colocated engines take their GPUs back."""
-        self._engines.sleep_or_wake("wake")
+    def check_alive(self) -> None:
+        """Raise LostError for an engine that has died and cannot be replaced alone."""
+        self._engines.check_alive()
 
     def stop(self) -> None:
         """End all engines and actors; never raises for one that is dead already."""

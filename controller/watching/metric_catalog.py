@@ -330,7 +330,7 @@ PHASE = Declaration(
 ENGINE_STATE = Declaration(
     "engine/state/{replica}/{state}",
     "",
-    "1 for the state that the engine is in, else 0: starting, stale, current, draining, dead.",
+    "1 for the state that the engine is in, else 0: starting, stale, current, draining, asleep, dead.",
     when=AS_IT_CHANGES,
 )
 REQUESTS_WAITING = Declaration(

@@ -3,8 +3,9 @@
 #
 #     sbatch --nodes=8 examples/launch/slurm.sh --config /shared/run.yaml run.dir=/shared/runs run.resume=auto
 #
-# Ballast is installed on every node at the same path (BALLAST_PYTHON below); model, data and run.dir are absolute paths
-# on shared storage. Slurm ends everything when the job ends. A run that was stopped goes on: run.resume=auto.
+# Ballast is installed on every node at the same path (BALLAST_PYTHON below; requirements/gpu.txt is what it needs, with
+# NVIDIA's driver 580.65.06 or later); model, data and run.dir are absolute paths on shared storage. Slurm ends everything
+# when the job ends. A run that was stopped goes on: run.resume=auto.
 #SBATCH --job-name=ballast
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

@@ -182,7 +182,7 @@ def part_log_probs(repeats: int) -> str:
         "| way | CPU s | peak GiB |",
         "| --- | --- | --- |",
     ]
-    for chunk_tokens in (None, ModelConfig.logprob_chunk_tokens, 256):
+    for chunk_tokens in (None, ModelConfig().chunk_tokens("cuda"), ModelConfig().chunk_tokens("cpu")):
         answer = context.Queue()
         arguments = (chunk_tokens, repeats, torch.get_num_threads(), answer)
         process = context.Process(target=measure_log_probs, args=arguments)

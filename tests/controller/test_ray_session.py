@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from controller.config import load
-from controller.fit import _ray_session
+from controller.fit import ray_session
 from controller.watching.console import Console
 from tests.controller.config_workspace import write_workspace
 from workers.errors import ResourceError
@@ -29,5 +29,5 @@ def test_a_ray_that_does_not_come_up_is_one_sentence(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = load(write_workspace(tmp_path))
     config.resources.ray_address = address
-    with pytest.raises(ResourceError, match=message), _ray_session(config, Console()):
+    with pytest.raises(ResourceError, match=message), ray_session(config, Console()):
         pass

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import ray
 import torch
-from ray.util.placement_group import remove_placement_group
 
 from balancing import plan_batch
 from controller.layout import Pool
@@ -80,4 +79,4 @@ def test_workers_that_share_sequences_answer_as_one(tmp_path: Path) -> None:
         assert [sum(found.tokens for found in rank) for rank in measured] == [2 * sequences.num_tokens] * 2
     finally:
         group.stop()
-        remove_placement_group(bundles)
+        bundles.release()

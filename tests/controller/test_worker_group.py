@@ -1,10 +1,11 @@
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
-from ray.util.placement_group import remove_placement_group
 
 from balancing import RankPlan, plan_batch
 from controller.layout import Pool
@@ -15,6 +16,7 @@ from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.errors import ResourceError, WorkerError
 from workers.metrics import Metric, Metrics
+from workers.network import interface_of
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
 
 
@@ -26,6 +28,10 @@ class ArithmeticWorker(Worker):
         total = torch.tensor(self.coordinates.index)
         torch.distributed.all_reduce(total)
         return int(total)
+
+    @dispatch(Split.ALL)
+    def interface(self) -> tuple[str | None, str | None]:
+        return interface_of(self.address()[0], addresses()), os.environ.get("GLOO_SOCKET_IFNAME")
 
     @dispatch(Split.EACH)
     def double(self, value: int) -> int:
@@ -52,13 +58,18 @@ class ArithmeticWorker(Worker):
         torch.distributed.barrier()
 
 
+def addresses() -> dict[str, list[str]]:
+    """The addresses of every interface of this machine."""
+    return {name: [each.address for each in found] for name, found in psutil.net_if_addrs().items()}
+
+
 @pytest.fixture(scope="module")
 def group(ray_session) -> Iterator[WorkerGroup]:
     bundles = reserve(Pool("arithmetic", ({"CPU": 0.5},) * 4), 30)
     group = WorkerGroup("arithmetic", ArithmeticWorker, bundles, Share(0.5), dp=2, tp=2, timeout_s=120)
     yield group
     group.stop()
-    remove_placement_group(bundles)
+    bundles.release()
 
 
 def batch_of(lengths: list[int]) -> RemoteBatch:
@@ -78,6 +89,13 @@ def test_actors_have_readable_names(group: WorkerGroup) -> None:
 
 def test_the_ranks_share_a_process_group(group: WorkerGroup) -> None:
     assert group.ranks_sum() == [6, 6, 6, 6]
+
+
+def test_the_process_group_uses_the_interface_that_ray_uses(group: WorkerGroup) -> None:
+    (expected, used), *others = group.interface()
+    assert expected
+    assert used == os.environ.get("GLOO_SOCKET_IFNAME", expected)
+    assert others == [(expected, used)] * 3
 
 
 def test_calls_to_each_rank_zero_and_by_reference(group: WorkerGroup) -> None:
@@ -121,9 +139,15 @@ def test_a_failing_rank_is_named_while_the_others_hang(ray_session) -> None:
         late: Callable = group.double.remote([1, 2]).result
         with pytest.raises(WorkerError, match=r"failing\.double did not finish within 0\.5 s on failing dp=0"):
             late(timeout_s=0.5)
+        with pytest.raises(LookupError, match="seen while waiting"):
+            late(meanwhile=raise_what_was_seen)
     finally:
         group.stop()
-        remove_placement_group(bundles)
+        bundles.release()
+
+
+def raise_what_was_seen() -> None:
+    raise LookupError("seen while waiting")
 
 
 def test_missing_resources_are_named(ray_session) -> None:

@@ -199,7 +199,7 @@ def test_prometheus_is_told_of_phases_and_engines(finished: Run, prometheus: Pro
     phases = told(prometheus, "phase", "phase")
     assert {(name,) for name in ("start", "step", "rollout", "update", "weights", "save")} <= phases.keys()
     assert set(phases.values()) == {0}
-    states = {("0", state): 0.0 for state in ("starting", "stale", "draining", "dead")}
+    states = {("0", state): 0.0 for state in ("starting", "stale", "draining", "asleep", "dead")}
     assert told(prometheus, "engine_state", "replica", "state") == states | {("0", "current"): 1}
     assert told(prometheus, "engine_requests_in_flight", "replica") == {("0",): 0}
     assert told(prometheus, "rollout_requests_waiting") == {(): 0}

@@ -32,7 +32,7 @@ def test_a_placement_fits_the_cluster_that_it_is_for(
     assert main(command_of(name)) == 0, capsys.readouterr().err
     page = capsys.readouterr().out
     assert "== cluster ==" in page
-    assert "a GPU while training: " in page
+    assert "a GPU while training, in the fullest phase, policy update: " in page
     assert "idle" not in page
 
 

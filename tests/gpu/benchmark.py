@@ -1,22 +1,31 @@
-"""Training speed on one GPU: model FLOP utilisation, peak memory, tokens/s of two Qwen2 architectures, random weights.
+"""Training speed on one GPU: model FLOP utilisation, peak memory, tokens/s of Qwen architectures with random weights.
 
-    python -m tests.gpu.benchmark [--sizes 0.5B 1.5B] [--max-tokens 32768] [--output docs/gpu-benchmark.md]
+    python -m tests.gpu.benchmark [--sizes 1.5B 4B] [--contexts 16384 65536] [--run RUN_FOLDER] [--output PAGE]
     python -m tests.gpu.benchmark --tiny --device cpu        the same program in a minute on a CPU, to see that it runs
 
-It needs torch, transformers and NumPy, and of this project `workers.model` and `balancing`.
+It needs torch, transformers and NumPy, and of this project `workers.model` and `balancing`; rows with LoRA need peft.
 
-A step is one mini-batch of long-tail sequences: forward and backward of its micro-batches, then AdamW. The rows of the
-table are the layout (packed, or padded with rows of like length together) times log-probs in chunks or in one piece.
-Padded micro-batches keep the same cap, counted in cells. Model FLOPs of a step (Chowdhery et al. 2022, appendix B):
+A step is one mini-batch: forward and backward of its micro-batches, then AdamW. Two kinds of rows:
 
-    6 N tokens + 6 layers hidden sum_i L_i^2       N weights in matrix products, L_i^2 halved by causality
+    long tail     packed or padded (rows of like length together), times log-probs in chunks or in one piece; padded
+                  micro-batches keep the same cap, counted in cells
+    one context   sequences of that many tokens, packed, with gradient checkpointing: the whole model or adapters, as it
+                  is or compiled, activations on the device or offloaded
 
-Neither padding nor recomputation counts as model FLOPs.
+and with --run, from the metrics.jsonl of a run of `controller.fit`, what sending weights takes and how far sampler and
+trainer are apart. Model FLOPs of a step (Chowdhery et al. 2022, appendix B; Q heads times head dimension):
+
+    6 N tokens + 6 layers Q sum_i L_i^2       N weights in matrix products, L_i^2 halved by causality
+
+With adapters 4 N tokens: frozen matrices get no gradient. Neither padding nor recomputation counts as model FLOPs.
 """
 
 import argparse
+import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,34 +33,65 @@ from time import perf_counter
 import torch
 import transformers
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
 from balancing import RankPlan, plan_batch
-from workers.config import ModelConfig, OptimizerConfig
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig
 from workers.model.engine import Engine
 from workers.model.losses import Denominators, sft
 from workers.model.packing import Sequences
 
-LONGEST = 32_768
+LONGEST, POSITIONS = 32_768, 131_072
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151_936},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151_936},
+    "4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "vocab_size": 151_936,
+        "head_dim": 128,
+    },
 }
-HEADS = {"tiny": (4, 2), "0.5B": (14, 2), "1.5B": (12, 2)}  # query heads, key-value heads
+HEADS = {"tiny": (4, 2), "0.5B": (14, 2), "1.5B": (12, 2), "4B": (32, 8)}  # query heads, key-value heads
+FAMILIES = {"4B": Qwen3Config}  # Qwen2 otherwise
 # Dense bf16 peaks without sparsity, in TFLOP/s, from the makers' data sheets; matched in the name of the card.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10G": 70, "RTX 4090": 165}
+CONTEXT_SEQUENCES = 4
 ALL_AT_ONCE = 2**40  # more tokens than any micro-batch: all its logits exist at one time
 
 
 @dataclass(frozen=True)
 class Way:
-    layout: str
-    chunk_tokens: int
+    """lora_rank: 0 trains the whole model. context: tokens of every sequence; 0 is the long tail."""
+
+    layout: str = "packed"
+    chunk_tokens: int = 2048
+    lora_rank: int = 0
+    compiled: bool = False
+    offloaded: bool = False
+    context: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.layout}, log-probs {'at once' if self.chunk_tokens == ALL_AT_ONCE else 'in chunks'}"
+        if not self.context:
+            return f"{self.layout}, log-probs {'at once' if self.chunk_tokens == ALL_AT_ONCE else 'in chunks'}"
+        parts = [f"{self.context:,} tokens", f"LoRA {self.lora_rank}" if self.lora_rank else "whole model"]
+        return ", ".join(parts + ["compiled"] * self.compiled + ["offloaded"] * self.offloaded)
+
+
+def long_tail_ways() -> list[Way]:
+    return [Way(layout, chunk) for layout in ("packed", "padded") for chunk in (2048, ALL_AT_ONCE)]
+
+
+def context_ways(context: int, device: str) -> Iterator[Way]:
+    """Compiled on GPUs alone; adapters where peft is installed."""
+    for rank in (0, 32) if find_spec("peft") else (0,):
+        yield Way(lora_rank=rank, context=context)
+        yield Way(lora_rank=rank, context=context, offloaded=True)
+        if device == "cuda":
+            yield Way(lora_rank=rank, context=context, compiled=True)
 
 
 @dataclass(frozen=True)
@@ -89,11 +129,11 @@ def random_batch(lengths: list[int], vocabulary: int) -> Sequences:
 def save_random_model(size: str, folder: Path) -> None:
     """A model and a tokenizer, as an engine loads them."""
     heads, pairs = HEADS[size]
-    config = Qwen2Config(
+    config = FAMILIES.get(size, Qwen2Config)(
         **SIZES[size],
         num_attention_heads=heads,
         num_key_value_heads=pairs,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
@@ -105,8 +145,12 @@ def save_random_model(size: str, folder: Path) -> None:
 def model_flops(engine: Engine, lengths: list[int]) -> float:
     """Of forward and backward; the tied embedding counts once, as the output layer that it also is."""
     config = engine.module.model.config
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    )
     squares = sum(length**2 for length in lengths)
-    return 6 * engine.num_parameters * sum(lengths) + 6 * config.num_hidden_layers * config.hidden_size * squares
+    passes = 4 if engine.has_adapters else 6
+    return passes * engine.num_parameters * sum(lengths) + 6 * config.num_hidden_layers * width * squares
 
 
 def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> Engine:
@@ -114,8 +158,11 @@ def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> En
         path=str(folder),
         dtype="bfloat16",
         layout=way.layout,
-        gradient_checkpointing=checkpointing,
+        gradient_checkpointing=checkpointing or way.context > 0,
+        activation_offload=way.offloaded,
+        compile=way.compiled,
         logprob_chunk_tokens=way.chunk_tokens,
+        lora=LoraConfig(rank=way.lora_rank),
     )
     return Engine(model, optimizer=OptimizerConfig(), total_steps=100, device=device)
 
@@ -162,13 +209,27 @@ def row_of(size: str, way: Way, found: Measurement | None, peak_tflops: float | 
     return f"| {size} | {way.name} | {' | '.join(cells)} |"
 
 
+def run_lines(folder: Path) -> Iterator[str]:
+    """Of a run of `controller.fit`: medians over its steps, the first left out, in which everything starts."""
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    yield f"\nRun `{folder.name}`, medians of its steps after the first:\n"
+    yield "| metric | value |"
+    yield "| --- | --- |"
+    for name in ("time/weights_s", "time/step_s", "policy/rollout_mismatch_mean", "policy/rollout_mismatch_max"):
+        values = [step[name] for step in steps if name in step][1:]
+        yield f"| `{name}` | {f'{median(values):.4g}' if values else 'not measured'} |"
+
+
 def known_peak(card: str) -> float | None:
     return next((float(peak) for name, peak in PEAK_TFLOPS.items() if name in card), None)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5B", "1.5B"])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1.5B", "4B"])
+    parser.add_argument(
+        "--contexts", nargs="*", type=int, default=[16_384, 65_536], help="tokens of rows with one context"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short sequences, to see that it runs")
     parser.add_argument("--sequences", type=int, default=64)
@@ -176,10 +237,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak of the card, where it is not known here")
+    parser.add_argument("--run", type=Path, help="folder of a run, for weight transfer and mismatch")
     parser.add_argument("--output", type=Path, help="file for the table")
     arguments = parser.parse_args()
     if arguments.tiny:
-        arguments.sizes, arguments.max_tokens = ["tiny"], 512
+        arguments.sizes, arguments.max_tokens, arguments.contexts = ["tiny"], 512, [256]
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is at hand; `--tiny --device cpu` shows that the program runs")
     return arguments
@@ -195,20 +257,32 @@ def main() -> None:
         f"# {card}, torch {torch.__version__}, transformers {transformers.__version__}\n",
         f"{arguments.sequences} sequences of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all; "
         f"micro-batches of at most {arguments.max_tokens:,}; bf16 over float32 parameters; gradient checkpointing "
-        f"{'on' if arguments.gradient_checkpointing else 'off'}; dense bf16 peak {peak_tflops or 'unknown'} TFLOP/s.\n",
+        f"{'on' if arguments.gradient_checkpointing else 'off'}, in rows of one context on; "
+        f"dense bf16 peak {peak_tflops or 'unknown'} TFLOP/s.\n",
         "| size | way | tokens/s | model FLOP utilisation | peak GiB |",
         "| --- | --- | --- | --- | --- |",
     ]
     print("\n".join(lines), flush=True)
-    ways = [Way(layout, chunk) for layout in ("packed", "padded") for chunk in (2048, ALL_AT_ONCE)]
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
             save_random_model(size, Path(folder))
-            for way in ways:
-                lines.append(row_of(size, way, measure_way(Path(folder), way, lengths, arguments), peak_tflops))
+            for way, batch in batches(arguments, lengths):
+                lines.append(row_of(size, way, measure_way(Path(folder), way, batch, arguments), peak_tflops))
                 print(lines[-1], flush=True)
+    if arguments.run:
+        lines += run_lines(arguments.run)
+        print("\n".join(lines[-6:]), flush=True)
     if arguments.output:
         arguments.output.write_text("\n".join(lines) + "\n")
+
+
+def batches(arguments: argparse.Namespace, long_tail: list[int]) -> Iterator[tuple[Way, list[int]]]:
+    """Each way, and the lengths of the sequences that it is measured with."""
+    for way in long_tail_ways():
+        yield way, long_tail
+    for context in arguments.contexts:
+        for way in context_ways(context, arguments.device):
+            yield way, [context] * CONTEXT_SEQUENCES
 
 
 if __name__ == "__main__":

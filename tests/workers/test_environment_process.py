@@ -8,6 +8,7 @@ from typing import Any
 import cloudpickle
 import psutil
 
+from tests.end_to_end.processes import living
 from workers.environment import Observation
 from workers.environment_process import EnvironmentPool
 from workers.errors import EpisodeError
@@ -178,4 +179,4 @@ def test_all_processes_end_with_the_pool_even_one_that_hangs() -> None:
 
     together(pool, episode(pool, "a"), episode(pool, "hang"), look())
     assert len(mine) == 3
-    assert psutil.wait_procs(mine, timeout=5)[1] == []
+    assert living([process.pid for process in mine], seconds=5) == []

@@ -1,30 +1,127 @@
-"""Activation offload: what gradient checkpointing keeps of each layer waits for the backward pass in host memory."""
+"""Activation offload: what gradient checkpointing keeps of each layer waits for the backward pass in host memory.
+
+    forward    layer 0 | layer 1 | layer 2         computation
+                  out 0     out 1     out 2        copies, on a stream of their own
+    backward   layer 2 | layer 1 | layer 0
+                  in 1      in 0                   fetched while the layer after it is computed again
+
+Two tensors at most are on their way out: before a third the computation waits for the first, so that memory stays
+bounded where the bus is slower than the layers. Dropping a tensor only after that wait is what `record_stream` would do
+too, but at a time that the host's pace decides. torch's own `save_on_cpu` copies on the computation's stream, which
+waits for each copy, and cannot copy the DTensors that the final norm saves under tensor parallelism: they stay.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+MOST_LEAVING = 2
 
-def activations_on_host() -> saved_tensors_hooks:
+
+class CopyStream:
+    """Copies beside the computation of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def copy(self, source: Tensor, target: Tensor) -> Any:
+        """Begin to copy once what is queued for both tensors so far is done; returns what `wait` takes."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            if target.is_cuda:
+                target.record_stream(self._stream)  # a backward pass that breaks off may drop it without a wait
+            return self._stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        """What the computation queues from now on comes after the copy."""
+        torch.cuda.current_stream(self._device).wait_event(copied)
+
+
+class CopyAtOnce:
+    """The same without a second stream, on devices that have none."""
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def wait(self, copied: None) -> None:
+        pass
+
+
+@dataclass
+class Saved:
+    """One tensor in host memory. index: its place in the order of saving. back: (it on its device, the copy's mark)
+    from when it is fetched until it is handed out."""
+
+    index: int
+    host: Tensor
+    device: torch.device
+    back: tuple[Tensor, Any] | None = None
+
+
+class HostActivations:
+    """What one forward pass saved, until its backward pass has had it back."""
+
+    def __init__(self, copies: Any) -> None:
+        """copies: a `CopyStream`, or what has its two methods."""
+        self._copies = copies
+        self._saved: list[Saved] = []
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+
+    def save(self, tensor: Tensor) -> Tensor | Saved:
+        """Begin to copy a tensor out; what autograd keeps in its place."""
+        if isinstance(tensor, DTensor):
+            return tensor
+        if len(self._leaving) == MOST_LEAVING:
+            self._let_go()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._leaving.append((tensor, self._copies.copy(tensor, host)))
+        self._saved.append(Saved(len(self._saved), host, tensor.device))
+        return self._saved[-1]
+
+    def load(self, saved: Tensor | Saved) -> Tensor:
+        """The tensor on its device; the one saved before it, which the backward pass wants next, is then on its way."""
+        if isinstance(saved, Tensor):
+            return saved
+        while self._leaving:
+            self._let_go()
+        tensor, copied = self._fetch(saved)
+        if saved.index:
+            self._fetch(self._saved[saved.index - 1])
+        self._copies.wait(copied)
+        saved.back = None
+        return tensor
+
+    def _let_go(self) -> None:
+        """Of the tensor that left first, once it is out."""
+        _, copied = self._leaving[0]
+        self._copies.wait(copied)
+        self._leaving.popleft()
+
+    def _fetch(self, saved: Saved) -> tuple[Tensor, Any]:
+        if saved.back is None:
+            tensor = torch.empty(saved.host.shape, dtype=saved.host.dtype, device=saved.device)
+            saved.back = tensor, self._copies.copy(saved.host, tensor)
+        return saved.back
+
+
+def activations_on_host(device: torch.device) -> saved_tensors_hooks:
     """A context in which what autograd saves is copied to host memory (pinned, with CUDA), and back when it is needed.
 
-    Meant for a decoder whose layers are checkpointed: these save nothing but their inputs, [T, hidden size] each.
-    Without checkpointing it would also copy every weight, which FSDP frees and gathers by itself. Not torch's
-    `save_on_cpu`, which cannot copy the DTensors that the final norm saves under tensor parallelism: they stay.
+    Meant for one pass of a decoder whose layers are checkpointed: these save nothing but their inputs, [T, hidden size]
+    each. Without checkpointing it would also copy every weight, which FSDP frees and gathers by itself.
     """
-    return saved_tensors_hooks(_to_host, _to_device)
+    activations = HostActivations(_copy_stream(device) if device.type == "cuda" else CopyAtOnce())
+    return saved_tensors_hooks(activations.save, activations.load)
 
 
-def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    if isinstance(tensor, DTensor):
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return tensor.device, host.copy_(tensor, non_blocking=tensor.is_cuda)
-
-
-def _to_device(saved: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    device, host = saved
-    return host.to(device, non_blocking=True)
+@cache
+def _copy_stream(device: torch.device) -> CopyStream:
+    """One for all passes."""
+    return CopyStream(device)

@@ -6,7 +6,8 @@ The segments travel as an argument, so packing is never inferred. transformers i
 it without a word when a KV cache is made or when an all-ones mask is passed.
 
     backend   where                            sliding window   soft-capping   sinks
-    varlen    CUDA, half precision             yes              no             no       torch.nn.attention.varlen
+    flash3    Hopper, half precision           yes              no             yes      varlen on FlashAttention 3
+    varlen    CUDA, half precision             yes              no             yes      torch.nn.attention.varlen
     flash     CUDA, half precision             yes              yes            no       the flash-attn package
     sdpa      anywhere, a call a segment       yes              yes            yes
 
@@ -17,16 +18,24 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 from transformers import AttentionInterface
 
 from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.block_attention import block_attention, query_blocks
 from workers.model.families import KERNEL_FEATURES, expected_window
+from workers.model.flash_kernels import Segments
 from workers.model.packing import PackedRow
+from workers.model.sink_attention import sink_attention
 
 log = logging.getLogger(__name__)
 
@@ -46,40 +55,70 @@ layers that have them, so an attention that cannot compute them need not name th
 
 
 @dataclass(frozen=True)
+class Installed:
+    """What is on this machine. generation: major compute capability of the card, 9 for Hopper; 0 without a card.
+
+    packages: those that some backend needs, as they are imported.
+    """
+
+    generation: int
+    packages: frozenset[str]
+
+    @classmethod
+    def here(cls, device: torch.device) -> "Installed":
+        has_card = device.type == "cuda" and torch.cuda.is_available()
+        generation = torch.cuda.get_device_capability(device)[0] if has_card else 0
+        needed = {backend.package for backend in BACKENDS.values() if backend.package}
+        return cls(generation, frozenset(package for package in needed if find_spec(package) is not None))
+
+
+@dataclass(frozen=True)
 class Backend:
-    """features: what it computes beyond causal attention, in the names of `families.required_features`."""
+    """features: what it computes beyond causal attention, in the names of `families.required_features`.
+
+    generation: the only one of cards on which it runs; 0 is any.
+    """
 
     build: Callable[[PackedRow, torch.device], PackedAttention]
     features: frozenset[str]
     package: str = ""
+    generation: int = 0
     only_half_on_cuda: bool = True
 
-    def obstacle(self, device: torch.device, compute_dtype: torch.dtype) -> str:
+    def obstacle(self, device: torch.device, compute_dtype: torch.dtype, installed: Installed) -> str:
         """What keeps it from running here, or an empty string."""
         half = compute_dtype in (torch.bfloat16, torch.float16)
         if self.only_half_on_cuda and not (device.type == "cuda" and half):
             return f"a CUDA device and half precision, not {device.type} and {compute_dtype}"
-        if self.package and find_spec(self.package) is None:
+        if self.generation not in (0, installed.generation):
+            return f"a card of compute capability {self.generation}, and this one has {installed.generation}"
+        if self.package and self.package not in installed.packages:
             return f"the package {self.package.replace('_', '-')}, which is not installed"
         return ""
 
 
 def choose_backend(
-    setting: str, device: torch.device, compute_dtype: torch.dtype, features: frozenset[str] = frozenset()
+    setting: str,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    features: frozenset[str] = frozenset(),
+    installed: Installed | None = None,
 ) -> str:
-    """The backend of `model.attention` for packed rows; `auto` is the first of varlen, flash, sdpa that can do it.
+    """The backend of `model.attention` for packed rows; `auto` is the first of `BACKENDS` that can do it.
 
-    features: what the model needs, from `families.required_features`. Raises ConfigError if the backend asked for
-    cannot run here or is none of packed rows, UnsupportedModelError if it does not compute what the model needs.
+    features: what the model needs, from `families.required_features`. installed: None looks at this machine. Raises
+    ConfigError if the backend asked for cannot run here or is none of packed rows, UnsupportedModelError if it does not
+    compute what the model needs.
     """
+    installed = installed or Installed.here(device)
     if setting == "auto":
         able = [name for name, backend in BACKENDS.items() if features <= backend.features]
-        chosen = next(name for name in able if not BACKENDS[name].obstacle(device, compute_dtype))
+        chosen = next(name for name in able if not BACKENDS[name].obstacle(device, compute_dtype, installed))
         log.info("model.attention=auto takes %s on %s in %s, for %s", chosen, device, compute_dtype, sorted(features))
         return chosen
     if setting not in BACKENDS:
         raise ConfigError(f"model.attention={setting} is not for packed rows; set {', '.join(BACKENDS)} or auto")
-    obstacle = BACKENDS[setting].obstacle(device, compute_dtype)
+    obstacle = BACKENDS[setting].obstacle(device, compute_dtype, installed)
     if obstacle:
         raise ConfigError(f"model.attention={setting} needs {obstacle}; set model.attention=auto")
     missing = sorted(features - BACKENDS[setting].features)
@@ -123,39 +162,16 @@ def _attend_segment(
 ) -> Tensor:
     """query [1, H, L, D] -> [1, H, L, D]. With a window, block by block of queries: time and memory grow with L."""
     length = query.shape[2]
-    if (window is None or window >= length) and softcap is None and sinks is None:
+    if softcap is not None or sinks is not None:
+        return block_attention(query, key, value, scale, window, softcap, sinks)
+    if window is None or window >= length:
         return _kernel(query, key, value, is_causal=True, scale=scale)
-    window = length if window is None else min(window, length)
     blocks = []
-    for start in range(0, length, window):
-        stop, first = min(start + window, length), max(0, start - window + 1)
-        distance = torch.arange(start, stop)[:, None] - torch.arange(first, stop)
-        visible = ((distance >= 0) & (distance < window)).to(query.device)
-        block = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
-        blocks.append(_attend_block(*block, scale, visible, softcap, sinks))
+    for block in query_blocks(length, window):
+        rows, seen = slice(block.start, block.stop), slice(block.first, block.stop)
+        visible = block.visible(window, query.device)
+        blocks.append(_kernel(query[:, :, rows], key[:, :, seen], value[:, :, seen], attn_mask=visible, scale=scale))
     return torch.cat(blocks, dim=2)
-
-
-def _attend_block(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    visible: Tensor,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """visible: bool, queries x keys. Soft-capping and sinks are written out: no kernel of torch computes them."""
-    if softcap is None and sinks is None:
-        return _kernel(query, key, value, attn_mask=visible, scale=scale)
-    key, value = _repeat_heads(query, key, value)
-    scores = (query @ key.transpose(2, 3) * scale).to(torch.promote_types(query.dtype, torch.float32))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
@@ -172,21 +188,61 @@ def _repeat_heads(query: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _varlen(row: PackedRow, device: torch.device) -> PackedAttention:
-    """Flash attention over all segments at once, in torch."""
+    """Flash attention over all segments at once, in torch; with sinks by its operators, which give the log-sum-exp."""
+    _use_flash_attention(None)
+    return _torch_varlen(row, device)
+
+
+def _flash3(row: PackedRow, device: torch.device) -> PackedAttention:
+    """The same on the kernels of FlashAttention 3, which torch then calls in place of its own."""
+    _use_flash_attention("FA3")
+    return _torch_varlen(row, device)
+
+
+def _use_flash_attention(implementation: Literal["FA3"] | None) -> None:
+    """For all of torch's flash attention in this process; None is torch's own. Nothing if it is in use already.
+
+    "FA3" imports `flash_attn_interface`. Not that package itself: as torch's implementation it is traced by
+    torch.compile, counted by torch's FLOP counter, and serves the operators that sinks and rings call.
+    """
+    if current_flash_attention_impl() == implementation:
+        return
+    if implementation is None:
+        restore_flash_attention_impl()
+    else:
+        activate_flash_attention_impl(implementation)
+
+
+def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = row.cu_seqlens_padded.to(device), row.max_length
+    segments = Segments(list(row.padded_lengths), bounds)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, window: int | None = None) -> Tensor:
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        *,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        enable_gqa = query.shape[1] != key.shape[1]
+        query, key, value = _tokens_first(query, key, value)
+        if sinks is not None:
+            return sink_attention(query, key, value, sinks, segments, scale, window).unsqueeze(0)
         output = varlen_attn(
-            *_tokens_first(query, key, value),
+            query,
+            key,
+            value,
             bounds,
             bounds,
             longest,
             longest,
             scale=scale,
             window_size=_window_size(window),
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=enable_gqa,
         )
         return output.unsqueeze(0)
 
@@ -235,6 +291,7 @@ def _window_size(window: int | None) -> tuple[int, int]:
 
 
 BACKENDS = {
+    "flash3": Backend(_flash3, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9),
     "varlen": Backend(_varlen, KERNEL_FEATURES["packed"]["varlen"]),
     "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),
     "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"], only_half_on_cuda=False),

@@ -1,8 +1,8 @@
 """The training engine that every role uses: forward-only log-probs, forward and backward, optimiser step, weights out.
 
     Sequences --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
-                  (once a micro-batch; gradients are reduced over ranks in the last one)
-    optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> Hugging Face names
+                  (once a micro-batch; each adds its gradients to the shards of the ranks, see `_prepare_backward`)
+    optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> names of the files
 
 It needs torch and transformers only, and runs in a plain process, under torchrun, or inside an actor. Calls are
 collective: every rank makes the same calls with the same number of micro-batches. Ranks that share sequences or layers
@@ -11,8 +11,6 @@ collective: every rank makes the same calls with the same number of micro-batche
 T tokens and B sequences of this rank.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -27,10 +25,13 @@ from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, DataError
 from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
+from workers.model.checkpoint_weights import CheckpointWeights, Shard
+from workers.model.compile import compile_layers
+from workers.model.export import FILE_BYTES, stored_dtype, write_model
 from workers.model.input_checks import check_sequences, check_tokenizer, max_positions
 from workers.model.layout import LaidOut, Layout
 from workers.model.loading import Source
-from workers.model.lora import adapter_weights, add_adapters, merged_weights, without_adapters, write_adapters
+from workers.model.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
 from workers.model.losses import (
     Denominators,
     LossFunction,
@@ -49,7 +50,6 @@ from workers.model.packing import ModelInput, Sequences
 from workers.model.parallel import (
     clip_gradients,
     fsdp_modules,
-    full_tensor,
     make_parallel,
     reshard,
     shard_model,
@@ -98,6 +98,7 @@ class Engine:
         self.dtype = dtype
         self.tokenizer = load_tokenizer(model_config.path)
         self.parallel = make_parallel(self.device, parallel)
+        self.defer_gradient_reduction = parallel is not None and parallel.defer_gradient_reduction
         # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
         parameter_dtype = torch.promote_types(dtype, torch.float32)
         source = Source(partial(LOADERS[head], model_config, parameter_dtype))
@@ -119,6 +120,8 @@ class Engine:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
+        if model_config.compile:
+            compile_layers(self.module.layers)
         shard_model(
             self.module,
             self.module.layers,
@@ -128,6 +131,8 @@ class Engine:
             reshard_after_forward=reshard_after_forward,
         )
         source.fill(self.device, cpu_offload=cpu_offload)
+        self.checkpoint_weights = CheckpointWeights(self.module.model, source.rules, self._shards, self.device)
+        self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         self.optimizer_config = optimizer
         if optimizer is not None:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
@@ -236,7 +241,7 @@ class Engine:
         parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
         for index, (start, stop) in enumerate(micro_batches):
-            self._reduce_gradients_in_next_backward(index == len(micro_batches) - 1)
+            self._prepare_backward(last=index == len(micro_batches) - 1)
             with self.clock.micro_step("update", sequences.lengths[start:stop]):
                 predictions, _ = self._predict(parts[index])
                 loss, measured = loss_function(predictions, denominators)
@@ -269,19 +274,29 @@ class Engine:
         }
         return metrics | ({"grad_norm": Metric.mean(norm, 1)} if finite else {})
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights under their Hugging Face names, one at a time, on `device`; collective.
+    def named_weights(
+        self, dtype: torch.dtype | None = None, keeper: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights under the names and in the shapes of the model's files, one at a time, on `device`; collective.
+
+        dtype: of the weights; None is that of the parameters. keeper: the only rank that gets them, while the others
+        take part and get none; None is every rank.
 
         `lm_head.weight` comes even if it is tied to the embedding. vLLM keeps a packed copy of the output layer, and a
         list without it would leave that copy at the old weights without a word.
         """
         reshard(self.module)
+        return self.checkpoint_weights.convert(self.checkpoint_weights.plan, dtype, keeper)
+
+    def weights_metadata(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Names, shapes and types of `named_weights` in its order, as tensors on the meta device; not collective."""
+        return self.checkpoint_weights.metadata(self.checkpoint_weights.plan, dtype)
+
+    def _shards(self) -> dict[str, Shard]:
         if self.has_adapters:
-            yield from merged_weights(self.module.model, self.device)
-            return
+            return merged_shards(self.module.model, self.device)
         # A state dict lists tied weights under both names, unlike named_parameters.
-        for name, weight in self.module.model.state_dict().items():
-            yield name, full_tensor(weight.to(self.device)).detach()
+        return {name: Shard(weight) for name, weight in self.module.model.state_dict().items()}
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -337,28 +352,14 @@ class Engine:
         self.skip_policy.in_a_row = manifest.engine["skipped_in_a_row"]
         return manifest.extra
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format; collective, rank 0 writes, all ranks return when it stands.
+    def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
+        """Write model and tokenizer in Hugging Face format, in the type of the model's files; collective.
 
-        The folder appears under its name only when complete; one that was there is replaced.
+        Ranks share the writing, in files of about `file_bytes`, and return when the folder stands; one that was there
+        is replaced. Raises CheckpointError if a rank cannot write.
         """
-        keep = dist.get_rank() == 0
-        tied = self.module.model.all_tied_weights_keys
-        weights = {name: weight.cpu() for name, weight in self.named_weights() if keep and name not in tied}
-        if keep:
-            self._write(Path(path), weights)
-        dist.barrier()
-
-    def _write(self, path: Path, weights: dict[str, Tensor]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.unfinished-{os.getpid()}")
-        replaced = path.with_name(f"{path.name}.replaced-{os.getpid()}")
-        self.module.model.save_pretrained(unfinished, state_dict=weights)
-        self.tokenizer.save_pretrained(unfinished)
-        if path.exists():
-            path.rename(replaced)
-        unfinished.rename(path)
-        shutil.rmtree(replaced, ignore_errors=True)
+        reshard(self.module)
+        write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
 
     def _predict(self, micro_batch: Sequences) -> tuple[Any, ModelInput]:
         """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
@@ -374,11 +375,19 @@ class Engine:
         arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
         return laid_out.whole(self.module(**arguments))
 
-    def _reduce_gradients_in_next_backward(self, reduce: bool) -> None:
-        """Between the micro-batches of a mini-batch gradients add up locally, and gathered parameters may stay."""
+    def _prepare_backward(self, last: bool) -> None:
+        """What the next backward pass does with gradients and gathered parameters; last: of the mini-batch.
+
+        Gradients are reduced onto the shards at once, since those that wait are whole, in float32 and on every rank.
+        Copies of the model (HSDP) sum their shards in the last pass. Parameters do not change between the passes: with
+        `reshard_after_forward=False` they stay gathered until then.
+        """
         for module in fsdp_modules(self.module):
-            module.set_requires_gradient_sync(reduce, recurse=False)
-            module.set_reshard_after_backward(reduce or self.reshard_after_forward, recurse=False)
+            if self.defer_gradient_reduction:
+                module.set_requires_gradient_sync(last, recurse=False)
+            else:
+                module.set_requires_all_reduce(last, recurse=False)
+            module.set_reshard_after_backward(last or self.reshard_after_forward, recurse=False)
 
 
 def _check_micro_batches(micro_batches: Sequence[MicroBatch], rows: int, *, complete: bool) -> None:

@@ -1,4 +1,4 @@
-"""Flash attention with its log-sum-exp in and out, which is what merging the parts of a ring needs.
+"""Flash attention with its log-sum-exp in and out, which is what merging the parts of a ring and sinks need.
 
 torch's public functions keep the log-sum-exp to themselves or drop its gradient; the operators below them, which
 torch's own autograd calls, are used here: on CUDA one call for all segments (half precision only), on the CPU one call
@@ -40,18 +40,34 @@ def flash_forward(
     key_segments: Segments,
     causal: bool,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention segment by segment; causal only for segments of as many queries as keys.
 
+    window: tokens that each token sees, itself included; only if causal. On the CPU it makes a mask of L x L.
     query [Q, H, D], key and value [T, K, D] -> (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]).
     """
     if query.is_cuda:
         where = _where_segments_lie(query_segments, key_segments)
-        output, lse, *_ = aten._flash_attention_forward(query, key, value, *where, 0.0, causal, False, scale=scale)
+        left, right = _window_size(causal, window)
+        output, lse, *_ = aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            *where,
+            0.0,
+            causal,
+            False,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
         return output, lse
     outputs, sums = [], []
     for q, k, v in _segments_on_cpu(query, key, value, query_segments, key_segments):
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        mask = _mask_on_cpu(q, window)
+        plain = causal and mask is None
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, plain, attn_mask=mask, scale=scale)
         outputs.append(out[0].transpose(0, 1))
         sums.append(lse[0])
     return torch.cat(outputs), torch.cat(sums, dim=1)
@@ -68,6 +84,7 @@ def flash_backward(
     key_segments: Segments,
     causal: bool,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, given out [Q, H, D] and lse [H, Q] of an attention that may have seen more
     keys than these: the result is then these keys' share of the gradient."""
@@ -75,7 +92,18 @@ def flash_backward(
         where = _where_segments_lie(query_segments, key_segments)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of a generator that is not asked
         given = (grad_output, query, key, value, output, lse.contiguous())
-        return aten._flash_attention_backward(*given, *where, 0.0, causal, no_dropout, no_dropout, scale=scale)
+        left, right = _window_size(causal, window)
+        return aten._flash_attention_backward(
+            *given,
+            *where,
+            0.0,
+            causal,
+            no_dropout,
+            no_dropout,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
     grads: list[tuple[Tensor, ...]] = []
     of_queries = zip(
         _split(grad_output, query_segments),
@@ -86,7 +114,9 @@ def flash_backward(
     segments = _segments_on_cpu(query, key, value, query_segments, key_segments)
     for (q, k, v), (grad, out, sums) in zip(segments, of_queries, strict=True):
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads.append(backward(grad, q, k, v, out, sums[None].contiguous(), 0.0, causal, scale=scale))
+        mask = _mask_on_cpu(q, window)
+        given = (grad, q, k, v, out, sums[None].contiguous())
+        grads.append(backward(*given, 0.0, causal and mask is None, attn_mask=mask, scale=scale))
     grad_query, grad_key, grad_value = (
         torch.cat([part[0].transpose(0, 1) for part in parts]) for parts in zip(*grads, strict=True)
     )
@@ -96,6 +126,20 @@ def flash_backward(
 def _where_segments_lie(queries: Segments, keys: Segments) -> tuple[Tensor, Tensor, int, int]:
     """As the CUDA kernels take it."""
     return queries.bounds, keys.bounds, queries.longest, keys.longest
+
+
+def _window_size(causal: bool, window: int | None) -> tuple[int, int]:
+    """(tokens seen to the left, to the right) besides the token itself; -1 is all of them."""
+    return -1 if window is None else window - 1, 0 if causal else -1
+
+
+def _mask_on_cpu(query: Tensor, window: int | None) -> Tensor | None:
+    """What to add to the scores of query [1, H, L, D] so that each token sees a causal window, or None without one."""
+    if window is None:
+        return None
+    place = torch.arange(query.shape[2])
+    distance = place[:, None] - place
+    return torch.zeros(distance.shape, dtype=query.dtype).masked_fill((distance < 0) | (distance >= window), -torch.inf)
 
 
 def _segments_on_cpu(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from workers.errors import BallastError
+from workers.model.checkpoint_names import loading_rules
 from workers.model.model import PackedModel
 
 Packed = TypeVar("Packed", bound=PackedModel)
@@ -30,7 +31,8 @@ class Load(Protocol[Result]):
 
 
 class Source(Generic[Packed]):
-    """A model on its way to its ranks: `module` is to be changed and sharded, and then filled.
+    """A model on its way to its ranks: `module` is to be changed and sharded, and then filled. `rules`: transformers'
+    conversions of the files, see `checkpoint_names`.
 
     A process alone loads `module` as it is, and has nothing to fill. Collective; what goes wrong on rank 0 is raised by
     all, as `load` does.
@@ -40,6 +42,10 @@ class Source(Generic[Packed]):
         self._whole = _on_rank_zero(load)
         alone = dist.get_world_size() == 1
         self.module: Packed = self._whole if alone and self._whole else load(skeleton=True)
+        # How files became this model: what rank 0 met in them is what every rank undoes when it gives weights out.
+        rules = [loading_rules(self._whole.model) if self._whole else None]
+        dist.broadcast_object_list(rules, src=0)
+        self.rules = rules[0] or []
 
     def change(self, function: Callable[[Packed], None]) -> None:
         """Apply `function`, which adds parameters, to every copy of the model; rank 0's values are those that stay."""

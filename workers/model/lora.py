@@ -4,22 +4,25 @@
 
     load_model --add_adapters--> shard_model --> train A and B
                                       |--without_adapters--> the reference: the same weights, no second model
-                                      |--merged_weights--> W + alpha / rank * B A under W's own name: vLLM, export
+                                      |--merged_shards--> W + alpha / rank * B A under W's own name: vLLM, export
 
 There is no dropout on the adapters' input: the policy that learns must be the policy that was sampled.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from workers.config import LoraConfig
 from workers.errors import ConfigError
+from workers.model.checkpoint_weights import Shard
 from workers.model.parallel import full_tensor
 
 ADAPTER = "default"  # peft's name for the only adapter of a model
@@ -38,20 +41,30 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
             f"model.lora.rank={config.rank} makes no adapter; set 1 or more, or 0 to train the whole model."
         )
     peft = _peft()
+    from peft.tuners.lora.layer import ParamWrapper
+
     names = _target_names(model, config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=names, base_model_name_or_path=model.name_or_path
     )
     model.requires_grad_(False)
     base = next(model.parameters())
+    training = {part: part.training for part in model.modules()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Adapters of a skeleton on the meta device have no memory either.
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER, low_cpu_mem_usage=base.is_meta)
-    for layer in _adapted_layers(model).values():
+    for name, layer in _adapted_layers(model).items():
+        if isinstance(layer, ParamWrapper):
+            raise ConfigError(
+                f"model.lora.target_modules={config.target_modules} gives the fused experts {name} an adapter, which "
+                "cannot be merged into what engines get; name modules of attention alone, as in q_proj,v_proj."
+            )
         layer.lora_A.to(base.dtype)
         layer.lora_B.to(base.dtype)
-    model.eval()  # peft leaves what it makes in training mode
+    # peft leaves what it makes in training mode; layers say by theirs that they are checkpointed, and keep it.
+    for part in model.modules():
+        part.training = training.get(part, False)
 
 
 @contextmanager
@@ -70,14 +83,18 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.set_scale(ADAPTER, 1.0)
 
 
-def merged_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights under the base model's names, one at a time on `device`, adapters merged in; collective."""
+def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Shard]:
+    """This rank's part of every weight under the base model's names, with its adapter merged in on `device`.
+
+    Parts of W and B hold the same rows, so that a rank needs no more than the whole of A, which is small.
+    """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
+    shards = {}
     for name, weight in model.state_dict().items():
         if not _is_adapter(name):
-            whole = full_tensor(weight.to(device)).detach()
-            merged = whole + _delta(layers[name], device) if name in layers else whole
-            yield name.replace(".base_layer.", "."), merged
+            merge = partial(_merged, layers[name], device) if name in layers else None
+            shards[name.replace(".base_layer.", ".")] = Shard(weight, merge)
+    return shards
 
 
 def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -97,16 +114,16 @@ def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Pat
     settings.save_pretrained(str(path))
 
 
-def _delta(layer: Any, device: torch.device) -> Tensor:
-    """alpha / rank * B A [out, in]."""
-    a, b = (full_tensor(part[ADAPTER].weight.to(device)).detach() for part in (layer.lora_A, layer.lora_B))
-    return (b @ a) * layer.scaling[ADAPTER]
+def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:
+    """W + alpha / rank * B A [out, in], of the rows that this rank holds of W and B; collective."""
+    a, b = (part[ADAPTER].weight.detach().to(device) for part in (layer.lora_A, layer.lora_B))
+    if isinstance(a, DTensor):
+        a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+    return weight + (b @ a) * layer.scaling[ADAPTER]
 
 
-def _target_names(model: PreTrainedModel, setting: str) -> str | list[str]:
-    """The setting as peft takes it, once every name in it is known to be that of a linear module."""
-    if setting == ALL_LINEAR:
-        return ALL_LINEAR
+def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
+    """The modules of the setting, once every name in it is known to be that of a linear module."""
     # The output layer is applied by its weight alone, in chunks of tokens: an adapter on it would do nothing.
     head = model.get_output_embeddings()
     known = {
@@ -114,6 +131,8 @@ def _target_names(model: PreTrainedModel, setting: str) -> str | list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
+    if setting == ALL_LINEAR:
+        return sorted(known)  # peft's own would take an MoE's router and its fused experts, too
     names = [name.strip() for name in setting.split(",")]
     for name in names:
         if name not in known:

@@ -73,7 +73,7 @@ class PackedModel(nn.Module):
         # Packed rows get neither cache nor mask: with either, transformers would not tell their segments apart.
         arguments: dict[str, Any] = {"position_ids": position_ids} if self.takes_positions else {}
         arguments |= {"attention_mask": attention_mask} if attention is None else {"packed_attention": attention}
-        with activations_on_host() if self.activation_offload else nullcontext():
+        with activations_on_host(input_ids.device) if self.activation_offload else nullcontext():
             output = self.model.get_decoder()(input_ids=input_ids, use_cache=False, **arguments)
         # Under tensor parallelism every rank has a part of the tokens, and of the vocabulary.
         return full_tensor(output.last_hidden_state).flatten(0, 1).index_select(0, predicting)
@@ -82,9 +82,9 @@ class PackedModel(nn.Module):
 class PackedCausalLM(PackedModel):
     """A causal LM that turns rows of tokens into log-probs and entropies of its predicted tokens."""
 
-    def __init__(self, model: PreTrainedModel, chunk_tokens: int, activation_offload: bool = False) -> None:
-        super().__init__(model, activation_offload)
-        self.chunk_tokens = chunk_tokens
+    def __init__(self, model: PreTrainedModel, config: ModelConfig) -> None:
+        super().__init__(model, config.activation_offload)
+        self.chunk_tokens = config.chunk_tokens
 
     def forward(
         self,
@@ -105,7 +105,7 @@ class PackedCausalLM(PackedModel):
             self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask),
             targets=targets,
             temperature=temperature,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self.chunk_tokens(input_ids.device.type),
             softcap=self.softcap,
             **own_vocabulary(self.model.get_output_embeddings()),
         )
@@ -154,9 +154,7 @@ def read_pretrained(
 
 def packed_causal_lm(model: PreTrainedModel, config: ModelConfig) -> PackedCausalLM:
     """Make a loaded or newly built causal LM read the rows of `config.layout`; raises as `read_rows` does."""
-    return read_rows(
-        model, config, lambda: PackedCausalLM(model, config.logprob_chunk_tokens, config.activation_offload)
-    )
+    return read_rows(model, config, lambda: PackedCausalLM(model, config))
 
 
 Packed = TypeVar("Packed", bound=PackedModel)

@@ -33,8 +33,8 @@ from workers.model.families import TENSOR_PARALLEL_FAMILIES
 def check_tensor_parallel(config: Any, settings: ModelConfig, tensor_parallel: int) -> None:
     """Raise if a Hugging Face model (`config`) cannot be shared by so many ranks.
 
-    UnsupportedModelError for a family whose layers are not known here, ConfigError for sizes that do not divide and for
-    adapters, whose two small matrices are not worth sharing.
+    UnsupportedModelError for a family whose layers are not known here, ConfigError for sizes that do not divide, for
+    compiled layers, and for adapters, whose two small matrices are not worth sharing.
     """
     if tensor_parallel == 1:
         return
@@ -45,6 +45,9 @@ def check_tensor_parallel(config: Any, settings: ModelConfig, tensor_parallel: i
         )
     if settings.lora.rank:
         raise ConfigError("adapters are not shared between ranks; set model.lora.rank=0 or parallel.tensor_parallel=1")
+    if settings.compile:
+        # With torch 2.13 tracing a layer of DTensors ends in a RecursionError.
+        raise ConfigError("model.compile does not take layers that ranks share; set parallel.tensor_parallel=1")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name)
         if size % tensor_parallel:

@@ -7,15 +7,18 @@ import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import ConfigError
+from workers.rollout.engine_options import check_engine_options
 from workers.rollout.engine_process import mark_actor
-from workers.rollout.weight_transfer import BACKENDS
+from workers.rollout.weight_transfer import BACKENDS, ENGINE_OF_BACKEND
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 GIB = 2**30
-CPU_PREFILL_TOKENS = 8192  # prompt tokens of one forward pass; a whole step of short prompts fits
+# Tokens of one forward pass: longer prompts are prefilled in pieces of so many. vLLM has no default for an engine that
+# is no server, and falls to 2,048; with so many, a 7B's activations stay below 1 GiB.
+PREFILL_TOKENS = 8192
 CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
 
 
@@ -62,13 +65,16 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
 def engine_arguments(
     model: ModelConfig, config: RolloutConfig, *, placement: str, max_model_tokens: int, seed: int
 ) -> "AsyncEngineArgs":
-    """Arguments of an engine that returns the log-probs of the distribution that it samples from."""
+    """Arguments of an engine that returns the log-probs of the distribution that it samples from.
+
+    Raises ConfigError for an option in `rollout.engine` that is refused; see `check_engine_options`.
+    """
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
 
     on_cpu = placement == "shared_memory"
     device = _cpu_arguments(config) if on_cpu else _gpu_arguments(config, placement)
-    return AsyncEngineArgs(
+    arguments = dict(
         model=model.path,
         dtype=_dtype(model, on_cpu),
         seed=seed % 2**32,
@@ -79,11 +85,14 @@ def engine_arguments(
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        weight_transfer_config=WeightTransferConfig(backend=BACKENDS[placement]),
+        max_num_batched_tokens=max(PREFILL_TOKENS, config.max_concurrent, max_model_tokens if on_cpu else 0),
+        weight_transfer_config=WeightTransferConfig(backend=ENGINE_OF_BACKEND[BACKENDS[placement]]),
         # Left to itself vLLM would choose Ray here, and look for placement groups of its own.
         distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
         **device,
     )
+    check_engine_options(config.engine)
+    return AsyncEngineArgs(**(arguments | config.engine))
 
 
 def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
@@ -112,7 +121,9 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * GIB),
         "block_size": CPU_KV_BLOCK_TOKENS,
-        "max_num_batched_tokens": CPU_PREFILL_TOKENS,
+        # A prompt that is taken in parts ends the engine: vLLM 0.32 then asks a seeded request's generator for its
+        # offset, and that of a CPU has none.
+        "enable_chunked_prefill": False,
     }
 
 

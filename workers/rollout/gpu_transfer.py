@@ -1,16 +1,16 @@
-"""New weights for engines on GPUs, device to device. Needs a GPU; not run on CPU.
+"""New weights for engines on GPUs, device to device. On a CPU tests replace communicator and memory handles.
 
-    sender = WeightSender("apart", engines, weights, rank=rank, ...)   # on every policy rank, once
-    sender.send(version)                                               # on every policy rank, after every update
+    sender = WeightSender("apart", engines, weights, metadata, rank=rank, ...)   # on every policy rank, once
+    sender.send(version)                                                # on every policy rank, after every update
 
-    policy ranks --gather, layer by layer--> rank 0 --nccl broadcast--> engines of their own GPUs      (`apart`)
-    policy ranks --gather, chunk by chunk--> CUDA handles of all ranks --ipc--> engines on these GPUs  (`colocated`)
+    policy ranks --gather to rank 0, weight by weight--> nccl broadcast --> engines of their own GPUs    (`apart`)
+    policy ranks --gather to all, chunk by chunk--> CUDA handles of all --ipc--> engines on these GPUs   (`colocated`)
 
 vLLM's trainer-side engines carry the bytes and decide the order; they talk to our actors through `EngineClient`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,19 +18,21 @@ from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTran
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
-from workers.errors import ConfigError
+from workers.errors import BallastError, ConfigError, LostError, RolloutError
 from workers.rollout.weight_transfer import BACKENDS
 
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class EngineClient:
-    """vLLM's `VLLMWeightSyncClient` protocol over `RolloutWorker` actors. Needs a GPU; not run on CPU."""
+    """vLLM's `VLLMWeightSyncClient` protocol over `RolloutWorker` actors."""
 
     def __init__(self, engines: Sequence[Any], tensor_parallel: int) -> None:
         self._engines = engines
         self._tensor_parallel = tensor_parallel
         self.version = 0
+        self.failure: BallastError | None = None  # of the last update
+        self.on_failure: Callable[[], None] = lambda: None
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Every replica joins the transfer group; with nccl, each at ranks of its own after the trainer's."""
@@ -38,11 +40,20 @@ class EngineClient:
 
     def start_weight_update(self) -> None:
         """Every replica holds its requests."""
+        self.failure = None
         self._all("begin_update", [None] * len(self._engines))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Every replica receives; with nccl this runs beside the trainer's broadcast."""
-        self._all("receive_update", [update_info] * len(self._engines))
+        """Every replica receives; with nccl this runs beside the trainer's broadcast, in a thread of its own.
+
+        When one fails, `on_failure` is called, so that a broadcast to it does not wait for ever.
+        """
+        try:
+            self._all("receive_update", [update_info] * len(self._engines))
+        except BallastError as error:
+            self.failure = error
+            self.on_failure()
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Every replica goes on, under `self.version`: vLLM's trainer side does not pass the version through."""
@@ -55,28 +66,47 @@ class EngineClient:
         return init_info | {"rank_offset": init_info["rank_offset"] + replica * self._tensor_parallel}
 
     def _all(self, method: str, arguments: Sequence[Any]) -> None:
-        import ray
+        call_replicas(self._engines, method, arguments)
 
-        calls = [getattr(engine, method) for engine in self._engines]
-        pairs = zip(calls, arguments, strict=True)
-        ray.get([call.remote() if argument is None else call.remote(argument) for call, argument in pairs])
+
+def call_replicas(engines: Sequence[Any], method: str, arguments: Sequence[Any]) -> None:
+    """Call `method` of every replica with its argument (None: without one) and wait for all.
+
+    Raises at the first that fails, without waiting for the others, which may wait for it: an error of ours as the
+    replica raised it, LostError if its actor was lost, RolloutError for anything else.
+    """
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    calls = [getattr(engine, method) for engine in engines]
+    pairs = zip(calls, arguments, strict=True)
+    refs = [call.remote() if argument is None else call.remote(argument) for call, argument in pairs]
+    replicas = {ref: replica for replica, ref in enumerate(refs)}
+    while refs:
+        (done,), refs = ray.wait(refs, num_returns=1)
+        try:
+            ray.get(done)
+        except RayTaskError as error:
+            if isinstance(error.cause, BallastError):
+                raise error.cause from error
+            raise RolloutError(f"rollout replica {replicas[done]} failed in {method}: {error.cause!r}") from error
+        except RayError as error:
+            raise LostError(f"rollout replica {replicas[done]} was lost in {method}: {error}") from error
 
 
 class GatheredWeights(WeightSource):
-    """vLLM's view of the policy's weights. Needs a GPU; not run on CPU.
+    """vLLM's view of the policy's weights.
 
-    `weights()` starts a pass over (Hugging Face name, whole tensor), `lm_head.weight` among them even if tied; it is
-    collective over the policy's ranks, and every pass brings the same names, shapes and dtypes in the same order.
+    `weights()` starts a pass over (name, whole tensor), `lm_head.weight` among them even if tied; it is collective over
+    the policy's ranks. `metadata`: of what every pass brings, in its order, as tensors without memory.
     """
 
-    def __init__(self, weights: NamedWeights) -> None:
+    def __init__(self, weights: NamedWeights, metadata: Mapping[str, Tensor]) -> None:
         self._weights = weights
-        self._metadata: list[ParamMeta] = []
+        self._metadata = [ParamMeta(name, empty.dtype, tuple(empty.shape)) for name, empty in metadata.items()]
 
     def metadata(self) -> list[ParamMeta]:
-        """Names, dtypes and shapes; the first call makes a pass over the weights, on all ranks."""
-        if not self._metadata:
-            self._metadata = [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self._weights()]
+        """Names, dtypes and shapes; nothing is gathered for them."""
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -84,38 +114,59 @@ class GatheredWeights(WeightSource):
 
 
 class WeightSender:
-    """A policy rank's end of the transfer. Needs a GPU; not run on CPU."""
+    """A policy rank's end of the transfer."""
 
     def __init__(
         self,
         placement: str,
         engines: Sequence[Any],
         weights: NamedWeights,
+        metadata: Mapping[str, Tensor],
         *,
         rank: int,
         tensor_parallel: int,
         address: str = "",
         port: int = 0,
+        buffer_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES,
     ) -> None:
         """Meet the engines; collective over the policy's ranks.
 
-        `engines`: handles of all `RolloutWorker` actors, started. `address`, `port`: of policy rank zero, free, for
-        `apart`. The current CUDA device and the default process group must be the policy's.
+        `engines`: handles of all `RolloutWorker` actors, started. `weights`, `metadata`: see `GatheredWeights`; with
+        `apart` only rank zero need be given whole tensors, with `colocated` every rank. `address`, `port`: of policy
+        rank zero, free, for `apart`. `buffer_bytes`: that travel at one time. The current CUDA device and the default
+        process group must be the policy's.
         Raises ConfigError for a placement without GPUs.
         """
         self._client = EngineClient(engines, tensor_parallel)
         world_size = 1 + len(engines) * tensor_parallel
-        source = GatheredWeights(weights)
+        source = GatheredWeights(weights, metadata)
         largest = max(meta.dtype.itemsize * math.prod(meta.shape) for meta in source.metadata())
         info = trainer_init_info(
-            placement, rank=rank, address=address, port=port, world_size=world_size, largest_bytes=largest
+            placement,
+            rank=rank,
+            address=address,
+            port=port,
+            world_size=world_size,
+            largest_bytes=largest,
+            buffer_bytes=buffer_bytes,
         )
         self._trainer_side = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=source)
+        # vLLM ends the communicator by aborting it, which also ends a broadcast that waits for a lost engine.
+        self._client.on_failure = self._trainer_side.shutdown
 
     def send(self, version: int) -> None:
-        """Bring the weights to all engines as `version`; collective over the policy's ranks."""
+        """Bring the weights to all engines as `version`; collective over the policy's ranks.
+
+        Raises on rank zero: RolloutError, naming the weights, if an engine refuses the update, LostError if one is
+        lost. After either the sender is of no more use.
+        """
         self._client.version = version
-        self._trainer_side.send_weights()
+        try:
+            self._trainer_side.send_weights()
+        except Exception as error:
+            if self._client.failure is not None and error is not self._client.failure:
+                raise self._client.failure from error  # the broadcast broke because of it
+            raise
 
     def close(self) -> None:
         """Leave the transfer group."""
@@ -123,19 +174,31 @@ class WeightSender:
 
 
 def trainer_init_info(
-    placement: str, *, rank: int, address: str, port: int, world_size: int, largest_bytes: int
+    placement: str,
+    *,
+    rank: int,
+    address: str,
+    port: int,
+    world_size: int,
+    largest_bytes: int,
+    buffer_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES,
 ) -> TrainerInitInfo:
     """What vLLM's trainer side needs to know. Raises ConfigError for a placement without GPUs.
 
-    `largest_bytes`: of the largest weight, which the transfer's buffer must hold whole.
+    `largest_bytes`: of the largest weight, which ipc's buffer must hold whole.
     """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     if placement == "colocated":
         # Packed, because unpacked would hold a second copy of the model at once.
-        buffer = max(DEFAULT_PACKED_BUFFER_SIZE_BYTES, largest_bytes)
-        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer)
+        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(buffer_bytes, largest_bytes))
     if placement == "apart":
-        return NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=rank)
+        return NCCLTrainerInitInfo(
+            master_address=address,
+            master_port=port,
+            world_size=world_size,
+            rank=rank,
+            packed_buffer_size_bytes=buffer_bytes,
+        )
     raise ConfigError(f"rollout.placement={placement} sends weights by {BACKENDS[placement]}, not between GPUs.")

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetensors.torch import load_file
-from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -12,7 +11,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-OUTPUT_LAYER = "lm_head.weight"
+from workers.rollout.complete_update import OUTPUT_LAYER, CompleteUpdate
 
 
 @dataclass
@@ -27,7 +26,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     path: str
 
 
-class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
     """Loads whole models from a file, layer by layer: on CPU vLLM keeps linear weights in a packed form of its own,
     which a bare `load_weights` cannot write."""
 
@@ -45,29 +44,20 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Load the file. Raises ValueError, naming the weights, if the model would keep some of its old ones."""
-        try:
-            self._load(load_file(update_info.path))
-        except Exception:
-            self.finish_weight_update()  # layers that got nothing have their old weights back
-            raise
-
-    def _load(self, weights: dict[str, Tensor]) -> None:
-        self._refuse_untold_output_layer(weights)
-        expected = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        missing = expected - self.model.load_weights(weights.items())
-        if missing:
-            raise ValueError(f"the update brought nothing for {sorted(missing)}, which would keep their old values.")
-
-    def _refuse_untold_output_layer(self, weights: dict[str, Tensor]) -> None:
-        # With tied embeddings vLLM would load the rest and keep sampling from the old output layer without a word.
+        """Load the file. Raises ValueError before it changes anything if the output layer is not in it."""
+        weights = load_file(update_info.path)
+        # The rule would find this too, but after the rest is loaded.
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         if tied and OUTPUT_LAYER not in weights:
             raise ValueError(f"the update lacks {OUTPUT_LAYER}, which must be sent even if tied to the embedding.")
+        self.model.load_weights(weights.items())
 
     def finish_weight_update(self) -> None:
-        """Put the new weights in place; layers that got none keep what they had."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         pass
+
+
+class SharedMemoryWeightTransferEngine(CompleteUpdate, _FileEngine):
+    """The whole model from one file, or a refusal."""

@@ -27,16 +27,23 @@ if TYPE_CHECKING:
 
 BACKENDS = {"shared_memory": "shared_memory", "colocated": "ipc", "apart": "nccl"}  # by rollout.placement
 
+# The engine's side of each backend, by the name that vLLM knows it by: module and class.
+ENGINES = {
+    "shared_memory": ("workers.rollout.shared_memory", "SharedMemoryWeightTransferEngine"),
+    "complete_ipc": ("workers.rollout.gpu_engines", "CompleteIPCWeightTransferEngine"),
+    "complete_nccl": ("workers.rollout.gpu_engines", "CompleteNCCLWeightTransferEngine"),
+}
+ENGINE_OF_BACKEND = dict(zip(("shared_memory", "ipc", "nccl"), ENGINES, strict=True))
+
 
 @functools.cache  # vLLM may load a plugin more than once in a process, and its factory refuses a name that it knows
 def register() -> None:
-    """Tell vLLM about the `shared_memory` backend: the entry point that its engine processes call when they start."""
+    """Tell vLLM about our engines: the entry point that its processes call when they start."""
     end_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(
-        "shared_memory", "workers.rollout.shared_memory", "SharedMemoryWeightTransferEngine"
-    )
+    for name, (module, engine) in ENGINES.items():
+        WeightTransferEngineFactory.register_engine(name, module, engine)
 
 
 def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:

@@ -13,7 +13,7 @@ returns; on a CPU the model runs in a thread of this process.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,8 @@ import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.environment_process import EnvironmentPool
-from workers.errors import DataError, RolloutError
+from workers.errors import DataError, LostError, RolloutError
+from workers.network import use_rays_interface
 from workers.remote_batch import TokenBlock
 from workers.rollout.conversation import Conversation
 from workers.rollout.engine import (
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 0.25
 STOP_SECONDS = 10.0
+ALIVE_SECONDS = 1.0  # how often an engine that is waited for is asked whether it lives
 Row = dict[str, np.ndarray]
 Sample = tuple[SampleResult, Row | None]
 
@@ -79,6 +81,7 @@ class RolloutWorker:
         Raises ConfigError if this process's device cannot receive weights the placement's way.
         """
         prepare_environment(rollout, placement)
+        use_rays_interface()  # between an engine's GPUs, and for new weights from the policy's node
         self.model = model
         self.config = rollout
         self.index = index
@@ -202,44 +205,64 @@ class RolloutWorker:
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
         """Load `payload` (see `pack_weights`); samples of this engine carry `version` from the next token on.
 
-        Requests in flight go on with the new weights. Raises RolloutError if the weights do not fit the model.
+        Requests in flight go on with the new weights. Raises RolloutError, naming the weights, if they do not fit the
+        model or leave a part of it out, and LostError if the engine dies.
         """
         with private_file(payload) as path:
             try:
                 await self.begin_update()
                 await self.receive_update({"path": path})
-            except Exception as error:
+                await self.finish_update(version)
+            except RolloutError as error:
                 await self.engine.resume_generation()
                 raise RolloutError(
-                    f"rollout replica {self.index} could not load the weights of version {version}: {error}"
+                    f"rollout replica {self.index} could not load the weights of version {version}: {error.__cause__}"
                 ) from error
-            await self.finish_update(version)
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Join the trainer's transfer group; see `gpu_transfer`. Needs a GPU; not run on CPU."""
+        """Join the trainer's transfer group; see `gpu_transfer`. Needs GPUs."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
+        request = WeightTransferInitRequest(init_info)
+        await self._answer("join the transfer", self.engine.init_weight_transfer_engine(request))
 
     async def begin_update(self) -> None:
         """Hold requests in flight and make ready for new weights."""
         self._update_began = time.time()
-        await self.engine.pause_generation(mode="keep", clear_cache=True)
-        await self.engine.start_weight_update()
+        await self._answer("hold its requests", self.engine.pause_generation(mode="keep", clear_cache=True))
+        await self._answer("make ready for new weights", self.engine.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
-        """Let the engine's processes fetch weights; `update_info` is the backend's own."""
+        """Let the engine's processes fetch weights; `update_info` is the backend's own. Raises as `update_weights`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self.engine.update_weights(WeightTransferUpdateRequest(update_info))
+        await self._answer("load the weights", self.engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def finish_update(self, version: int) -> None:
-        """Put the new weights in place under `version` and go on with the requests in flight."""
-        try:
-            await self.engine.finish_weight_update(str(version))
-        finally:
-            await self.engine.resume_generation()
+        """Put the new weights in place under `version` and go on with the requests in flight.
+
+        Raises as `update_weights`; requests then wait.
+        """
+        await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
+        await self._answer("go on", self.engine.resume_generation())
         self._loads.append(WeightLoad(version, self._update_began, time.time() - self._update_began))
+
+    async def _answer(self, doing: str, call: Awaitable[None]) -> None:
+        """Wait for the engine. Raises LostError if it dies, even while it is waited for, RolloutError for the rest."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task, engine = asyncio.ensure_future(call), self.engine
+        try:
+            while not (await asyncio.wait({task}, timeout=ALIVE_SECONDS))[0]:
+                if engine.errored:  # a process that died in a collective never answers
+                    raise EngineDeadError()
+            await task
+        except EngineDeadError as error:
+            raise LostError(f"the engine of rollout replica {self.index} died when it was to {doing}.") from error
+        except Exception as error:
+            raise RolloutError(f"rollout replica {self.index} could not {doing}: {error}") from error
+        finally:
+            task.cancel()
 
     async def take_weight_loads(self) -> list[WeightLoad]:
         """The updates of weights since the last call."""
@@ -250,15 +273,35 @@ class RolloutWorker:
         """Version of the weights that the engine samples with."""
         return int(await self.engine.get_weight_version())
 
-    async def sleep(self) -> None:
-        """Free the GPU for training: weights to host memory, KV cache dropped. Only a colocated engine has to."""
-        if self.placement == "colocated":
-            await self.engine.sleep(level=1)
+    async def weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of the bytes of every parameter, as hexadecimal digits, by `RANKS:NAME` with vLLM's own names.
 
-    async def wake(self) -> None:
-        """Undo `sleep`."""
-        if self.placement == "colocated":
-            await self.engine.wake_up()
+        Two engines of one shape can be compared whole. With the trainer only what vLLM neither fuses nor shares can:
+        with one GPU an engine norms, embedding, and outputs of attention and MLP. What a CPU arranges anew (linear
+        layers, experts) is not covered there.
+        """
+        every: dict[str, str] = {}
+        for rank in await self.engine.compute_weight_checksums():
+            every |= rank
+        return every
+
+    async def sleep(self) -> None:
+        """Free the GPU for training: weights and KV cache are dropped. For a colocated engine without requests."""
+        # Level 1 would copy the weights to pinned host memory, in buffers rounded up to powers of two; what comes back
+        # at the next wake is the policy's own, whether it has learned in between or not.
+        await self.engine.sleep(level=2)
+
+    async def wake_for_weights(self) -> None:
+        """Take the memory of the weights back, whose values are undefined until an update of weights."""
+        await self.engine.wake_up(["weights"])
+
+    async def wake_kv_cache(self) -> None:
+        """Take the memory of the KV cache back, after the update; the engine may then serve."""
+        await self.engine.wake_up(["kv_cache"])
+
+    async def alive(self) -> None:
+        """Return at once, also while weights are being loaded; raises what vLLM raises if a process of its died."""
+        await self.engine.check_health()
 
     async def health(self) -> None:
         """Return when the engine's scheduler has answered: one that hangs does not.

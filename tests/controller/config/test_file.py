@@ -180,3 +180,16 @@ def test_a_mapping_given_again_replaces_the_one_before(tmp_path: Path) -> None:
     assert config.reward.functions == {"f.py:g": 1.0}
     with pytest.raises(ConfigError, match=r"^data.sources.c: data.sources is given whole, in place of the one before"):
         load(path, ["data.sources.c=3"])
+
+
+def test_arguments_of_the_engine_add_up_and_hold_any_value(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: {path: m}\ndata: {train: t}\nreward: {function: f}\nrollout: {engine: {a: 1, b: {c: [2]}}}\n"
+    )
+    config = load(path, ["rollout.engine.a=x", "rollout.engine.d=null"])
+    assert config.rollout.engine == {"a": "x", "b": {"c": [2]}, "d": None}
+    with pytest.raises(ConfigError, match=r"^rollout.engine must be values by name .*, not 'fp8'"):
+        load(path, ["rollout.engine=fp8"])
+    with pytest.raises(ConfigError, match=r"^rollout.engine: \$\{...\} is not read here"):
+        load(path, ["rollout.engine.a=${oc.env:HOME}"])

@@ -36,6 +36,7 @@ def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
     "overrides",
     [
         ("model.dtype=bfloat16",),
+        ("rollout.engine={block_size: 16, kv_cache_dtype: fp8}",),
         ("data.validation=''",),
         ("policy.optimizer.schedule=cosine", "policy.optimizer.total_steps=10", "policy.optimizer.warmup_steps=9"),
         ("algorithm.loss.kl_coefficient=0.1", "reference.path=model", "reference.forward_max_tokens=96"),
@@ -49,6 +50,7 @@ def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
         ("policy.max_tokens=48", "policy.parallel.context_parallel=2"),
         ("policy.parallel.context_parallel=3", "policy.parallel.context_parallel_method=ring"),
         ("policy.parallel.tensor_parallel=2", "policy.parallel.replicate=2"),
+        ("policy.parallel.replicate=2", "policy.parallel.defer_gradient_reduction=true"),
         ("resources.device=cuda", "policy.parallel.tensor_parallel=2", "rollout.replicas=4"),
         ("rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20"),
         ("algorithm.advantage=pass_at_k", "algorithm.pass_k=1"),
@@ -90,6 +92,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (
             ("algorithm.advantage=rloo", "algorithm.normalize_by_std=false"),
             "algorithm.normalize_by_std=False has no effect without algorithm.advantage=grpo",
+        ),
+        (
+            ("policy.ranks=1", "policy.parallel.defer_gradient_reduction=true"),
+            "policy.parallel.defer_gradient_reduction=True has no effect without several training ranks",
         ),
         (("algorithm.pass_k=2",), "algorithm.pass_k=2 has no effect without algorithm.advantage=pass_at_k"),
         (
@@ -197,6 +203,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "model.layout=padded does not share sequences between ranks",
         ),
         (("policy.parallel.tensor_parallel=2", "model.lora.rank=8"), "adapters are not shared between ranks"),
+        (
+            ("policy.parallel.tensor_parallel=2", "model.compile=true", "resources.device=cuda"),
+            "model.compile does not take layers that ranks share",
+        ),
         (("model.activation_offload=true",), "model.activation_offload=True has no effect without"),
         (("policy.forward_max_tokens=95",), "policy.forward_max_tokens=95 is below the longest possible sequence"),
         (
@@ -211,6 +221,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (
             ("rollout.overlap=true", "resources.device=cuda"),
             "rollout.overlap=true generates while it trains, but rollout.placement=colocated has them take turns",
+        ),
+        (
+            ("rollout.overlap=true", "batch.mini_batches=1", "reward.model.path=model"),
+            "rollout.overlap=true would have reward.model.path score the next step's samples on the policy's ranks",
         ),
         (
             ("rollout.overlap=true", "algorithm.loss.name=reinforce"),
@@ -235,6 +249,8 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (("model.attention=varlen",), "model.attention=varlen is a CUDA kernel"),
         (("model.attention=flash",), "model.attention=flash is a CUDA kernel"),
+        (("model.attention=flash3",), "model.attention=flash3 is a CUDA kernel"),
+        (("model.compile=true",), "model.compile=True has no effect without GPUs"),
         (("model.attention=eager",), "model.attention=eager is not for model.layout=packed"),
         (("model.attention=varlen", "model.layout=padded"), "model.attention=varlen is not for model.layout=padded"),
         (

@@ -98,8 +98,11 @@ def test_what_does_not_fit_is_named() -> None:
 def test_an_engine_that_shares_gpus_stays_on_one_node() -> None:
     config = gpu_config(ranks=6)
     config.rollout.replicas, config.rollout.tensor_parallel = 3, 2
-    with pytest.raises(ConfigError, match=r"rollout 1 would share GPUs of several nodes"):
+    with pytest.raises(ConfigError, match=r"rollout 2 would share GPUs of several nodes.*3 \+ 3 bundles on its nodes"):
         place(config, Cluster(nodes=2, cpus=8, gpus=3, gpu_gib=80))
+    config.rollout.replicas = 2
+    placed = place(config, Cluster(nodes=2, cpus=8, gpus=3, gpu_gib=80))
+    assert placed.pools["training"] == (0, 0, 1, 1, 0, 1)
 
 
 def test_groups_that_cross_the_network_are_counted() -> None:

@@ -49,8 +49,8 @@ def test_the_dry_run_shows_the_reference_only_where_there_is_one(tmp_path: Path)
 def test_the_dry_run_counts_gpus_by_placement(tmp_path: Path) -> None:
     gpus = ("resources.device=cuda", "policy.ranks=4", "rollout.replicas=2", "rollout.tensor_parallel=2")
     shared = describe(with_overrides(tmp_path, *gpus))
-    assert "pool training: 2 x {CPU: 0.5, GPU: 1} + 2 x {CPU: 0.25, GPU: 1}" in shared
-    assert "reserved in all: 1.75 CPUs, 4 GPUs" in shared
+    assert "pool training: 4 x {CPU: 0.5, GPU: 1}, strategy PACK" in shared
+    assert "reserved in all: 2.25 CPUs, 4 GPUs" in shared
     apart = describe(with_overrides(tmp_path, *gpus, "rollout.placement=apart"))
     assert "pool rollout: 2 x {CPU: 0.25, GPU: 2}" in apart
     assert "reserved in all: 1.75 CPUs, 8 GPUs" in apart
@@ -80,7 +80,7 @@ def test_the_settings_page_has_every_key() -> None:
     kl=st.sampled_from([0.0, 0.1]),
     device=st.sampled_from(["cpu", "cuda"]),
 )
-def test_actors_fit_exactly_into_what_is_reserved(
+def test_an_actor_of_every_role_of_a_pool_fits_exactly_into_each_bundle(
     ranks: int, replicas: int, rewards: int, kl: float, device: str
 ) -> None:
     config = Config()
@@ -91,9 +91,10 @@ def test_actors_fit_exactly_into_what_is_reserved(
     requests = role_requests(config)
     for pool in pools(config):
         for resource, attribute in (("CPU", "cpus"), ("GPU", "gpus")):
-            asked = sum(r.actors * getattr(r, attribute) for r in requests if r.pool == pool.name)
-            assert asked == pytest.approx(sum(bundle.get(resource, 0.0) for bundle in pool.bundles))
-    assert sum(r.actors * r.cpus for r in requests) == pytest.approx(reserved(config, "CPU"))
+            asked = sum(getattr(r, attribute) for r in requests if r.pool == pool.name)
+            assert [bundle.get(resource, 0.0) for bundle in pool.bundles] == pytest.approx([asked] * len(pool.bundles))
+    in_pools = sum(bundle["CPU"] for pool in pools(config) for bundle in pool.bundles)
+    assert in_pools + rewards * config.resources.cpus_per_worker == pytest.approx(reserved(config, "CPU"))
 
 
 @given(prompts=st.integers(1, 64), samples=st.integers(1, 16), mini_batches=st.integers(1, 64))

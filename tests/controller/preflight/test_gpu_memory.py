@@ -115,17 +115,22 @@ def test_the_parts_of_seven_billion_on_eight_gpus() -> None:
     assert memory.training["AdamW"] == pytest.approx(8 * eighth)
     layer = 2 * 3584 * (3584 + 512) + 3 * 3584 * 18_944 + (3584 + 2 * 512) + 2 * 3584
     root = 2 * 152_064 * 3584 + 3584
-    assert memory.training["gathered"] == pytest.approx(8 * (2 * layer + root) / GIB)
+    head = 152_064 * 3584
+    assert memory.training["gathered"] == pytest.approx((2 * (root + 4 * layer) + 2 * (head + layer) + 8 * layer) / GIB)
     token = 16 * 3584 + 4 * 3584 + 4 * 512 + 8 * 18_944
-    assert memory.training["activations"] == pytest.approx(16_384 * (28 * 2 * 3584 + token) / GIB)
-    assert memory.training["log-probs"] == pytest.approx(12 * 256 * 152_064 / GIB)
+    assert memory.training["activations"] == pytest.approx(
+        16_384 * (28 * 2 * 3584 + token + 2 * 2 * (2 * 3584 + 18_944)) / GIB
+    )
+    assert [phase.name for phase in memory.phases] == ["policy update", "policy log probs"]
+    forward = memory.phases[1].parts
+    assert forward["gathered"] == pytest.approx(2 * (root + layer) / GIB)
+    assert forward["log-probs"] == pytest.approx(12 * 2048 * 152_064 / GIB)
+    assert "gradients" not in forward
     assert memory.generating == pytest.approx(
-        {name: memory.training[name] for name in ("weights", "gradients", "AdamW")} | {"engine": 40.0}
+        {name: memory.training[name] for name in ("weights", "AdamW")} | {"engine": 40.0}
     )
     assert memory.kv_tokens == int((40 * GIB - 2 * 7_615_616_512) / (4 * 512 * 28))
-    assert host_memory(eight_gpus(), shape, ranks=8, engines=8) == pytest.approx(
-        {"model as it is read": 32 * eighth, "engines asleep": 128 * eighth}
-    )
+    assert host_memory(eight_gpus(), shape, ranks=8) == pytest.approx({"model as it is read": 32 * eighth})
 
 
 def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
@@ -133,7 +138,7 @@ def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
     plain = gpu_memory(eight_gpus(), shape, 80.0).training
     offloaded = gpu_memory(eight_gpus(cpu_offload=True), shape, 80.0).training
     assert set(plain) - set(offloaded) == {"weights", "gradients", "AdamW"}
-    on_host = host_memory(eight_gpus(cpu_offload=True), shape, ranks=8, engines=8)
+    on_host = host_memory(eight_gpus(cpu_offload=True), shape, ranks=8)
     assert on_host["policy"] == pytest.approx(16 * shape.parameters / GIB)
     adapted = eight_gpus()
     adapted.model.lora.rank = 16
@@ -146,9 +151,9 @@ def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
     actor_critic = eight_gpus()
     actor_critic.algorithm.advantage, actor_critic.critic.max_tokens = "gae", 32_768
     with_critic = gpu_memory(actor_critic, shape, 80.0, {"critic": shape}).training
-    assert with_critic["critic"] == pytest.approx(16 * shape.parameters / 8 / GIB)
+    assert with_critic["critic"] == pytest.approx(12 * shape.parameters / 8 / GIB)
     actor_critic.critic.cpu_offload = True
-    on_node = host_memory(actor_critic, shape, ranks=8, engines=8, others={"critic": shape})
+    on_node = host_memory(actor_critic, shape, ranks=8, others={"critic": shape})
     assert on_node["critic"] == pytest.approx(16 * shape.parameters / GIB)
     assert with_critic["activations"] == pytest.approx(2 * plain["activations"])
     apart = eight_gpus()
@@ -157,7 +162,7 @@ def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
 
 
 def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> None:
-    """By hand: P without the output layer, 4 P / 8 of it; 2 (2 L + R) gathered, T a activations of its one layer."""
+    """By hand: P without the output layer, 4 P / 8 of it; 2 (2 L + R) gathered, T 2 (5 h + 3 f) of the layer."""
     small, scorer = model_shape(qwen_description("0.5B")), model_shape(qwen_description("32B")).with_value_head()
     config = eight_gpus(max_tokens=64)
     config.reward.model.path, config.reward.model.max_tokens = "scorer", 16_384
@@ -167,15 +172,14 @@ def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> No
     weights = 4 * (64 * layer + root) / 8 / GIB
     assert memory.training["reward_model"] == memory.generating["reward_model"] == pytest.approx(weights)
     assert memory.training["gathered"] == pytest.approx(2 * (2 * layer + root) / GIB)
-    token = 16 * 5120 + 4 * 5120 + 4 * 1024 + 8 * 27_648
-    assert memory.training["activations"] == pytest.approx(16_384 * token / GIB)
+    assert memory.training["activations"] == pytest.approx(16_384 * 2 * (5 * 5120 + 3 * 27_648) / GIB)
     assert memory.training["weights"] == gpu_memory(config, small, 80.0).training["weights"]
     with pytest.raises(ConfigError, match=r"for reward_model, .*, or set reward.model.cpu_offload=true"):
         check_memory(config, memory, 20.0)
     config.reward.model.cpu_offload = True
     assert memory.cap == "reward.model.max_tokens"
     assert "reward_model" not in gpu_memory(config, small, 80.0, {"reward_model": scorer}).training
-    host = host_memory(config, small, ranks=8, engines=8, others={"reward_model": scorer})
+    host = host_memory(config, small, ranks=8, others={"reward_model": scorer})
     assert host["reward_model"] == pytest.approx(8 * weights)
     assert host["model as it is read"] == pytest.approx(8 * weights)
 
@@ -191,7 +195,7 @@ def test_a_dry_run_counts_every_model_of_the_run(
     page = capsys.readouterr().out
     counts = "494,032,768 parameters, reference 494,032,768, critic 494,032,768, reward_model 1,543,714,304"
     assert counts in page
-    assert "+ reference 0.2 + critic 0.9 + reward_model 0.7 + gathered" in page
+    assert "+ reference 0.2 + critic 0.7 + reward_model 0.7 + gradients 0.2 + gathered" in page
     assert "model as it is read 5.8" in page
 
 
@@ -201,7 +205,7 @@ def test_a_dry_run_counts_every_model_of_the_run(
         ("7B", 8, False, 0.5, r"of them for activations, and 72.0 are to be used; set model.gradient_checkpointing=tr"),
         ("7B", 1, True, 0.5, r"of them for AdamW, .* raise policy.ranks, or set policy.cpu_offload=true"),
         ("32B", 8, True, 0.5, r"rollout.memory_fraction=0.5 gives an engine 40.0 GiB of a GPU, its weights take 61.0"),
-        ("7B", 4, True, 0.8, r"generation needs 64.0 GiB of a GPU for an engine beside 28.4 of training states"),
+        ("7B", 4, True, 0.8, r"generation needs 64.0 GiB of a GPU for an engine beside 21.3 of training states"),
     ],
 )
 def test_what_does_not_fit_says_what_to_change(
@@ -213,6 +217,30 @@ def test_what_does_not_fit_says_what_to_change(
         config.policy.ranks = 64
     with pytest.raises(ConfigError, match=message):
         check_memory(config, gpu_memory(config, model_shape(qwen_description(size)), 80.0), 80.0)
+
+
+def test_what_a_checkpoint_copies_is_in_host_memory() -> None:
+    """12 bytes a trained parameter over all ranks, and a file of 1 GiB that each writes."""
+    config, shape = eight_gpus(), model_shape(qwen_description("7B"))
+    assert "checkpoint" not in host_memory(config, shape, ranks=8)
+    config.run.checkpoint_every = 10
+    copied = host_memory(config, shape, ranks=8)["checkpoint"]
+    assert copied == pytest.approx(12 * shape.parameters / GIB + 8)
+    config.model.lora.rank = 16
+    assert host_memory(config, shape, ranks=8)["checkpoint"] < 9
+    config.model.lora.rank, config.algorithm.advantage = 0, "gae"
+    both = host_memory(config, shape, ranks=8, others={"critic": shape})["checkpoint"]
+    assert both == pytest.approx(24 * shape.parameters / GIB + 8)
+
+
+def test_gradients_that_wait_are_whole_or_on_the_gpu() -> None:
+    shape = model_shape(qwen_description("7B"))
+    deferred = eight_gpus()
+    deferred.policy.parallel.defer_gradient_reduction = True
+    assert gpu_memory(deferred, shape, 80.0).training["gradients"] == pytest.approx(4 * shape.parameters / GIB)
+    copies = eight_gpus(cpu_offload=True)
+    copies.policy.parallel.replicate = 2
+    assert gpu_memory(copies, shape, 80.0).training["gradients"] == pytest.approx(shape.parameters / GIB)
 
 
 def test_host_memory_is_held_against_that_of_a_node() -> None:

@@ -35,6 +35,7 @@ def check(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> None:
         ({"attn_logit_softcapping": 50.0}, (GPU, "model.attention=varlen"), "with softcap, which model.attention=varl"),
         ({"attn_logit_softcapping": 50.0}, ("model.layout=padded", "model.attention=sdpa"), "model.layout=padded; set"),
         ({"model_type": "gemma2"}, TENSOR, "of type gemma2 is not shared by policy.parallel.tensor_parallel"),
+        ({"model_type": "gpt_oss"}, (), "of type gpt_oss, whose experts vLLM cannot replace while it runs"),
         ({}, (*RING, GPU, "model.dtype=float32"), "ring needs half precision on GPUs"),
     ],
 )

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from controller.rollout.fleet import Fleet, RestartBudget, State
 
 REPLICAS, RESTARTS = 3, 4
-UP = (State.STARTING, State.STALE, State.CURRENT, State.DRAINING)
+UP = (State.STALE, State.CURRENT, State.DRAINING)
+THERE = (State.STARTING, State.ASLEEP, *UP)
 
 
 class FleetMachine(RuleBasedStateMachine):
@@ -55,8 +56,20 @@ class FleetMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.fleet.in_state(*UP))
     @rule(data=st.data())
-    def lost(self, data: st.DataObject) -> None:
+    def sleep(self, data: st.DataObject) -> None:
         replica = self.draw(data, *UP)
+        self.fleet.sleep(replica)
+        self.weights.pop(replica, None)
+
+    @precondition(lambda self: self.fleet.in_state(State.ASLEEP))
+    @rule(data=st.data())
+    def wake(self, data: st.DataObject) -> None:
+        self.fleet.wake(self.draw(data, State.ASLEEP))
+
+    @precondition(lambda self: self.fleet.in_state(*THERE))
+    @rule(data=st.data())
+    def lost(self, data: st.DataObject) -> None:
+        replica = self.draw(data, *THERE)
         self.fleet.lost(replica)
         self.weights.pop(replica, None)
 
@@ -123,7 +136,19 @@ def test_recoveries_of_the_run_and_restarts_of_engines_share_one_budget() -> Non
     assert budget.metrics() == {"restarts/engines": 1.0, "restarts/recoveries": 1.0}
 
 
-@pytest.mark.parametrize("event", ["updated", "drain", "resume", "restart"])
+def test_an_engine_that_slept_serves_nothing_before_it_has_got_its_weights_again() -> None:
+    fleet = Fleet(1, RestartBudget(0))
+    fleet.started(0)
+    fleet.sleep(0)
+    assert fleet.state(0) is State.ASLEEP and fleet.serving == []
+    fleet.new_version(0)
+    fleet.wake(0)
+    assert fleet.state(0) is State.STALE and fleet.serving == []
+    fleet.updated(0, 0)
+    assert fleet.serving == [0]
+
+
+@pytest.mark.parametrize("event", ["updated", "drain", "resume", "restart", "sleep", "wake"])
 def test_an_event_that_cannot_happen_is_refused_by_name(event: str) -> None:
     arguments = (0, 1) if event == "updated" else (0,)
     with pytest.raises(ValueError, match="engine 0 is starting, not"):

@@ -79,6 +79,9 @@ class ScriptedEngine:
         version = self.loaded[-1][1] if self.loaded else 0
         return block, SampleResult(request.uid, request.sample, tokens, 1, "stop", weight_version=version, row=0)
 
+    async def alive(self) -> None:
+        pass
+
     async def health(self) -> None:
         self.asked += 1
         if self.hung:
@@ -261,6 +264,21 @@ def test_engines_that_cannot_be_replaced_alone_end_the_round_as_lost(ray_session
     rollouts.start().result()
     with pytest.raises(LostError, match=r"rollout replica 0 was lost: .*ActorDied"):
         rollouts.generate(requests_for(["a"], samples=1), SamplingConfig())
+    rollouts.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_died_or_hangs_while_weights_are_sent_is_noticed(ray_session: None, number: int) -> None:
+    rollouts = Rollouts(
+        lambda replica, attempt: ScriptedEngine.remote(replica, {}),
+        RolloutConfig(replicas=2, hang_timeout_s=2),
+        replaceable=False,
+    )
+    rollouts.start().result()
+    rollouts.check_alive()
+    os.kill(ray.get(rollouts.actors[1].facts.remote())["pid"], number)
+    with pytest.raises(LostError, match="rollout replica 1 was lost"):
+        rollouts.check_alive()
     rollouts.stop()
 
 

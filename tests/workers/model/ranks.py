@@ -116,4 +116,5 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, r
     try:
         return function(*arguments)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # an engine of vLLM ends it with its own
+            dist.destroy_process_group()

@@ -1,18 +1,21 @@
 """The two ways in which transformers' own packing goes wrong in silence, and what the registered function refuses."""
 
+import sys
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
+from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM
 
 from tests.workers.model.reference_attention import reference_attention
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config, unpacked_log_probs
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.attention import ATTENTION_NAME, choose_backend, packed_attention
+from workers.model.attention import ATTENTION_NAME, Installed, choose_backend, packed_attention
 from workers.model.packing import Sequences, pack
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
@@ -95,37 +98,72 @@ def test_a_cache_that_holds_tokens_is_refused(model, row):
             model(input_ids=row.input_ids, past_key_values=first.past_key_values, packed_attention=attention)
 
 
-CUDA = torch.device("cuda")
+HALF = torch.bfloat16
+HOPPER, AMPERE = 9, 8
 
 
-def test_backend_follows_the_device_and_the_model():
+@pytest.mark.parametrize(
+    ("generation", "packages", "features", "chosen"),
+    [
+        (AMPERE, set(), set(), "varlen"),
+        (AMPERE, {"flash_attn_interface"}, set(), "varlen"),
+        (HOPPER, set(), set(), "varlen"),
+        (HOPPER, {"flash_attn_interface", "flash_attn"}, set(), "flash3"),
+        (HOPPER, {"flash_attn_interface", "flash_attn"}, {"sliding_window", "sinks"}, "flash3"),
+        (HOPPER, {"flash_attn_interface", "flash_attn"}, {"softcap"}, "flash"),
+        (HOPPER, {"flash_attn_interface"}, {"softcap"}, "sdpa"),
+        (AMPERE, {"flash_attn"}, {"sliding_window", "softcap"}, "flash"),
+        (AMPERE, set(), {"sliding_window", "sinks"}, "varlen"),
+        (AMPERE, {"flash_attn"}, {"softcap", "sinks"}, "sdpa"),
+    ],
+)
+def test_backend_follows_card_packages_and_model(generation, packages, features, chosen):
+    installed = Installed(generation, frozenset(packages))
+    assert choose_backend("auto", CUDA, HALF, frozenset(features), installed) == chosen
+    assert choose_backend("auto", CUDA, torch.float32, frozenset(features), installed) == "sdpa"
+    assert choose_backend("auto", CPU, HALF, frozenset(features), installed) == "sdpa"
+
+
+def test_the_machine_is_looked_at_when_nothing_is_said_of_it():
     assert choose_backend("auto", CPU, torch.float32) == "sdpa"
-    assert choose_backend("auto", CPU, torch.bfloat16) == "sdpa"
-    assert choose_backend("auto", CUDA, torch.bfloat16) == "varlen"
-    assert choose_backend("auto", CUDA, torch.float32) == "sdpa"
-    assert choose_backend("sdpa", CUDA, torch.bfloat16) == "sdpa"
-    assert choose_backend("auto", CUDA, torch.bfloat16, frozenset({"sliding_window"})) == "varlen"
-    assert choose_backend("auto", CUDA, torch.bfloat16, frozenset({"sliding_window", "sinks"})) == "sdpa"
-    softcap = "flash" if find_spec("flash_attn") else "sdpa"
-    assert choose_backend("auto", CUDA, torch.bfloat16, frozenset({"softcap"})) == softcap
+    assert Installed.here(CPU).generation == 0
+    assert ("flash_attn" in Installed.here(CPU).packages) == (find_spec("flash_attn") is not None)
 
 
-def test_a_backend_that_cannot_run_here_is_refused_not_swapped():
-    with pytest.raises(ConfigError, match=r"model\.attention=varlen needs a CUDA device"):
-        choose_backend("varlen", CPU, torch.bfloat16)
-    with pytest.raises(ConfigError, match="half precision"):
-        choose_backend("varlen", CUDA, torch.float32)
-    with pytest.raises(ConfigError, match=r"model\.attention=flash needs a CUDA device"):
-        choose_backend("flash", CPU, torch.bfloat16)
-    if find_spec("flash_attn") is None:
-        with pytest.raises(ConfigError, match=r"model\.attention=flash needs the package flash-attn"):
-            choose_backend("flash", CUDA, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("setting", "device", "dtype", "installed", "message"),
+    [
+        ("varlen", CPU, HALF, (HOPPER, ()), r"model\.attention=varlen needs a CUDA device"),
+        ("varlen", CUDA, torch.float32, (HOPPER, ()), "half precision"),
+        ("flash", CPU, HALF, (HOPPER, ("flash_attn",)), r"model\.attention=flash needs a CUDA device"),
+        ("flash", CUDA, HALF, (HOPPER, ()), r"model\.attention=flash needs the package flash-attn"),
+        ("flash3", CUDA, HALF, (AMPERE, ("flash_attn_interface",)), "compute capability 9, and this one has 8"),
+        ("flash3", CUDA, HALF, (HOPPER, ()), "flash3 needs the package flash-attn-interface"),
+    ],
+)
+def test_a_backend_that_cannot_run_here_is_refused_not_swapped(setting, device, dtype, installed, message):
+    generation, packages = installed
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(setting, device, dtype, installed=Installed(generation, frozenset(packages)))
 
 
-@pytest.mark.parametrize("feature", ["softcap", "sinks"])
-def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(feature):
-    with pytest.raises(UnsupportedModelError, match=f"model.attention=varlen does not compute {feature}"):
-        choose_backend("varlen", CUDA, torch.bfloat16, frozenset({"sliding_window", feature}))
+@pytest.mark.parametrize(("backend", "feature"), [("varlen", "softcap"), ("flash", "sinks"), ("flash3", "softcap")])
+def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(backend, feature):
+    installed = Installed(HOPPER, frozenset({"flash_attn", "flash_attn_interface"}))
+    with pytest.raises(UnsupportedModelError, match=f"model.attention={backend} does not compute {feature}"):
+        choose_backend(backend, CUDA, HALF, frozenset({"sliding_window", feature}), installed)
+
+
+def test_flash3_has_torch_call_its_kernels_and_varlen_torchs_own_again(row, monkeypatch):
+    """With a module in the place of the package, which registers what torch looks for."""
+    package = ModuleType("flash_attn_interface")
+    package.library = torch.library.Library("flash_attn_3", "DEF")
+    package.library.define("fwd(Tensor q) -> Tensor")
+    package.library.define("bwd(Tensor q) -> Tensor")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    for backend, implementation in (("varlen", None), ("flash3", "FA3"), ("flash3", "FA3"), ("varlen", None)):
+        packed_attention(backend, row, CPU)
+        assert current_flash_attention_impl() == implementation
 
 
 @pytest.mark.parametrize("features", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 1.5, "sinks": True}])

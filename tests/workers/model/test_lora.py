@@ -196,3 +196,13 @@ def test_adapters_compute_in_bfloat16_and_are_kept_in_float32(model):
     train(engine, range(1))
     assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
     assert dist.get_world_size() == 1
+
+
+def test_checkpointed_layers_stay_so_and_nothing_else_is_in_training_mode(tmp_path):
+    settings = ModelConfig(
+        path=save_tiny_model(tmp_path / "model"), dtype="float32", gradient_checkpointing=True, lora=LoraConfig(rank=4)
+    )
+    engine = Engine(settings, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    in_training = [module for module in engine.module.modules() if module.training]
+    assert in_training == engine.module.layers
+    assert all(layer.gradient_checkpointing for layer in in_training)

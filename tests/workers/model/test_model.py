@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from tests.workers.model.tiny import save_tiny_model, tiny_config
@@ -59,6 +60,32 @@ def test_weights_missing_from_the_file_are_not_made_up(path):
     save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks 1 weights, the first is model\.norm\.weight"):
         load_model(ModelConfig(path=path), torch.float32)
+
+
+@pytest.mark.parametrize(("setting", "device", "chunk"), [(0, "cpu", 256), (0, "cuda", 2048), (64, "cuda", 64)])
+def test_logits_exist_for_a_chunk_of_tokens_by_device(setting, device, chunk):
+    assert ModelConfig(logprob_chunk_tokens=setting).chunk_tokens(device) == chunk
+
+
+def test_the_models_logits_exist_for_the_chunk_that_is_set(path):
+    packed, row = load_model(ModelConfig(path=path, logprob_chunk_tokens=3), torch.float32), torch.arange(7)
+    packed.hidden_states = lambda *_: torch.zeros(7, 32)
+    with CountedLinears() as linears:
+        packed(row[None], row[None], row, row, attention=None, temperature=1.0)
+    assert linears.rows == [3, 3, 1]
+
+
+class CountedLinears(TorchFunctionMode):
+    """Rows of every `linear`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear:
+            self.rows.append(len(args[0]))
+        return function(*args, **(kwargs or {}))
 
 
 def test_compute_type_by_device():

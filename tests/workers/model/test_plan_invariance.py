@@ -5,8 +5,10 @@ random plans in shuffled order, with empty micro-batches, on 1, 2 and 4 ranks (g
 context parallelism by both methods, tensor parallelism, and the two together.
 """
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,18 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from controller.config import load
+from controller.roles import _model_arguments
+from tests.controller.config_workspace import write_workspace
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import Metrics, merge, results
 from workers.model.engine import Engine
-from workers.model.losses import Denominators, make_policy_loss
+from workers.model.losses import Denominators, make_policy_loss, sft
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor
 
@@ -302,6 +308,73 @@ def test_p7_c1_every_way_of_sharing_equals_one_unpadded_sequence_at_a_time(ranks
 @settings(max_examples=8, deadline=None)
 def test_p7_random_plans_change_nothing(ranks: RankPool, paths, seed, way):
     check(ranks, CASES["qwen2"], paths["qwen2"], WAYS[way], seed)
+
+
+@pytest.mark.parametrize("defer", [False, True], ids=["each micro-step", "the last alone"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("qwen2", "2 copies on 2 ranks"),
+        ("qwen2 gathered", "2 copies on 2 ranks"),
+        ("llama checkpointed", "2 copies, ring 2"),
+        ("qwen2", "2 copies, tp 2"),
+        ("qwen2", "2 ranks"),
+    ],
+)
+def test_gradients_are_the_same_in_whichever_micro_step_they_are_reduced(ranks: RankPool, paths, name, way, defer):
+    """Of four micro-steps, in some of which a rank has no work."""
+    plans = ((seed, random_plan(WAYS[way].dp, seed)) for seed in count())
+    seed = next(seed for seed, plan in plans if len(plan[0].micro_batches) == 4 and has_empty(plan))
+    parallel = replace(WAYS[way].parallel, defer_gradient_reduction=defer)
+    check(ranks, CASES[name], paths[name], Way(WAYS[way].ranks, parallel), seed)
+
+
+def has_empty(plan: list[RankShare]) -> bool:
+    return any(start == stop for share in plan for start, stop in share.micro_batches)
+
+
+def collectives(path: str, arguments: dict[str, Any]) -> dict[str, int]:
+    """On every rank: how often four micro-steps of a mini-batch call each collective that gradients may travel by."""
+    engine = Engine(ModelConfig(path=path, dtype="float32"), optimizer=OPTIMIZER, total_steps=10, **arguments)
+    sequences = random_sequences(dtype=torch.float32)
+    steps = [(0, 5), (5, 5), (5, 8), (8, 11)]
+    with CountedCalls() as calls:
+        engine.forward_backward(sequences, steps, sft, Denominators.of(sequences))
+    return dict(calls.counts)
+
+
+class CountedCalls(TorchDispatchMode):
+    """Counts operators by name. (torch's CommDebugMode loses track of modules that are called in a backward pass.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.counts[str(operator)] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scatters", "sums"),
+    [
+        ((), 4, 0),
+        (("policy.parallel.replicate=2",), 4, 1),
+        (("policy.parallel.defer_gradient_reduction=true",), 1, 0),
+        (("policy.parallel.replicate=2", "policy.parallel.defer_gradient_reduction=true"), 1, 1),
+    ],
+)
+def test_a_configuration_says_when_gradients_are_reduced(
+    ranks: RankPool, paths, tmp_path, overrides: tuple[str, ...], scatters: int, sums: int
+):
+    """By default in each of four micro-steps, and between copies of the model in the last."""
+    config = load(write_workspace(tmp_path), ("policy.ranks=4", *overrides))
+    settings = _model_arguments(config, config.model, config.policy)
+    arguments = {name: settings[name] for name in ("device", "parallel")}
+    units = 3  # two layers and the root
+    for counts in ranks.run(collectives, 4, paths["qwen2"], arguments):
+        assert counts["c10d._reduce_scatter_base_.default"] == scatters * units
+        assert counts.get("c10d.allreduce_.default", 0) == sums * units
 
 
 def save_and_compare(path: str, target: str, parallel: ParallelConfig) -> list[str]:

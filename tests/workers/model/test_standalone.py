@@ -26,4 +26,6 @@ def test_training_steps_in_both_layouts_without_the_other_dependencies():
         "packed, log-probs at once",
         "padded, log-probs in chunks",
         "padded, log-probs at once",
+        "256 tokens, whole model",
+        "256 tokens, whole model, offloaded",
     ]

@@ -23,6 +23,11 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         transformers.Qwen3MoeConfig,
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "olmoe": (transformers.OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
     "llama": (transformers.LlamaConfig, {}),
     "mistral": (transformers.MistralConfig, {"sliding_window": None}),
     "mistral windowed": (transformers.MistralConfig, {"sliding_window": 4}),

@@ -12,10 +12,14 @@ import ray
 from controller.rollout.fleet import RestartBudget
 from controller.rollout.rounds import RolloutRound, Rollouts
 from tests.workers.rollout import tiny
+from tests.workers.rollout.telling import Telling
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.rollout.requests import SampleRequest, SampleResult, sample_seed
 from workers.rollout.weight_transfer import pack_weights
 from workers.rollout.worker import RolloutWorker
+
+PREFILL = "max_num_batched_tokens"  # an argument of vLLM's that the shared engine is given
+PREFILL_TOKENS = 512  # of one forward pass: the prompts of most rounds take several
 
 
 def start_engines(
@@ -107,6 +111,8 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engines(ray_session: None, tiny_model_path: Path) -> Iterator[Engines]:
     """One engine, shared: a test that needs certain weights loads them first."""
     environment = cloudpickle.dumps(tiny.Echo)
-    rollouts = start_engines(tiny_model_path, environment=environment, max_turns=2)
+    rollouts = start_engines(
+        tiny_model_path, environment=environment, max_turns=2, worker=Telling, engine={PREFILL: PREFILL_TOKENS}
+    )
     yield Engines(rollouts)
     rollouts.stop()

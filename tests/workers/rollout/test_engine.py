@@ -1,13 +1,15 @@
 """Our settings in vLLM's words."""
 
+import asyncio
 import os
+import time
 
 import numpy as np
 import pytest
 import ray
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, LostError, RolloutError
 from workers.rollout.engine import (
     check_placement,
     engine_arguments,
@@ -15,6 +17,7 @@ from workers.rollout.engine import (
     refusal,
     sampling_parameters,
 )
+from workers.rollout.worker import RolloutWorker
 
 
 @pytest.mark.parametrize(
@@ -72,8 +75,8 @@ def test_an_engine_on_a_gpu_keeps_the_threads_of_its_process(environment: None) 
     ("placement", "dtype", "expected", "backend"),
     [
         ("shared_memory", "auto", "float32", "shared_memory"),
-        ("apart", "auto", "bfloat16", "nccl"),
-        ("colocated", "float32", "float32", "ipc"),
+        ("apart", "auto", "bfloat16", "complete_nccl"),
+        ("colocated", "float32", "float32", "complete_ipc"),
     ],
 )
 def test_type_and_weight_transfer_follow_the_placement(placement: str, dtype: str, expected: str, backend: str) -> None:
@@ -152,3 +155,66 @@ def test_the_trainers_side_of_a_placement_is_vllms_engine_of_that_name(placement
     assert (info.backend, info.rank, info.packed) == (backend, 1, True)
     with pytest.raises(ConfigError, match="shared_memory"):
         trainer_init_info("shared_memory", rank=0, address="", port=0, world_size=2, largest_bytes=1)
+
+
+@ray.remote(num_cpus=0)
+class FailingEngine:
+    """A replica on a GPU that goes wrong in the middle of an update."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def receive_update(self, update_info: dict) -> None:
+        if self.how == "refuses":
+            raise RolloutError("could not load the weights: nothing for a.weight")
+        if self.how == "breaks":
+            raise ValueError("something")
+        if self.how == "dies":
+            os._exit(1)
+        time.sleep(600)  # waits for the one that is gone
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("refuses", RolloutError, "nothing for a.weight"),
+        ("breaks", RolloutError, r"rollout replica 1 failed in receive_update: ValueError\('something'\)"),
+        ("dies", LostError, "rollout replica 1 was lost in receive_update"),
+    ],
+)
+def test_a_replica_that_fails_ends_the_update_though_others_still_wait(
+    ray_session: None, how: str, error: type[Exception], message: str
+) -> None:
+    from workers.rollout.gpu_transfer import EngineClient
+
+    engines = [FailingEngine.remote("waits"), FailingEngine.remote(how)]
+    client, told = EngineClient(engines, tensor_parallel=1), []
+    client.on_failure = lambda: told.append(True)
+    with pytest.raises(error, match=message):
+        client.update_weights({"names": ["a"]})
+    assert told == [True], "a broadcast would wait for ever"
+    for engine in engines:
+        ray.kill(engine)
+
+
+class SilentEngine:
+    """What `RolloutWorker` asks of vLLM, whose process died without an answer; at the last of `looks` it is seen."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    @property
+    def errored(self) -> bool:
+        self.looks -= 1
+        return self.looks <= 0
+
+    async def update_weights(self, request: object) -> None:
+        await asyncio.sleep(600)
+
+
+def test_an_engine_that_died_in_a_collective_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.rollout.worker.ALIVE_SECONDS", 0.01)
+    worker = RolloutWorker.__new__(RolloutWorker)
+    worker.index, worker._engine = 3, SilentEngine(looks=2)
+    with pytest.raises(LostError, match="the engine of rollout replica 3 died when it was to load the weights"):
+        asyncio.run(worker.receive_update({"names": ["a"]}))

@@ -10,8 +10,10 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tests.workers.rollout import tiny
+from workers.rollout.complete_update import CompleteUpdate
+from workers.rollout.gpu_engines import CompleteIPCWeightTransferEngine, CompleteNCCLWeightTransferEngine
 from workers.rollout.shared_memory import SharedMemoryWeightTransferEngine
-from workers.rollout.weight_transfer import pack_weights, private_file, register, unpack_weights
+from workers.rollout.weight_transfer import ENGINES, pack_weights, private_file, register, unpack_weights
 
 
 def test_packed_weights_come_back_bit_for_bit_with_their_types() -> None:
@@ -45,7 +47,13 @@ def test_the_file_is_private_and_gone_afterwards_whatever_happens() -> None:
     assert not os.path.exists(path)
 
 
-def test_registering_again_does_no_harm_and_names_our_engine() -> None:
+def test_registering_again_does_no_harm_and_names_our_engines() -> None:
     register()
     register()
-    assert WeightTransferEngineFactory._registry["shared_memory"]() is SharedMemoryWeightTransferEngine
+    found = {name: WeightTransferEngineFactory._registry[name]() for name in ENGINES}
+    assert list(found.values()) == [
+        SharedMemoryWeightTransferEngine,
+        CompleteIPCWeightTransferEngine,
+        CompleteNCCLWeightTransferEngine,
+    ]
+    assert all(issubclass(engine, CompleteUpdate) for engine in found.values())

@@ -1,5 +1,7 @@
 """A real engine: what it returns, what it refuses, and what becomes of its weights."""
 
+import hashlib
+
 import numpy as np
 import psutil
 import pytest
@@ -9,7 +11,14 @@ from controller.rollout.rounds import RolloutRound
 from tests.end_to_end.processes import living
 from tests.workers.rollout import tiny
 from tests.workers.rollout.breakable import Breakable
-from tests.workers.rollout.conftest import Engines, largest_difference, requests_for, rows_of, start_engines
+from tests.workers.rollout.conftest import (
+    PREFILL_TOKENS,
+    Engines,
+    largest_difference,
+    requests_for,
+    rows_of,
+    start_engines,
+)
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import RolloutError
 from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest, SampleResult
@@ -130,6 +139,41 @@ def test_an_update_without_the_output_layer_leaves_all_old_weights(engines: Engi
     ]
     found = RolloutRound([result for result, _ in pairs], [block for _, block in pairs], [], retried=0)
     assert largest_difference(found, old) < LOG_PROB_TOLERANCE
+
+
+def test_a_part_of_a_fused_weight_is_missed_too(engines: Engines) -> None:
+    """vLLM loads q, k and v into one parameter, and says that it loaded that."""
+    left_out = "model.layers.0.self_attn.k_proj.weight"
+    engines.load(tiny.random_model(2))
+    partial = pack_weights((n, w) for n, w in tiny.random_model(3).state_dict().items() if n != left_out)
+    with pytest.raises(RolloutError, match=r"a part of model\.layers\.0\.self_attn\.qkv_proj\.weight"):
+        engines.rollouts.update_weights(ray.put(partial), engines.version + 1)
+    engines.load(tiny.random_model(4))
+
+
+def test_checksums_are_of_the_weights_that_were_sent(engines: Engines) -> None:
+    seen = []
+    for seed in (5, 6):
+        model = tiny.random_model(seed)
+        engines.load(model)
+        found = engines.call("weight_checksums")
+        seen.append(found)
+        for name in ("model.norm.weight", "model.layers.1.input_layernorm.weight"):
+            sent = hashlib.sha256(model.state_dict()[name].numpy()).hexdigest()
+            assert [digest for key, digest in found.items() if key.endswith(f":{name}")] == [sent]
+    embedding = next(name for name in found if name.endswith("embed_tokens.weight"))
+    assert seen[0][embedding] != seen[1][embedding]
+
+
+def test_an_argument_of_vllms_own_reaches_the_engine(engines: Engines) -> None:
+    assert engines.call("prefill_tokens") == PREFILL_TOKENS
+
+
+def test_more_prompt_tokens_than_one_forward_pass_takes_are_no_harm(engines: Engines) -> None:
+    requests = requests_for(32, samples=2)
+    assert sum(len(request.prompt_ids) for request in requests) > 2 * PREFILL_TOKENS
+    finished = engines.sample(requests)
+    assert len(finished.results) == len(requests) and not finished.dropped
 
 
 def test_requests_in_flight_outlive_an_update_and_carry_the_version_that_they_began_with(engines: Engines) -> None:

@@ -1,0 +1,92 @@
+"""Findings, a line each, and the report that prints them as they come."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+from controller.rollout.engines import cause_of
+
+LONGEST_TEXT = 400  # characters of an error
+
+
+class Status(Enum):
+    """What a finding means for a run: nothing, less than it could be, or that it would not work."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of `name`; advice: what to change, where there is something to change."""
+
+    name: str
+    status: Status
+    text: str
+    advice: str = ""
+
+    @property
+    def line(self) -> str:
+        """`warn  open files: 1,024 a process; raise it, ...`"""
+        return f"{self.status.value:<4}  {self.name}: {self.text}" + (f"; {self.advice}" if self.advice else "")
+
+
+def ok(name: str, text: str) -> Finding:
+    return Finding(name, Status.OK, text)
+
+
+def warn(name: str, text: str, advice: str) -> Finding:
+    return Finding(name, Status.WARN, text, advice)
+
+
+def fail(name: str, text: str, advice: str) -> Finding:
+    return Finding(name, Status.FAIL, text, advice)
+
+
+class Report:
+    """Prints every finding when it is added."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    def add(self, *findings: Finding) -> None:
+        """Print and keep."""
+        for finding in findings:
+            print(finding.line, flush=True)
+        self.findings += findings
+
+    @contextmanager
+    def guarding(self, name: str, advice: str) -> Iterator[None]:
+        """What the block raises becomes a finding, so that the checks after it are made all the same."""
+        try:
+            yield
+        except Exception as error:  # a check may fail in any way; Ctrl-C passes
+            self.add(fail(name, cause_of(error)[:LONGEST_TEXT], advice))
+
+    @property
+    def exit_code(self) -> int:
+        """1 if anything would not work."""
+        return int(any(finding.status is Status.FAIL for finding in self.findings))
+
+
+def joined(by_node: dict[str, list[Finding]]) -> list[Finding]:
+    """Findings of several nodes, equal ones as one that says how many nodes it is of, or which one."""
+    if len(by_node) == 1:
+        return next(iter(by_node.values()))
+    nodes: dict[Finding, list[str]] = {}
+    for node, findings in by_node.items():
+        for finding in findings:
+            nodes.setdefault(finding, []).append(node)
+    order = list(dict.fromkeys(finding.name for findings in by_node.values() for finding in findings))
+    return [
+        Finding(f"{found.name} ({_of(where, len(by_node))})", found.status, found.text, found.advice)
+        for found, where in sorted(nodes.items(), key=lambda item: order.index(item[0].name))
+    ]
+
+
+def _of(nodes: list[str], count: int) -> str:
+    if len(nodes) == count:
+        return f"all {count} nodes"
+    return nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes, {nodes[0]} first"

@@ -1,0 +1,107 @@
+"""`python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]`: will runs work on this machine?
+
+    settings --> Ray --> every node --> the run's place --> all-reduce --> one engine and one rank, new weights
+                          a line each: ok, warn or FAIL, what was found, what to change
+
+On the cluster that resources.ray_address or RAY_ADDRESS names, else on this machine. Exit code: 0, or 1 if anything
+failed. A check that fails does not stop those after it, and all that was started ends.
+"""
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from controller.config import Config, load
+from controller.diagnosis.findings import Report, fail, ok
+from controller.fit import interrupt, ray_session
+from controller.preflight.checks import check
+from workers.errors import BallastError
+
+ANYWHERE = ("model.path=tiny", "run.name=doctor")  # stands for what a configuration must say and nothing here reads
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    config: Path | None
+    model: str
+    overrides: tuple[str, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    signal.signal(signal.SIGTERM, interrupt)
+    options, report = _options(arguments), Report()
+    try:
+        examine(options, report)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 1
+    return report.exit_code
+
+
+def examine(options: Options, report: Report) -> None:
+    """Add every finding to the report."""
+    config = configuration(options, report)
+    from controller.diagnosis.examination import Examination
+    from controller.diagnosis.trial import Quiet
+
+    with tempfile.TemporaryDirectory(prefix="ballast-doctor-") as folder:
+        examination = Examination(
+            config or load(None, ANYWHERE),
+            report,
+            of_a_run=bool(config and options.config),
+            model=options.model,
+            folder=Path(folder) / "model",
+        )
+        connected = False
+        with report.guarding("Ray", "see docs/troubleshooting.md"), ray_session(examination.config, Quiet()):
+            connected = True
+            examination.of_the_cluster()
+        if not connected:
+            examination.of_this_machine()
+
+
+def configuration(options: Options, report: Report) -> Config | None:
+    """That of the run, or of what the overrides say of the machine; None where it cannot be read.
+
+    One that a run would refuse is told, and examined all the same.
+    """
+    advice = "python -m controller.fit --config FILE --dry-run explains it"
+    try:
+        given = options.overrides if options.config else (*ANYWHERE, *options.overrides)
+        config = load(options.config, given)
+    except BallastError as error:
+        report.add(fail("configuration", str(error).rstrip("."), advice))
+        return None
+    if options.config is None:
+        return config
+    try:
+        check(config)
+        report.add(ok("configuration", str(options.config)))
+    except BallastError as error:
+        report.add(fail("configuration", str(error).rstrip("."), advice))
+    return config
+
+
+def _options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="python -m controller.doctor",
+        usage="python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]",
+        description="Look at a machine or a cluster before the first run: a line for each finding, exit code 0 or 1.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the run's settings: its models, folder and place")
+    parser.add_argument("--model", default="", metavar="PATH", help="for the engine and the rank (a tiny random one)")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
+    parsed = parser.parse_intermixed_args(arguments)
+    return Options(parsed.config, parsed.model, tuple(parsed.overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

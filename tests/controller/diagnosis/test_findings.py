@@ -1,0 +1,62 @@
+"""Lines, their joining over nodes, and that one failure stops no other check."""
+
+import pytest
+
+from controller.diagnosis.findings import Finding, Report, Status, fail, joined, ok, warn
+
+
+def test_a_line_says_status_what_was_found_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report()
+    report.add(ok("GPUs", "none"), warn("open files", "at most 1,024", "raise it"), fail("driver", "old", "install"))
+    assert capsys.readouterr().out.splitlines() == [
+        "ok    GPUs: none",
+        "warn  open files: at most 1,024; raise it",
+        "FAIL  driver: old; install",
+    ]
+
+
+@pytest.mark.parametrize(("finding", "code"), [(ok("a", "b"), 0), (warn("a", "b", "c"), 0), (fail("a", "b", "c"), 1)])
+def test_only_a_failure_is_an_exit_code(finding: Finding, code: int) -> None:
+    report = Report()
+    report.add(finding)
+    assert report.exit_code == code
+
+
+def test_a_check_that_raises_is_a_failure_and_the_next_one_is_made() -> None:
+    report = Report()
+    with report.guarding("first", "do this"):
+        raise RuntimeError("no\nroute")
+    with report.guarding("second", ""):
+        report.add(ok("second", "fine"))
+    assert report.findings == [fail("first", "RuntimeError: no route", "do this"), ok("second", "fine")]
+
+
+def test_ctrl_c_is_no_finding() -> None:
+    report = Report()
+    with pytest.raises(KeyboardInterrupt), report.guarding("first", ""):
+        raise KeyboardInterrupt
+    assert report.findings == []
+
+
+def test_findings_of_one_node_stay_as_they_are() -> None:
+    assert joined({"a": [ok("GPUs", "none")]}) == [ok("GPUs", "none")]
+
+
+def test_equal_findings_of_nodes_are_one_line_and_others_name_their_node() -> None:
+    small = fail("/dev/shm", "0.1 GiB", "raise it")
+    by_node = {
+        "a": [ok("GPUs", "8"), ok("/dev/shm", "8 GiB")],
+        "b": [ok("GPUs", "8"), small],
+        "c": [ok("GPUs", "8"), ok("/dev/shm", "8 GiB")],
+    }
+    found = joined(by_node)
+    assert [(finding.name, finding.status) for finding in found] == [
+        ("GPUs (all 3 nodes)", Status.OK),
+        ("/dev/shm (2 nodes, a first)", Status.OK),
+        ("/dev/shm (b)", Status.FAIL),
+    ]
+
+
+def test_a_node_that_did_not_answer_stands_beside_the_others() -> None:
+    found = joined({"a": [ok("GPUs", "8"), ok("network", "eth0")], "b": [fail("node", "gone", "look")]})
+    assert [finding.name for finding in found] == ["GPUs (a)", "network (a)", "node (b)"]

@@ -1,0 +1,124 @@
+"""`--dry-run --measure`: the real engine on tensors without numbers, beside the estimate that it has to confirm."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from controller.config import Config, load
+from controller.fit import main
+from controller.preflight.describe_cluster import other_shapes
+from controller.preflight.measure import Measured, measure, measured_lines, request, run_trace
+from controller.preflight.memory import Phase, phases
+from controller.preflight.model_shape import model_shape
+from tests.examples.test_launch import LAUNCH, command_of
+from workers.errors import ConfigError
+
+CONFIGURATIONS = ["examples/launch/one_gpu.yaml", "examples/launch/eight_gpus.yaml"]
+CONFIGURATIONS += ["examples/launch/sixty_four_gpus.yaml", "examples/gsm8k/config.yaml"]
+SMALL = ("resources.device=cuda", "rollout.replicas=1", "policy.max_tokens=8192", "model.gradient_checkpointing=true")
+
+
+def phases_of(config: Config) -> list[Phase]:
+    return phases(config, model_shape(config.model_description()), other_shapes(config))
+
+
+def small(*overrides: str) -> Config:
+    return load(Path("config.yaml"), (*SMALL, "model.path=Qwen/Qwen2.5-0.5B-Instruct", *overrides))
+
+
+def assert_estimate_holds(measured: list[Measured], above: float = 1.25) -> None:
+    for found in measured:
+        assert not found.problem
+        assert found.gib <= found.estimated <= above * found.gib, measured_lines([found])
+
+
+def test_the_estimate_of_a_launch_file_holds(documentation_workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command_of("eight_gpus"), "--measure"]) == 0, capsys.readouterr().err
+    page = capsys.readouterr().out
+    lines = page.partition("== memory, measured")[2].splitlines()[1:4]
+    assert [line.partition(":")[0] for line in lines] == ["policy update", "policy log probs", "reference log probs"]
+    for line in lines:
+        assert 0 <= float(line.rpartition("(")[2].rstrip("%)")) <= 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGURATIONS)
+def test_the_estimate_of_every_example_holds(documentation_workspace: Path, path: str) -> None:
+    config = load(Path(path), ("resources.device=cuda",))
+    assert_estimate_holds(measure(config, phases_of(config)))
+
+
+def test_every_file_of_settings_among_the_examples_is_measured() -> None:
+    found = [path for path in LAUNCH.glob("*.yaml") if "\npolicy:" in path.read_text()]
+    assert {f"examples/launch/{path.name}" for path in found} <= set(CONFIGURATIONS)
+
+
+def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documentation_workspace: Path) -> None:
+    """4 bytes a parameter more, less the shards; the failure that a reduction in every micro-step mends."""
+    found = {}
+    for deferred in (False, True):
+        config = small("policy.ranks=8", f"policy.parallel.defer_gradient_reduction={deferred}")
+        update = phases_of(config)[:1]
+        found[deferred] = measure(config, update, layers=(3, 4))[0]
+        assert_estimate_holds([found[deferred]])
+    whole = 4 * 494_032_768 / 2**30
+    assert found[True].gib - found[False].gib == pytest.approx(whole * 7 / 8, rel=0.35)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("policy.ranks=4", "policy.parallel.replicate=2"),
+        ("policy.ranks=4", "policy.parallel.tensor_parallel=2"),
+        ("policy.ranks=4", "policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"),
+        ("policy.ranks=4", "model.lora.rank=16"),
+        ("policy.ranks=4", "policy.reshard_after_forward=false"),
+        ("policy.ranks=4", "model.gradient_checkpointing=false"),
+        ("policy.ranks=4", "policy.cpu_offload=true"),
+        ("policy.ranks=4", "algorithm.advantage=gae", "reward.model.path=Qwen/Qwen2.5-0.5B-Instruct"),
+    ],
+    ids=lambda overrides: overrides[-1].partition("=")[0],
+)
+def test_the_estimate_holds_or_says_what_is_not_measured(
+    documentation_workspace: Path, overrides: tuple[str, ...]
+) -> None:
+    config = small(*overrides)
+    measured = measure(config, phases_of(config))
+    assert_estimate_holds([found for found in measured if not found.problem], above=1.5)
+    assert all("not measured: " in line for line in measured_lines([each for each in measured if each.problem]))
+
+
+@pytest.mark.slow
+def test_a_few_layers_tell_of_all(documentation_workspace: Path) -> None:
+    config = small("policy.ranks=8")
+    few, every = (run_trace(request(config, phases_of(config), layers)) for layers in ((3, 4), (24,)))
+    assert few["policy"] == pytest.approx(every["policy"], rel=0.01)
+
+
+def test_measuring_without_a_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "config.yaml", "--dry-run", "--measure"]) == 2
+    assert "add --dry-run --cluster" in capsys.readouterr().err
+
+
+def test_what_cannot_be_measured_says_why() -> None:
+    lines = measured_lines([Measured("critic update", 3.0, problem="critic: ValueError: no"), Measured("a", 3.0, 2.5)])
+    assert lines == [
+        "critic update: estimated 3.0, not measured: critic: ValueError: no",
+        "a: measured 2.5, estimated 3.0 (+20%)",
+    ]
+
+
+def test_a_measuring_process_that_ends_is_an_error(broken_python: Callable[[], None]) -> None:
+    broken_python()
+    with pytest.raises(ConfigError, match="the measuring process ended with 1"):
+        run_trace({})
+
+
+@pytest.fixture
+def broken_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
+    script.chmod(0o755)
+    return lambda: monkeypatch.setattr("controller.preflight.measure.sys.executable", str(script))

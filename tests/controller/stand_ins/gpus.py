@@ -1,0 +1,281 @@
+"""GPUs as a ledger: who owns memory of which, what is done with it, and a refusal where two would not fit.
+
+    vLLM      weights, kv_cache          from its start, given up by sleep, taken back by wake_up, tag by tag
+    training  states                     from build on
+              working -> cached          in a pass; torch's allocator keeps it until empty_cache
+
+A pass, or a gathering of weights, may begin only while no engine has a KV cache there; an engine takes a KV cache only
+while nothing is cached, and samples only with weights that it was sent or loaded since it slept.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.controller.stand_ins.local_ray import LocalRay, NeverReturnsError
+from workers.metrics import Metric, Metrics
+from workers.model.checkpoint_folder import Manifest, commit, read_manifest, unfinished_folder
+from workers.score import Score
+
+UNDEFINED = -1  # the version of weights whose memory is there and whose values are not
+TOKENS = 3  # of every response
+
+
+class OverlapError(Exception):
+    """Two owners would use the memory of one GPU at the same time."""
+
+
+class Ledger:
+    """owned: {(gpu, owner): what}. events: (actor, what it did), in order."""
+
+    def __init__(self) -> None:
+        self.owned: dict[tuple[int, str], set[str]] = {}
+        self.events: list[tuple[str, str]] = []
+
+    def record(self, actor: str, what: str) -> None:
+        self.events.append((actor, what))
+
+    def take(self, gpus: Sequence[int], owner: str, what: str, *, beside: Sequence[str]) -> None:
+        """Raises OverlapError if anybody else owns anything there but what is named in `beside`."""
+        for gpu in gpus:
+            for (where, other), held in self.owned.items():
+                if where == gpu and other != owner and held - set(beside):
+                    raise OverlapError(f"GPU {gpu}: {owner} takes {what} while {other} has {sorted(held)}")
+            self.owned.setdefault((gpu, owner), set()).add(what)
+
+    def give(self, gpus: Sequence[int], owner: str, *what: str) -> None:
+        for gpu in gpus:
+            self.owned.get((gpu, owner), set()).difference_update(what)
+
+    def forget(self) -> None:
+        """All processes have ended."""
+        self.owned.clear()
+
+    def of(self, *prefixes: str) -> list[str]:
+        """What actors whose names begin so did, repetitions in a row once."""
+        found = [what for actor, what in self.events if actor.startswith(prefixes)]
+        return [what for i, what in enumerate(found) if i == 0 or what != found[i - 1]]
+
+
+class World:
+    """One run's Ray and GPUs. trouble: called with (actor's name, what it is about to do)."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.ray: LocalRay
+        self.trouble: Callable[[str, str], None] = lambda actor, what: None
+
+    @property
+    def actor(self) -> str:
+        return self.ray.running[-1].name
+
+    @property
+    def gpus(self) -> list[int]:
+        return self.ray.running[-1].gpus
+
+    def event(self, what: str) -> None:
+        self.trouble(self.actor, what)
+        self.ledger.record(self.actor, what)
+        if not self.ray.running[-1].lives:
+            raise RuntimeError(f"{self.actor} died")
+
+    def empty_cache(self) -> None:
+        self.event("free")
+        self.ledger.give(self.gpus, self.actor, "cached")
+
+
+class StandInVllm:
+    """`AsyncLLM` as RolloutWorker calls it. version: of the weights that it would sample with."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self.version, self._name, self._updating = world, 0, "0", False
+        self._sleeps = False
+        world.event("start")
+        world.ledger.take(world.gpus, world.actor, "weights", beside=())
+        world.ledger.take(world.gpus, world.actor, "kv_cache", beside=())
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1 << 30)
+
+    async def sleep(self, level: int) -> None:
+        self._world.event(f"sleep {level}")
+        self._world.ledger.give(self._world.gpus, self._world.actor, "weights", "kv_cache")
+        self._sleeps, self.version = True, UNDEFINED if level == 2 else self.version
+
+    async def wake_up(self, tags: list[str]) -> None:
+        (tag,) = tags
+        self._world.event(f"wake {tag}")
+        self._world.ledger.take(self._world.gpus, self._world.actor, tag, beside=("states",))
+        self._sleeps = tag == "weights"
+
+    async def check_health(self) -> None:
+        pass
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert mode == "keep" and clear_cache
+        self._world.event("pause")
+
+    async def start_weight_update(self) -> None:
+        assert not self._updating
+        self._updating = True
+
+    async def update_weights(self, request: Any) -> None:
+        assert self._updating and "weights" in self._owned()
+        self._world.event("receive")
+
+    async def finish_weight_update(self, weight_version: str) -> None:
+        assert self._updating
+        self._updating, self.version, self._name = False, int(weight_version), weight_version
+
+    async def update_weight_version(self, version: str) -> None:
+        self._name = version
+
+    async def get_weight_version(self) -> str:
+        return self._name
+
+    async def resume_generation(self) -> None:
+        self._world.event("resume")
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        self._world.event("meet")
+
+    async def generate(self, prompt: Any, parameters: Any, name: str) -> Any:
+        del prompt, name
+        self._world.event("generate")
+        assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
+        assert self.version == int(self._name), f"weights {self.version} serve as version {self._name}"
+        tokens = [1 + (parameters.seed + i) % 30 for i in range(min(TOKENS, parameters.max_tokens))]
+        completion = SimpleNamespace(
+            finish_reason="stop",
+            token_ids=tokens,
+            logprobs=SimpleNamespace(logprobs=[-1.0] * len(tokens)),
+            weight_versions=[SimpleNamespace(version=self._name)],
+        )
+        yield SimpleNamespace(outputs=[completion])
+
+    def _owned(self) -> set[str]:
+        return self._world.ledger.owned.get((self._world.gpus[0], self._world.actor), set())
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._world.ledger.give(self._world.gpus, self._world.actor, "weights", "kv_cache")
+
+
+class StandInEngine:
+    """`workers.model.engine.Engine` as the training actors call it. WEIGHTS: what it would send."""
+
+    WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")
+
+    def __init__(self, world: World, settings: dict[str, Any]) -> None:
+        self._world, self.num_parameters, self.dtype = world, 8, torch.bfloat16
+        self.data_parallel_groups: list[Any] = []
+        self.clock = SimpleNamespace(take=list)
+        self._trains = settings["optimizer"] is not None
+        self.steps = 0
+        with self._pass("build"):
+            world.ledger.take(world.gpus, world.actor, "states", beside=("states",))
+
+    @contextmanager
+    def _pass(self, what: str, *, beside: Sequence[str] = ("states",)) -> Iterator[None]:
+        world = self._world
+        world.event(what)
+        world.ledger.take(world.gpus, world.actor, "working", beside=beside)
+        yield
+        world.ledger.give(world.gpus, world.actor, "working")
+        world.ledger.take(world.gpus, world.actor, "cached", beside=beside)
+
+    def log_probs(self, sequences: Any, micro_batches: Any) -> tuple[torch.Tensor, Metrics]:
+        with self._pass("log_probs"):
+            return torch.full((sequences.num_tokens,), -1.0), {"entropy": Metric.mean(1.0, 1, "tokens")}
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        yield
+
+    def values(self, sequences: Any, micro_batches: Any) -> tuple[torch.Tensor, Metrics]:
+        with self._pass("values"):
+            return torch.zeros(sequences.num_tokens), {}
+
+    def scores(self, sequences: Any, micro_batches: Any) -> torch.Tensor:
+        with self._pass("scores"):
+            return torch.arange(len(sequences), dtype=torch.float32)
+
+    def forward_backward(self, sequences: Any, micro_batches: Any, loss: Any, denominators: Any) -> Metrics:
+        with self._pass("update"):
+            return {"loss": Metric.sum(0.0)}
+
+    def optimizer_step(self) -> Metrics:
+        assert self._trains
+        self.steps += 1
+        return {"grad_norm": Metric.mean(1.0, 1), "skipped_steps": Metric.sum(0)}
+
+    def named_weights(
+        self, dtype: torch.dtype | None = None, keeper: int | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        # What is gathered lies beside the weights of an engine that is waiting for it.
+        with self._pass("gather", beside=("states", "weights")):
+            yield from ((name, torch.zeros(2, 2)) for name in self.WEIGHTS)
+
+    def weights_metadata(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(2, 2, device="meta") for name in self.WEIGHTS}
+
+    def save_pretrained(self, path: str) -> None:
+        with self._pass("save"):
+            Path(path).mkdir(parents=True, exist_ok=True)
+
+    def save_checkpoint(self, path: str, *, step: int, extra: dict[str, Any], score: float | None = None) -> None:
+        self._world.event("checkpoint")
+        final = Path(path)
+        if final.exists():  # another rank's actor was first
+            return
+        unfinished = unfinished_folder(final)
+        unfinished.mkdir(parents=True)
+        commit(unfinished, final, Manifest(step, 1, {}, extra, score, {}))
+
+    def wait_for_checkpoint(self) -> None:
+        pass
+
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
+        self._world.event("load")
+        return read_manifest(Path(path)).extra
+
+
+class StandInSender:
+    """`WeightSender` with the calls that vLLM's trainer side makes, and nothing sent."""
+
+    def __init__(self, world: World, engines: Sequence[Any], weights: Callable[[], Any], rank: int) -> None:
+        from workers.rollout.gpu_transfer import EngineClient
+
+        self._world, self._weights, self._rank = world, weights, rank
+        self._client = EngineClient(engines, tensor_parallel=1)
+        world.event("connect")
+        if rank == 0:
+            self._client.init_weight_transfer_engine({})
+
+    def send(self, version: int) -> None:
+        self._world.event("send")
+        self._client.version = version
+        if self._rank:
+            list(self._weights())
+            return
+        self._client.start_weight_update()
+        list(self._weights())
+        try:
+            self._client.update_weights({})
+        except Exception as error:
+            raise NeverReturnsError from error  # the broadcast that the engine does not join any more
+        self._client.finish_weight_update()
+
+
+class StandInReward:
+    """`RewardWorker`: half of the samples of a group get a reward."""
+
+    def __init__(self, functions: bytes, tokenizer_path: str, **_: Any) -> None:
+        pass
+
+    def ready(self) -> bool:
+        return True
+
+    def score(self, block: Any, requests: Sequence[Any]) -> list[Score]:
+        return [Score(float(request.row % 2), "text") for request in requests]

@@ -1,0 +1,151 @@
+"""A whole run on stand-ins: the real driver, actors and dispatch, from a configuration to its outcome."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from controller.config import Config, load
+from controller.fit import Inputs, read_inputs, training
+from controller.layout import Pool
+from controller.preflight.checks import check
+from controller.recovery import recovering
+from controller.rollout.fleet import RestartBudget
+from controller.trainer import Outcome
+from examples.addition.warm_start import create_model
+from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
+from tests.controller.stand_ins.local_ray import LocalRay
+from tests.end_to_end.trouble import Listening
+from workers.reward import RewardWorker
+from workers.rollout.worker import RolloutWorker
+
+SETTINGS = (
+    "run.name=run",
+    "run.steps=2",
+    "model.path=model",
+    "data.train=prompts.jsonl",
+    "data.validation=prompts.jsonl",
+    "data.max_prompt_tokens=8",
+    "batch.prompts_per_step=2",
+    "rollout.samples_per_prompt=2",
+    "rollout.sampling.max_new_tokens=8",
+    "reward.function=reward.py:reward",
+    "policy.ranks=2",
+    "policy.max_tokens=64",
+    "resources.device=cuda",
+    "tracking.tensorboard=false",
+)
+
+
+def write_stand_in_workspace(folder: Path) -> None:
+    """A model, a reward model, prompts and a reward function, as a configuration names them."""
+    create_model(folder / "model", seed=0)
+    create_model(folder / "judge", seed=1)
+    description = json.loads((folder / "judge" / "config.json").read_text())
+    description |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
+    (folder / "judge" / "config.json").write_text(json.dumps(description))
+    records = [json.dumps({"prompt": f"{i}+{i}="}) for i in range(1, 9)]
+    (folder / "prompts.jsonl").write_text("\n".join(records))
+    (folder / "reward.py").write_text("def reward(response):\n    return 0.0\n")
+
+
+@dataclass
+class StandInRun:
+    """outcome: of the attempt that came to the end. said: what the run told its user. world: its Ray and its GPUs."""
+
+    world: World
+    config: Config
+    outcome: Outcome
+    said: list[str] = field(default_factory=list)
+
+
+class StandIns:
+    """Puts the stand-ins in their places, until the test ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # vLLM and transformers look at the devices when they are imported: before there are any.
+        import vllm.inputs.engine
+        import vllm.sampling_params  # noqa: F401
+
+        import workers.rollout.gpu_transfer
+
+        self.world = world = World()
+        world.ray = LocalRay({RewardWorker: StandInReward})
+        world.ray.install(monkeypatch)
+        monkeypatch.setattr("controller.roles.reserve", self._reserve)
+        monkeypatch.setattr("controller.watching.trackers.ray_metrics.RayMetrics", NoMetrics)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "empty_cache", world.empty_cache)
+        self.collective_timeouts: list[timedelta] = []
+        monkeypatch.setattr(torch.distributed, "init_process_group", self._join_group)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects: None)
+        monkeypatch.setattr("workers.model_worker.Engine", lambda model, **settings: StandInEngine(world, settings))
+        monkeypatch.setattr(
+            workers.rollout.gpu_transfer,
+            "WeightSender",
+            lambda placement, engines, weights, metadata, *, rank, **_: StandInSender(world, engines, weights, rank),
+        )
+        monkeypatch.setattr(RolloutWorker, "_build", lambda worker: StandInVllm(world))
+        # The real one ends all processes below its actor's, which here is the tests'.
+        monkeypatch.setattr("workers.rollout.worker._end_engine", lambda engine: engine and engine.shutdown())
+        self._first_gpu = 0
+
+    def _join_group(self, backend: str, *, timeout: timedelta) -> None:
+        assert backend == "cpu:gloo,cuda:nccl"
+        self.collective_timeouts.append(timeout)
+
+    def _reserve(self, pool: Pool, timeout_s: float) -> "LocalReservation":
+        del timeout_s
+        gpus = []
+        for bundle in pool.bundles:
+            count = int(bundle["GPU"])
+            gpus.append(list(range(self._first_gpu, self._first_gpu + count)))
+            self._first_gpu += count
+        return LocalReservation(gpus)
+
+    def run(self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs) -> StandInRun:
+        config = load(None, [*SETTINGS, *overrides])
+        check(config)
+        inputs, console = read(config), Listening()
+
+        def attempt(config: Config, budget: RestartBudget) -> Outcome:
+            self._first_gpu = 0
+            self.world.ledger.forget()
+            with training(config, inputs, console, budget) as trainer:
+                return trainer.fit()
+
+        return StandInRun(self.world, config, recovering(attempt, config, console.say), console.said)
+
+
+@dataclass(frozen=True)
+class LocalReservation:
+    """`Reservation` whose strategies are the GPUs of a rank's bundle."""
+
+    gpus_of_rank: list[list[int]]
+
+    def strategy(self, rank: int) -> list[int]:
+        return self.gpus_of_rank[rank]
+
+    def release(self) -> None:
+        pass
+
+
+class NoMetrics:
+    """`RayMetrics`, which needs a cluster to report to."""
+
+    def __init__(self, run: str) -> None:
+        del run
+
+    def export(self, declaration: Any, labels: Any, value: float) -> None:
+        pass
+
+    def __enter__(self) -> "NoMetrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass

@@ -1,0 +1,174 @@
+"""Who has the GPUs when, in whole runs on stand-ins: no two owners at one time, and in the order that a run needs."""
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from controller.config import Config
+from controller.fit import Inputs, read_inputs
+from tests.controller.stand_ins.local_ray import NeverReturnsError
+from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
+from workers.errors import LostError
+
+ROLES = {
+    "policy": (),
+    "reference": ("algorithm.loss.kl_coefficient=0.1",),
+    "adapters": ("algorithm.loss.kl_coefficient=0.1", "model.lora.rank=2"),
+    "critic": ("algorithm.advantage=gae", "algorithm.gae.whiten=false", "batch.mini_batches=2"),
+    "warm-up": ("algorithm.advantage=gae", "algorithm.gae.whiten=false", "critic.warmup_steps=1"),
+    "reward model": ("reward.model.path=judge", "algorithm.loss.kl_coefficient=0.1"),
+}
+ENGINES = {
+    "an engine a GPU": ("rollout.replicas=2",),
+    "an engine over two GPUs": ("rollout.replicas=1", "rollout.tensor_parallel=2"),
+}
+CHECKPOINTS = ("run.checkpoint_every=1", "run.save_every=1", "validation.every=1")
+Run = Callable[..., StandInRun]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stand-ins")
+    write_stand_in_workspace(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def inputs() -> Callable[[Config], Inputs]:
+    """Data and rewards, read once for all runs with the same."""
+    known: dict[str, Inputs] = {}
+
+    def read(config: Config) -> Inputs:
+        key = config.data.validation
+        known[key] = known.get(key) or read_inputs(config)
+        return known[key]
+
+    return read
+
+
+@pytest.fixture
+def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    monkeypatch.chdir(folder)
+    return StandIns(monkeypatch)
+
+
+@pytest.fixture
+def run(stand_ins: StandIns, tmp_path: Path, inputs: Callable[[Config], Inputs]) -> Run:
+    return lambda *overrides: stand_ins.run([f"run.dir={tmp_path}", *overrides], inputs)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "apart"])
+@pytest.mark.parametrize("engines", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("roles", ROLES.values(), ids=ROLES)
+def test_no_two_owners_have_a_gpu_at_one_time(
+    run: Run, roles: tuple[str, ...], engines: tuple[str, ...], placement: str
+) -> None:
+    finished = run(f"rollout.placement={placement}", *engines, *roles, *CHECKPOINTS)
+    assert finished.outcome.last_step == 2
+    again = run(f"rollout.placement={placement}", *engines, *roles, "run.resume=auto", "run.steps=3")
+    assert again.outcome.last_step == 3 and len(again.outcome.steps) == 1
+
+
+COLOCATED = ("rollout.placement=colocated", "rollout.replicas=2")
+GENERATION = ["generate"]
+TRAINING = ["log_probs", "free", "update", "free"]
+SENDING = ["wake weights", "send", "pause", "gather", "receive", "resume", "free", "wake kv_cache"]
+
+
+def steps_of(run: StandInRun) -> list[list[str]]:
+    """What policy rank 0 and engine 0 did from the first generation on, cut where a generation begins."""
+    steps: list[list[str]] = []
+    for what in run.world.ledger.of("policy dp=0", "rollout 0"):
+        if what == "generate":
+            steps.append([])
+        if steps:
+            steps[-1].append(what)
+    return steps
+
+
+def test_a_step_is_generation_sleep_passes_and_new_weights_before_the_kv_cache(run: Run) -> None:
+    finished = run(*COLOCATED, "batch.mini_batches=2", "data.validation=''")
+    ended = ["sleep 2", "save", "free"]
+    first, second = steps_of(finished)
+    assert first == [*GENERATION, "sleep 2", *TRAINING, *SENDING]
+    assert second == [*first, *ended]
+
+
+def test_a_run_begins_with_engines_that_start_alone_and_sleep_until_the_policy_sends_its_weights(run: Run) -> None:
+    finished = run(*COLOCATED, "data.validation=''")
+    events = finished.world.ledger.of("policy dp=0", "rollout 0")
+    start = ["start", "sleep 2", "build", "free", "connect", "meet"]
+    assert events[: events.index("generate")] == start + SENDING
+
+
+def test_engines_of_gpus_of_their_own_never_sleep(run: Run) -> None:
+    finished = run("rollout.placement=apart", "rollout.replicas=2", *CHECKPOINTS)
+    events = finished.world.ledger.of("rollout")
+    assert {"receive", "generate"} <= set(events) and not {"sleep 2", "wake weights", "wake kv_cache"} & set(events)
+
+
+def test_in_a_warm_up_of_the_critic_engines_wake_with_the_weights_that_they_had(run: Run) -> None:
+    finished = run(*COLOCATED, *ROLES["warm-up"], "data.validation=''")
+    assert [step["rollout/weight_version"] for step in finished.outcome.steps] == [0.0, 1.0]
+    assert [step["rollout/newest_weight_version"] for step in finished.outcome.steps] == [0.0, 0.0]
+
+
+def test_a_reward_model_scores_while_engines_sleep(run: Run) -> None:
+    finished = run(*COLOCATED, *ROLES["reward model"], "data.validation=''")
+    events = finished.world.ledger.of("reward_model dp=0", "rollout 0")
+    scored = events.index("scores")
+    assert events[scored - 1] == "sleep 2" and events[scored + 1] == "free"
+
+
+def once(actor: str, what: str, then: Callable[[], None], after: int) -> Callable[[str, str], None]:
+    """Trouble that comes when the actor does it for the `after`-th time, and no other time."""
+    left = [after]
+
+    def trouble(who: str, does: str) -> None:
+        if (who, does) == (actor, what):
+            left[0] -= 1
+            if left[0] == 0:
+                then()
+
+    return trouble
+
+
+@pytest.mark.parametrize("placement", ["colocated", "apart"])
+@pytest.mark.parametrize(
+    ("actor", "what", "times"),
+    [
+        ("rollout 1", "generate", 4),
+        ("rollout 1", "receive", 2),  # the sender is in the middle of a broadcast
+        ("policy dp=1", "update", 2),
+        ("policy dp=1", "send", 2),
+    ],
+)
+def test_an_engine_or_a_rank_that_is_lost_costs_the_steps_since_the_last_checkpoint(
+    stand_ins: StandIns, run: Run, placement: str, actor: str, what: str, times: int
+) -> None:
+    world = stand_ins.world
+    world.trouble = once(actor, what, lambda: world.ray.actors[actor].die(), times)
+    overrides = (f"rollout.placement={placement}", "rollout.replicas=2", "run.steps=4", "run.checkpoint_every=1")
+    finished = run(*overrides, "data.validation=''")
+    assert finished.outcome.last_step == 4
+    assert any("was lost" in said and "starting all roles anew" in said for said in finished.said)
+    recorded = [json.loads(line)["step"] for line in (finished.config.run_folder / "metrics.jsonl").open()]
+    assert recorded == [0, 1, 2, 3, 4]
+
+
+def test_a_transfer_in_which_nobody_dies_and_nothing_moves_has_a_time_limit(stand_ins: StandIns, run: Run) -> None:
+    def hang() -> None:
+        raise NeverReturnsError
+
+    stand_ins.world.trouble = once("policy dp=0", "send", hang, 1)
+    limit = ("resources.collective_timeout_s=0.1", "run.max_restarts=0")
+    with pytest.raises(LostError, match=r"send_weights did not finish within resources\.collective_timeout_s=0\.1"):
+        run(*COLOCATED, *limit)
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_configuration_says(stand_ins: StandIns, run: Run) -> None:
+    run(*COLOCATED, "resources.collective_timeout_s=77", "data.validation=''")
+    assert set(stand_ins.collective_timeouts) == {timedelta(seconds=77)}

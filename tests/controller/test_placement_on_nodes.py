@@ -1,0 +1,72 @@
+"""On a real Ray cluster of 8 nodes of 8 GPUs: groups and engines stay on a node, and Ray packs as its port."""
+
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.layout import training_pool
+from controller.placement import groups_on_several_nodes
+from tests.controller.fake_nodes import CPUS, GPUS, configurations
+from tests.controller.ray_packing import pack
+
+ROOT = Path(__file__).parents[2]
+NODES = 8
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture(scope="module")
+def placed() -> dict[str, Any]:
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.controller.fake_nodes", str(NODES)], cwd=ROOT, text=True, capture_output=True
+    )
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def test_pairs_and_engines_that_share_gpus_stay_on_a_node(placed: dict[str, Any]) -> None:
+    ranks = placed["colocated"]["ranks"]["training"]
+    assert set(Counter(ranks).values()) == {GPUS}
+    assert len(ranks) == NODES * GPUS
+    assert groups_on_several_nodes(ranks, 2) == []
+    assert groups_on_several_nodes(ranks, 4) == []
+    assert groups_on_several_nodes(placed["colocated"]["bundles"]["training"], 2), "Ray's own order is as good"
+
+
+def test_pairs_stay_on_a_node_where_engines_have_gpus_of_their_own(placed: dict[str, Any]) -> None:
+    ranks, engines = (placed["apart"]["ranks"][pool] for pool in ("training", "rollout"))
+    assert (len(ranks), len(engines)) == (NODES * 4, NODES)
+    assert groups_on_several_nodes(ranks, 2) == []
+    used = Counter(ranks) + Counter({node: 4 * count for node, count in Counter(engines).items()})
+    assert set(used.values()) == {GPUS}
+
+
+def test_actors_see_the_node_and_the_gpu_of_their_rank(placed: dict[str, Any]) -> None:
+    """Two roles of a rank have the same GPU, and an engine's first and last rank have two of one node."""
+    ranks, seen = placed["colocated"]["ranks"]["training"], defaultdict(set)
+    for rank, node, gpus in placed["colocated"]["asked"]:
+        assert node == ranks[rank]
+        seen[rank].add((node, *gpus))
+    assert [len(places) for places in seen.values()] == [1, 1, 1]
+    assert len({place for places in seen.values() for place in places}) == 3
+    first, last = (seen[rank].copy().pop() for rank in (0, 3))
+    assert first[0] == last[0]
+
+
+def test_ray_packs_as_its_port_does(placed: dict[str, Any]) -> None:
+    pool = training_pool(configurations(NODES)["colocated"])
+    ported = pack(pool.bundles, [{"CPU": float(CPUS), "GPU": float(GPUS)}] * NODES)
+    assert together(placed["colocated"]["bundles"]["training"]) == together(ported)
+
+
+def together(nodes: Sequence[Any]) -> set[frozenset[int]]:
+    """The bundles of each node, whatever the nodes are called."""
+    found = defaultdict(set)
+    for bundle, node in enumerate(nodes):
+        found[node].add(bundle)
+    return {frozenset(bundles) for bundles in found.values()}

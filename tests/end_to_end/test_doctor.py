@@ -1,0 +1,96 @@
+"""`python -m controller.doctor` on this machine: every line, what is left of it, and that it can be stopped."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment
+
+LINES = (
+    "configuration",
+    "versions",
+    "driver",
+    "GPUs",
+    "peer access",
+    "CUDA IPC",
+    "/dev/shm",
+    "open files",
+    "locked memory",
+    "memory",
+    "network",
+    "run.dir",
+    "Ray",
+    "the run's place",
+    "all-reduce",
+    "engine and rank",
+    "log-probs before an update",
+    "checksums",
+    "new weights",
+    "log-probs after it",
+    "memory of a rank",
+)
+pytestmark = pytest.mark.slow
+
+
+def doctor(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "controller.doctor", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+@pytest.fixture
+def file(settings: list[str], workspace: Path) -> Path:
+    """The settings of a run that would work here, but in a folder that is not there yet."""
+    file = workspace / "empty.yaml"
+    file.write_text("{}\n")
+    return file
+
+
+def test_a_machine_that_runs_work_on_has_every_line_and_exit_code_0(
+    settings: list[str], workspace: Path, file: Path
+) -> None:
+    environment, folder = marked_environment(), workspace / "not" / "yet"
+    run = doctor(environment, "--config", str(file), *settings, f"run.dir={folder}", "run.name=examined")
+    output, errors = run.communicate(timeout=600)
+    assert run.returncode == 0, output + errors
+    found = dict(re.fullmatch(r"(?:ok  |warn)  ([^:]+): (.+)", line).groups() for line in output.splitlines())
+    assert tuple(found) == LINES
+    assert "over 2 ranks by gloo in" in found["all-reduce"]
+    moved, left = re.search(r"moved log-probs by (\S+) nats .* s, (\S+) are left", found["new weights"]).groups()
+    assert float(left) < 1e-4 < 1e-2 < float(moved)
+    assert found["checksums"] == "all 5 weights that engine and trainer keep alike are equal to the bit"
+    assert not folder.parent.exists()
+    assert all_end(environment[MARK], 20) == []
+
+
+def test_ctrl_c_ends_all_that_was_started() -> None:
+    environment = marked_environment()
+    run = doctor(environment)
+    for line in run.stdout:
+        if line.startswith("ok    all-reduce"):  # then roles start
+            break
+    os.killpg(run.pid, signal.SIGINT)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 1
+    assert "stopped" in errors.splitlines()
+    assert all_end(environment[MARK], 30) == []
+
+
+def test_a_model_that_is_not_there_is_one_failure_among_checks_that_go_on(tmp_path: Path) -> None:
+    environment = marked_environment()
+    run = doctor(environment, "--model", str(tmp_path / "gone"))
+    output, _ = run.communicate(timeout=600)
+    assert run.returncode == 1
+    failed = [line for line in output.splitlines() if line.startswith("FAIL")]
+    assert len(failed) == 1
+    assert failed[0].startswith("FAIL  engine and rank: ConfigError: ")
+    assert "gone" in failed[0]
+    assert "ok    all-reduce" in output
+    assert all_end(environment[MARK], 20) == []

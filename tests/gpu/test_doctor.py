@@ -1,0 +1,22 @@
+"""The doctor on a machine with GPUs: `python -m controller.doctor` finds nothing that would not work."""
+
+import pytest
+import torch
+
+from controller import doctor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is at hand"),
+]
+
+
+@pytest.mark.parametrize("placement", ["colocated", "apart"])
+def test_nothing_fails_on_this_machine(placement: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if placement == "apart" and torch.cuda.device_count() < 2:
+        pytest.skip("a rank and an engine of its own take two GPUs")
+    code = doctor.main(["resources.device=cuda", f"rollout.placement={placement}"])
+    output = capsys.readouterr().out
+    assert code == 0, output
+    assert "ok    new weights" in output
+    assert "of the GPU at its peak" in output

@@ -1,0 +1,89 @@
+"""Compiling, activation offload and the memory of an update, through the engine.
+
+It needs torch, transformers and pytest; the comparison with the estimate also `controller` and OmegaConf.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.gpu.conftest import NEEDS_CUDA
+from tests.workers.model.test_compile import largest_error, trained
+from tests.workers.model.tiny import save_tiny_model
+from workers.config import ModelConfig, OptimizerConfig
+from workers.model.engine import Engine
+from workers.model.losses import Denominators, sft
+from workers.model.packing import Sequences
+
+GIB = 2**30
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return save_tiny_model(tmp_path, head_dim=16)
+
+
+@pytest.mark.parametrize("cuda", [pytest.param("cuda", marks=NEEDS_CUDA)])
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}])
+def test_compiled_by_inductor_layers_compute_the_same(path, settings, cuda):
+    """On a CPU tests/workers/model/test_compile.py runs the same with backends that only trace."""
+    settings = settings | {"device": cuda, "dtype": "float32"}
+    assert largest_error(trained(path, compile=True, **settings), trained(path, **settings)) < 1e-4
+
+
+def test_offloaded_activations_change_nothing(path, device):
+    settings = {"device": device.type, "dtype": "float32", "gradient_checkpointing": True}
+    assert largest_error(trained(path, activation_offload=True, **settings), trained(path, **settings)) < 1e-6
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32_000}
+"""170 million parameters: large enough that what is not counted (workspaces, fragments) is small beside it."""
+
+
+def update_peak(path: str, device: torch.device, micro_batches: int, length: int, **model: object) -> float:
+    """GiB allocated at the fullest moment of a whole update with so many micro-batches; 0 on a CPU."""
+    config = ModelConfig(path=path, gradient_checkpointing=True, **model)
+    engine = Engine(config, optimizer=OptimizerConfig(), total_steps=1, device=device)
+    one = {"input_ids": torch.arange(length) % 500, "loss_mask": torch.arange(length) > 0}
+    sequences = Sequences.from_list([one] * micro_batches)
+    for _ in range(2):  # AdamW's moments come with the first step
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        rows = [(index, index + 1) for index in range(micro_batches)]
+        engine.forward_backward(sequences, rows, sft, Denominators.of(sequences))
+        engine.optimizer_step()
+    return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+
+
+def estimate(path: str, length: int, **model: object) -> float:
+    """GiB that `--dry-run --cluster` says of the same update."""
+    from controller.config import Config
+    from controller.preflight.memory import gpu_memory
+    from controller.preflight.model_shape import model_shape
+
+    config = Config()
+    config.resources.device = "cuda"
+    config.model = ModelConfig(path=path, gradient_checkpointing=True, **model)
+    config.policy.max_tokens = length
+    shape = model_shape(AutoConfig.from_pretrained(path).to_dict())
+    return sum(gpu_memory(config, shape, 80.0).training.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"activation_offload": True}], ids=["on the device", "offloaded"])
+def test_an_update_fits_into_its_estimate_however_many_micro_batches_it_has(tmp_path, device, settings):
+    """On a CPU it runs, and the estimate is made; only CUDA counts what is allocated."""
+    pytest.importorskip("omegaconf")
+    size, length = (LARGE, 8192) if device.type == "cuda" else (SMALL, 64)
+    path = save_tiny_model(
+        tmp_path, **size, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=length
+    )
+    expected = estimate(path, length, **settings)
+    two, four = (update_peak(path, device, count, length, **settings) for count in (2, 4))
+    assert expected > 0
+    assert two <= expected
+    if device.type == "cuda":
+        assert expected < 1.25 * two
+        assert four == pytest.approx(two, rel=0.05)  # gradients that wait for the last micro-batch would add up

@@ -1,0 +1,132 @@
+"""Compiled layers compute the same, share their graphs, and are not compiled again for rows of other lengths.
+
+With backends that only trace, which show what is captured; `tests/gpu` runs inductor.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.errors import ConfigError
+from workers.metrics import results
+from workers.model import compile as compiling
+from workers.model.engine import Engine
+from workers.model.losses import Denominators, sft
+from workers.model.parallel import full_tensor
+from workers.model.tensor_parallel import check_tensor_parallel
+
+GRAPHS_OF_A_LAYER = 4
+"""Before attention the norm, and q, k, v with the rotary embedding; after it the output layer, and the rest."""
+KINDS_OF_PASS = 8
+"""With gradient or without, of inputs that require one or not (the first layer's), of one token (an empty micro-batch)
+or more."""
+
+
+def trained(
+    path: str,
+    parallel: ParallelConfig | None = None,
+    steps: int = 3,
+    after_step: Callable[[], object] = lambda: None,
+    device: str = "cpu",
+    **model: Any,
+) -> list[Tensor]:
+    """Log-probs, loss and gradients of micro-batches of all lengths, one of them empty, over some steps."""
+    torch._dynamo.reset()
+    engine = Engine(
+        ModelConfig(path=path, **model),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        total_steps=10,
+        device=device,
+        parallel=parallel,
+    )
+    found = []
+    for seed in range(steps):
+        sequences = random_sequences(count=5 + seed, seed=seed)
+        cuts = [(0, 2), (2, 2), (2, len(sequences))]
+        found.append(engine.log_probs(sequences, cuts)[0])
+        if engine.has_adapters:
+            with engine.without_adapters():
+                found.append(engine.log_probs(sequences, cuts)[0])
+        metrics = engine.forward_backward(sequences, cuts, sft, Denominators.of(sequences))
+        found.append(torch.tensor(results(metrics)["loss"]))
+        found += [full_tensor(p.grad).clone() for p in engine.module.parameters() if p.grad is not None]
+        engine.optimizer_step()
+        after_step()
+    return found
+
+
+def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max(relative_error(*pair) for pair in zip(actual, expected, strict=True))
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, backend: str, path: str, **model: Any) -> tuple[list[Tensor], list[int]]:
+    """(what `trained` gives, graphs that were compiled until the end of each step)."""
+    counter, graphs = CompileCounterWithBackend(backend), []
+    monkeypatch.setattr(compiling, "BACKEND", counter)
+    return trained(path, compile=True, after_step=lambda: graphs.append(counter.frame_count), **model), graphs
+
+
+@pytest.mark.slow
+def test_all_layers_and_all_lengths_share_their_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Checkpointed; three steps of other lengths each."""
+    path = save_tiny_model(tmp_path, num_hidden_layers=4)
+    settings = {"dtype": "float64", "gradient_checkpointing": True}
+    expected = trained(path, **settings)
+    actual, graphs = compiled(monkeypatch, "eager", path, **settings)
+    assert largest_error(actual, expected) < 1e-9
+    assert GRAPHS_OF_A_LAYER <= graphs[0] <= GRAPHS_OF_A_LAYER * KINDS_OF_PASS
+    assert graphs == [graphs[0]] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "settings", "kinds_of_layer"),
+    [
+        ("qwen2", {"gradient_checkpointing": True, "activation_offload": True}, 1),
+        ("qwen2", {"lora": LoraConfig(rank=2)}, 2),  # with adapters and without
+        ("gemma3", {}, 2),  # windowed and not
+        ("qwen2", {"layout": "padded"}, 2),  # one row and several
+        ("qwen3_moe", {"dtype": "float32"}, 2),  # experts break the graph once more
+    ],
+)
+def test_traced_by_autograd_too_it_computes_the_same(tmp_path, monkeypatch, family, settings, kinds_of_layer):
+    path = save_tiny_model(tmp_path, family)
+    settings = {"dtype": "float64"} | settings
+    expected = trained(path, **settings)
+    actual, graphs = compiled(monkeypatch, "aot_eager", path, **settings)
+    assert largest_error(actual, expected) < (1e-9 if settings["dtype"] == "float64" else 1e-4)
+    assert graphs[-1] <= kinds_of_layer * GRAPHS_OF_A_LAYER * KINDS_OF_PASS
+
+
+def on_ranks(path: str, compile_layers: bool, parallel: ParallelConfig) -> list[Tensor]:
+    compiling.BACKEND = "aot_eager"
+    return trained(path, parallel, steps=2, dtype="float64", compile=compile_layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(),
+        ParallelConfig(context_parallel=2),
+        ParallelConfig(context_parallel=2, context_parallel_method="ring"),
+    ],
+)
+def test_sharded_over_ranks_it_computes_the_same(tmp_path, ranks: RankPool, parallel):
+    path = save_tiny_model(tmp_path)
+    expected = ranks.run(on_ranks, 2, path, False, parallel)
+    for actual, whole in zip(ranks.run(on_ranks, 2, path, True, parallel), expected, strict=True):
+        assert largest_error(actual, whole) < 1e-9
+
+
+def test_layers_that_ranks_share_are_refused():
+    with pytest.raises(ConfigError, match=r"model\.compile does not take layers that ranks share"):
+        check_tensor_parallel(tiny_config(), ModelConfig(compile=True), 2)

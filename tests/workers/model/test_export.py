@@ -1,0 +1,124 @@
+"""A model is written as it was read: names, types and values, whatever ranks and files share the work."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.tiny import save_tiny_model
+from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.errors import CheckpointError
+from workers.model.engine import Engine
+from workers.model.export import INDEX
+
+
+def save_as(path: Path, family: str, dtype: torch.dtype, **overrides: object) -> str:
+    save_tiny_model(path, family, **overrides)
+    AutoModelForCausalLM.from_pretrained(path, dtype=dtype).save_pretrained(path)
+    return str(path)
+
+
+def build(model: str, **parallel: int) -> Engine:
+    config = ModelConfig(path=model, dtype="float32")
+    parallel_config = ParallelConfig(**parallel)
+    return Engine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=parallel_config)
+
+
+def export(model: str, path: str, file_bytes: int, parallel: dict[str, int]) -> None:
+    build(model, **parallel).save_pretrained(path, file_bytes)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "tied", "ranks_and_parallel", "file_bytes"),
+    [
+        ("qwen2", torch.bfloat16, True, (1, {}), 10**9),
+        ("mixtral", torch.bfloat16, False, (2, {}), 10_000),
+        ("gpt_oss", torch.float32, True, (2, {}), 20_000),
+        ("qwen3", torch.bfloat16, False, (4, {"tensor_parallel": 2}), 10_000),
+    ],
+    ids=["one file", "experts", "tied", "tensor parallel"],
+)
+def test_what_is_written_is_what_was_read(
+    tmp_path, ranks: RankPool, family, dtype, tied, ranks_and_parallel, file_bytes
+):
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = save_as(source, family, dtype, tie_word_embeddings=tied)
+    count, parallel = ranks_and_parallel
+    ranks.run(export, count, model, str(target), file_bytes, parallel)
+    expected, found = tensors_of(source), tensors_of(target)
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert weight.dtype == expected[name].dtype == dtype
+        assert torch.equal(weight, expected[name])
+    files = sorted(file.name for file in target.glob("*.safetensors"))
+    if count == 1:
+        assert files == ["model.safetensors"]
+        assert not (target / INDEX).exists()
+    else:
+        assert len(files) > count, "some ranks have nothing to write"
+        index = json.loads((target / INDEX).read_text())
+        assert set(index["weight_map"].values()) == set(files)
+        assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in found.values())
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, target))
+    assert after.dtype == dtype
+    assert type(after) is type(before)
+    state = before.state_dict()
+    assert all(torch.equal(weight, state[name]) for name, weight in after.state_dict().items())
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}
+
+
+def test_an_export_replaces_the_one_before(tmp_path):
+    model = save_as(tmp_path / "source", "llama", torch.float32)
+    engine = build(model)
+    engine.save_pretrained(tmp_path / "target", file_bytes=10_000)
+    assert len(list((tmp_path / "target").glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        next(iter(engine.module.parameters())).mul_(2)
+    engine.save_pretrained(tmp_path / "target")
+    assert [file.name for file in (tmp_path / "target").glob("*.safetensors*")] == ["model.safetensors"]
+    assert (tmp_path / "target" / "tokenizer.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+    engine = build(save_as(tmp_path / "source", "llama", torch.float32))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"file/target could not be written by rank 0"):
+        engine.save_pretrained(tmp_path / "file" / "target")
+
+
+def export_with_a_full_disk(model: str, path: str) -> str:
+    """Rank 1 cannot write its file."""
+    from safetensors import SafetensorError
+
+    from workers.model import export as module
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    engine = build(model)
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(module, "save_file", full)
+        with pytest.raises(CheckpointError) as raised:
+            engine.save_pretrained(path, file_bytes=10_000)
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_write_stops_all_and_the_export_before_stays(tmp_path, ranks: RankPool):
+    model = save_as(tmp_path / "source", "llama", torch.float32)
+    ranks.run(export, 1, model, str(tmp_path / "target"), 10**9, {})
+    before = tensors_of(tmp_path / "target")
+    for said in ranks.run(export_with_a_full_disk, 2, model, str(tmp_path / "target")):
+        assert "could not be written by rank 1: No space left on device" in said
+    after = tensors_of(tmp_path / "target")
+    assert after.keys() == before.keys()
+    assert not list(tmp_path.glob("*.unfinished-*")), "a half-written folder was left"

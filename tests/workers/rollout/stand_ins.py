@@ -1,0 +1,188 @@
+"""What a transfer between GPUs needs of the machine, replaced: communicator, streams, memory handles, Ray's calls.
+
+policy engine -> our sender -> vLLM's trainer engine -> [communicator | handles] -> our engine in a real vLLM on CPU
+                     |--- EngineClient --- [call_replicas] --- RolloutWorker.begin, receive, finish ---|
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from workers.errors import LostError
+
+TIMEOUT_S = 240.0  # a loaded machine takes minutes to import vLLM
+DEVICE_UUID = "GPU-{rank}"
+
+
+class Communicator:
+    """A broadcast from rank 0 to the others that waits for all of them, as NCCL's does, until it is aborted.
+
+    Sizes must agree, which NCCL demands and does not check. `sent`: bytes of every broadcast.
+    """
+
+    def __init__(self, receivers: int) -> None:
+        self._barrier = threading.Barrier(receivers + 1)
+        self._tensor: torch.Tensor | None = None
+        self.joined: list[int] = []
+        self.sent: list[int] = []
+        self.aborted = False
+
+    def end(self, rank: int) -> Any:
+        """What a rank holds of it: vLLM's `PyNcclCommunicator`, as far as transfers use it."""
+        self.joined.append(rank)
+
+        def broadcast(tensor: torch.Tensor, src: int, stream: object = None) -> None:
+            if rank == src:
+                self._tensor = tensor
+                self.sent.append(tensor.nbytes)
+            try:
+                self._barrier.wait(TIMEOUT_S)
+                if rank != src:
+                    assert self._tensor is not None and self._tensor.shape == tensor.shape
+                    tensor.copy_(self._tensor)
+                self._barrier.wait(TIMEOUT_S)
+            except threading.BrokenBarrierError:
+                if rank != src or not self.aborted:  # vLLM's returns at once when it was aborted on this side
+                    raise
+
+        def destroy() -> None:
+            self.aborted = True
+            self._barrier.abort()
+
+        return SimpleNamespace(broadcast=broadcast, destroy=destroy)
+
+
+class _Stream:
+    def synchronize(self) -> None:
+        pass
+
+
+class _OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on "cuda" are made on the CPU."""
+
+    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_gpus(communicator: Communicator, rank: int = 0) -> Iterator[None]:
+    """Inside, vLLM's trainer and worker engines of `nccl` and `ipc` run on a CPU."""
+    from torch.multiprocessing import reductions
+    from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
+
+    buffers: dict[int, torch.Tensor] = {}
+
+    def export(tensor: torch.Tensor) -> tuple[None, tuple[Any, ...]]:
+        buffers[id(tensor)] = tensor
+        return None, (id(tensor), *[None] * 7)  # the seventh is the device, which the other side sets
+
+    uuid = DEVICE_UUID.format(rank=rank)
+    with pytest.MonkeyPatch.context() as patch, _OnCpu():
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_stream", _Stream)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        patch.setattr(torch.cuda, "ipc_collect", lambda: None)
+        patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid))
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+        patch.setattr(packed_tensor, "_get_streams", lambda device, count: tuple(_Stream() for _ in range(count)))
+        patch.setattr(packed_tensor, "reduce_tensor", export)
+        patch.setattr(reductions, "rebuild_cuda_tensor", lambda key, *_: buffers[key])
+        patch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: communicator.end(0))
+        patch.setattr(
+            nccl_engine, "worker_init_process_group", lambda info, parallel: communicator.end(info.rank_offset)
+        )
+        assert ipc_engine.packed_ipc_producer is packed_tensor.packed_ipc_producer
+        yield
+
+
+def call_local(engines: Sequence[Any], method: str, arguments: Sequence[Any]) -> None:
+    """`workers.rollout.gpu_transfer.call_replicas` for replicas of this process, a thread each."""
+    pool = ThreadPoolExecutor(len(engines))
+    pairs = zip(engines, arguments, strict=True)
+    waiting = {
+        pool.submit(getattr(engine, method), *([] if argument is None else [argument])) for engine, argument in pairs
+    }
+    pool.shutdown(wait=False)
+    while waiting:
+        done, waiting = wait(waiting, TIMEOUT_S, FIRST_COMPLETED)
+        assert done, f"{method} hangs"
+        for future in done:
+            future.result()
+
+
+class Loop:
+    """An event loop in a thread, for coroutines of a rollout worker that is no actor."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_S)
+
+
+class LocalReplica:
+    """A RolloutWorker in this process, its coroutines called as functions."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker, self._loop = worker, Loop()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments: self._loop.run(getattr(self.worker, name)(*arguments))
+
+    def rows(self, requests: list[Any], sampling: Any) -> list[dict[str, Any]]:
+        """The token columns of all samples."""
+
+        async def collect() -> list[dict[str, Any]]:
+            blocks = [part async for part in self.worker.generate(requests, sampling) if not isinstance(part, list)]
+            return [block.row(index) for block in blocks for index in range(len(block))]
+
+        return self._loop.run(collect())
+
+
+class BareReplica:
+    """Instead of a rollout worker: vLLM's worker engine of a backend alone, around a model that keeps what it loads.
+
+    dies_at: number of the `load_weights` at which its actor is lost. heard: what it was told, in order.
+    """
+
+    def __init__(self, backend: str, dies_at: int | None = None) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.heard: list[Any] = []
+        self._dies_at, self._loads = dies_at, 0
+        engine_class = WeightTransferEngineFactory._registry[backend]()
+        parts = SimpleNamespace(parallel_config=None, model_config=None)
+        self._engine = engine_class(None, parts, torch.device("cpu"), self)
+
+    def load_weights(self, weights: Any) -> None:
+        self._loads += 1
+        if self._loads == self._dies_at:
+            raise LostError("the actor died.")
+        self.loaded |= {name: weight.clone() for name, weight in weights}
+
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        self._engine.init_transfer_engine(self._engine.parse_init_info(info))
+
+    def begin_update(self) -> None:
+        self.heard.append("begin")
+
+    def receive_update(self, info: dict[str, Any]) -> None:
+        self.heard.append(sorted(info.get("ipc_handles", ())))
+        self._engine.update_weights(info)
+
+    def finish_update(self, version: int) -> None:
+        self.heard.append(version)

@@ -1,0 +1,83 @@
+"""`rollout.engine`: what is passed through to vLLM, and what is refused and why."""
+
+import dataclasses
+
+import pytest
+from vllm import AsyncEngineArgs
+
+from controller.config import load
+from workers.config import ModelConfig, RolloutConfig
+from workers.errors import ConfigError
+from workers.rollout.engine import PREFILL_TOKENS, engine_arguments
+from workers.rollout.engine_options import OWNED, REFUSED, check_engine_options, vllm_fields
+
+REQUIRED = ["model.path=model", "data.train=train.jsonl", "reward.function=reward.py:reward"]
+
+
+def arguments(config: RolloutConfig, placement: str = "apart") -> AsyncEngineArgs:
+    return engine_arguments(ModelConfig(path="model"), config, placement=placement, max_model_tokens=64, seed=0)
+
+
+def test_the_fields_that_are_read_from_the_source_are_vllms() -> None:
+    assert vllm_fields() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert vllm_fields() >= OWNED.keys() | REFUSED.keys()
+
+
+def test_every_argument_that_we_give_is_ours_or_may_be_changed() -> None:
+    """What follows from a setting is refused; the others are defaults of ours that `rollout.engine` overrides."""
+    for placement in ("shared_memory", "colocated", "apart"):
+        plain = arguments(RolloutConfig(), placement)
+        given = {
+            field.name
+            for field in dataclasses.fields(AsyncEngineArgs)
+            if getattr(plain, field.name) != getattr(AsyncEngineArgs(), field.name)
+        }
+        free = {
+            "enable_prefix_caching",
+            "disable_log_stats",
+            "use_tqdm_on_load",
+            "max_num_batched_tokens",
+            "block_size",
+            "enable_chunked_prefill",
+        }
+        assert given <= OWNED.keys() | REFUSED.keys() | free, given
+
+
+@pytest.mark.parametrize("placement", ["colocated", "apart"])
+def test_prefill_on_a_gpu_is_not_left_to_a_default_of_2048_tokens(placement: str) -> None:
+    assert arguments(RolloutConfig(), placement).max_num_batched_tokens == PREFILL_TOKENS == 8192
+    many = RolloutConfig(max_concurrent=10_000)
+    assert arguments(many, placement).max_num_batched_tokens == 10_000  # vLLM wants one a request at least
+    own = RolloutConfig(engine={"max_num_batched_tokens": 16384})
+    assert arguments(own, placement).max_num_batched_tokens == 16384
+
+
+def test_options_go_from_the_configuration_to_vllms_arguments() -> None:
+    options = ["rollout.engine={kv_cache_dtype: fp8, quantization: fp8}", "rollout.engine.enable_expert_parallel=true"]
+    speculative = "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 4}"
+    config = load(None, [*REQUIRED, *options, speculative])
+    found = arguments(config.rollout)
+    assert (found.kv_cache_dtype, found.quantization, found.enable_expert_parallel) == ("fp8", "fp8", True)
+    assert found.speculative_config == {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantisation": "fp8"}, "quantisation is not an argument of vLLM's engines; did you mean quantization"),
+        ({"xyz": 1}, "xyz is not an argument of vLLM's engines; see the fields"),
+        ({"max_model_len": 9}, "max_model_len follows from rollout.max_model_tokens; set that instead"),
+        ({"gpu_memory_utilization": 0.9}, "follows from rollout.memory_fraction"),
+        ({"trust_remote_code": True}, "cannot be set: code of a model is never run"),
+        ({"enable_eplb": True}, "cannot be followed by updates of weights"),
+        ({"quantization": "awq"}, "is for weights that were quantized beforehand.* use one of fp8,"),
+        ({"speculative_config": {"method": "eagle3", "model": "m"}}, "method=eagle3 gets no new weights"),
+        ({"speculative_config": {"model": "m"}}, "draft model of method=None gets no new weights"),
+        ({"load_format": "dummy"}, "the first samples would come from random weights"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_by_name(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_engine_options(options)
+    with pytest.raises(ConfigError, match=message):
+        arguments(RolloutConfig(engine=options))

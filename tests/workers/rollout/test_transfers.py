@@ -1,0 +1,264 @@
+"""Our senders against vLLM's own engines of `nccl` and `ipc`, into vLLM's real models on a CPU: see `stand_ins`."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.tiny import FAMILIES, save_tiny_model
+from tests.workers.rollout.stand_ins import BareReplica, Communicator, LocalReplica, call_local, without_gpus
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
+from workers.errors import LostError, RolloutError
+from workers.model.engine import Engine
+from workers.model.packing import Sequences
+from workers.rollout import weight_transfer
+from workers.rollout.requests import SampleRequest
+
+LOG_PROB_TOLERANCE = 5e-5  # float32, two implementations
+BUFFER_BYTES = 100_000  # several a model
+BY_DEFAULT = [("qwen2", "apart"), ("qwen2", "colocated"), ("mixtral", "apart"), ("gemma2", "colocated")]
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 256}
+"""What vLLM's kernels for CPUs take."""
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankPool]:
+    """Ranks for vLLM alone: it keeps state of its own in its process."""
+    pool = RankPool(2)
+    yield pool
+    pool.stop()
+
+
+def save_model(folder: Any, family: str, **overrides: object) -> str:
+    """A model in float32 that vLLM takes on a CPU, with tied embeddings."""
+    sizes = SIZES | ({"head_dim": 32} if "head_dim" in FAMILIES[family][1] else {})
+    sizes |= {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    return save_tiny_model(folder, family, **(sizes | overrides))
+
+
+def build_policy(path: str, lora: int = 0) -> Engine:
+    config = ModelConfig(path=path, dtype="float32", lora=LoraConfig(rank=lora))
+    return Engine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+
+
+def change_all(policy: Engine) -> None:
+    """Every trained parameter becomes another one."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            if parameter.requires_grad:
+                parameter.to_local().add_(torch.randn(parameter.shape) * 0.1)
+
+
+def start_replica(path: str, placement: str) -> LocalReplica:
+    """A real vLLM engine, on a CPU, with the weight-transfer engine of a GPU's placement."""
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    from workers.rollout.worker import RolloutWorker
+
+    destroy_model_parallel()  # that of the model before
+    of_gpu = weight_transfer.ENGINE_OF_BACKEND[weight_transfer.BACKENDS[placement]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(weight_transfer.ENGINE_OF_BACKEND, "shared_memory", of_gpu)
+        for name in [name for name in sys.modules if name.startswith("llvmlite")]:
+            patch.delitem(sys.modules, name)  # Numba's, which the policy loads and vLLM stumbles over when it starts
+        config = RolloutConfig(threads=1, cpu_kv_cache_gib=0.125)
+        model = ModelConfig(path=path)
+        worker = RolloutWorker(model, config, index=0, placement="shared_memory", max_model_tokens=128, seed=0)
+        replica = LocalReplica(worker)
+        replica.start()
+    return replica
+
+
+def connect(policy: Engine, engines: list[Any], placement: str, keep: Callable[[str], bool] = lambda name: True) -> Any:
+    """As `PolicyWorker.connect_engines`; `keep`: of the weights' names, those that are sent."""
+    from workers.rollout import gpu_transfer
+
+    keeper = None if placement == "colocated" else 0
+    metadata = policy.weights_metadata(torch.float32)
+    return gpu_transfer.WeightSender(
+        placement,
+        engines,
+        lambda: ((name, weight) for name, weight in policy.named_weights(torch.float32, keeper) if keep(name)),
+        {name: weight for name, weight in metadata.items() if keep(name)},
+        rank=dist.get_rank(),
+        tensor_parallel=1,
+        address="127.0.0.1",
+        port=1,
+        buffer_bytes=BUFFER_BYTES,
+    )
+
+
+def largest_difference(policy: Engine, replica: LocalReplica) -> float:
+    """Of the log-probs of a few samples between the engine that drew them and the policy."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(2, SIZES["vocab_size"], size).astype(np.int32) for size in (3, 17, 40)]
+    requests = [SampleRequest(f"p{index}", 0, ids, seed=index) for index, ids in enumerate(prompts)]
+    rows = replica.rows(requests, SamplingConfig(max_new_tokens=24))
+    assert len(rows) == len(prompts)
+    sequences = Sequences.from_list(
+        [{name: torch.from_numpy(values.copy()) for name, values in row.items()} for row in rows]
+    )
+    sequences.tokens["input_ids"] = sequences.tokens["input_ids"].long()
+    log_probs, _ = policy.log_probs(sequences, [(0, len(rows))])
+    return float((log_probs - sequences.tokens["rollout_log_probs"]).abs().max())
+
+
+def transfer(path: str, placement: str, lora: int) -> dict[str, Any]:
+    """Two updates; differences of the log-probs before, between and after them, and what travelled."""
+    from workers.rollout import gpu_transfer
+
+    policy, replica = build_policy(path, lora), start_replica(path, placement)
+    communicator = Communicator(1)
+    found = {"before": largest_difference(policy, replica)}
+    with without_gpus(communicator), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_transfer, "call_replicas", call_local)
+        sender = connect(policy, [replica], placement)
+        change_all(policy)
+        found["changed"] = largest_difference(policy, replica)
+        for version in (1, 2):
+            sender.send(version)
+        found["sent"] = largest_difference(policy, replica)
+        found["version"] = replica.weight_version()
+        sender.close()
+    replica.stop()
+    return found | {"joined": communicator.joined, "chunks": len(communicator.sent)}
+
+
+def check_transfer(processes: RankPool, folder: Any, family: str, placement: str, lora: int = 0, **sizes: Any) -> None:
+    path = save_model(folder, family, **sizes)
+    (found,) = processes.run(transfer, 1, path, placement, lora)
+    assert found["before"] < LOG_PROB_TOLERANCE
+    assert found["changed"] > 0.05, "the comparison cannot tell new weights from old ones"
+    assert found["sent"] < LOG_PROB_TOLERANCE
+    assert found["version"] == 2
+    if placement == "apart":
+        assert sorted(found["joined"]) == [0, 1]
+        assert found["chunks"] > 4
+
+
+@pytest.mark.parametrize(("family", "placement"), BY_DEFAULT)
+def test_what_the_policy_learned_is_what_the_engine_samples_with(processes, tmp_path, family, placement):
+    check_transfer(processes, tmp_path / "model", family, placement)
+
+
+OTHER_FAMILIES = ["qwen3", "qwen3_moe", "olmoe", "llama", "mistral", "gemma", "gemma3"]
+UNTIED = ("olmoe", "gemma3")  # vLLM's OLMoE does not tie; a tied Gemma 3 without training only repeats itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["apart", "colocated"])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_every_family_takes_what_it_is_sent(processes, tmp_path, family, placement):
+    check_transfer(processes, tmp_path / "model", family, placement, tie_word_embeddings=family not in UNTIED)
+
+
+@pytest.mark.slow
+def test_adapters_arrive_merged(processes, tmp_path):
+    check_transfer(processes, tmp_path / "model", "qwen3_moe", "apart", lora=4)
+
+
+@pytest.mark.slow
+def test_an_output_layer_of_its_own_arrives(processes, tmp_path):
+    check_transfer(processes, tmp_path / "model", "mixtral", "colocated", tie_word_embeddings=False)
+
+
+def refused(path: str, placement: str, left_out: str) -> tuple[str, float]:
+    """What an update without some weights raises, and the difference of log-probs after a complete one."""
+    from workers.rollout import gpu_transfer
+
+    policy, replica = build_policy(path), start_replica(path, placement)
+    with without_gpus(Communicator(1)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_transfer, "call_replicas", call_local)
+        sender = connect(policy, [replica], placement, keep=lambda name: not name.endswith(left_out))
+        with pytest.raises(RolloutError) as raised:
+            sender.send(1)
+        if placement == "apart":
+            replica.worker.engine  # noqa: B018  it lives
+            change_all(policy)
+            again = Communicator(1)
+    difference = 0.0
+    if placement == "apart":
+        with without_gpus(again), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu_transfer, "call_replicas", call_local)
+            connect(policy, [replica], placement).send(2)
+        difference = largest_difference(policy, replica)
+    replica.stop()
+    return str(raised.value), difference
+
+
+@pytest.mark.parametrize(
+    ("family", "placement", "left_out", "named"),
+    [
+        ("qwen2", "apart", "layers.1.self_attn.k_proj.weight", "a part of model.layers.1.self_attn.qkv_proj.weight"),
+        ("qwen2", "colocated", "lm_head.weight", "lm_head.weight"),
+        ("mixtral", "apart", "layers.0.block_sparse_moe.experts.2.w3.weight", "routed_experts.w13_weight"),
+        # All are sent; vLLM says that it loaded all, and has not: see NOT_RELOADED_FAMILIES.
+        ("gpt_oss", "colocated", "of none", "model.layers.1.mlp.experts.routed_experts.w2_bias"),
+    ],
+)
+def test_an_update_that_leaves_a_weight_out_is_refused_by_name(processes, tmp_path, family, placement, left_out, named):
+    path = save_model(tmp_path / "model", family)
+    ((message, difference),) = processes.run(refused, 1, path, placement, left_out)
+    assert "rollout replica 0 could not" in message
+    assert named in message
+    assert difference < LOG_PROB_TOLERANCE
+
+
+def send_from_ranks(path: str, placement: str) -> dict[str, Any]:
+    """Of two policy ranks and two replicas: what these were told and have, and on other ranks nothing."""
+    from workers.rollout import gpu_transfer
+
+    policy, communicator = build_policy(path), Communicator(2)
+    replicas = [BareReplica(weight_transfer.BACKENDS[placement]) for _ in range(2)]
+    with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_transfer, "call_replicas", call_local)
+        connect(policy, replicas, placement).send(7)
+    return {
+        "heard": [replica.heard for replica in replicas],
+        "loaded": [replica.loaded for replica in replicas],
+        "joined": sorted(communicator.joined),
+    }
+
+
+@pytest.mark.parametrize("placement", ["apart", "colocated"])
+def test_several_ranks_send_what_is_in_the_files_to_every_replica(processes, tmp_path, placement):
+    path = save_model(tmp_path / "model", "mixtral", tie_word_embeddings=False)
+    first, second = processes.run(send_from_ranks, 2, path, placement)
+    files = {name: weight.float() for name, weight in load_file(f"{path}/model.safetensors").items()}
+    for heard, loaded in zip(first["heard"], first["loaded"], strict=True):
+        assert (heard[0], heard[-1]) == ("begin", 7)
+        assert loaded.keys() == files.keys()
+        assert all(torch.equal(weight, files[name]) for name, weight in loaded.items())
+        if placement == "colocated":
+            assert len(heard) > 4, "one buffer was enough"
+            assert all(handles == ["GPU-0", "GPU-1"] for handles in heard[1:-1])
+    assert first["joined"] == ([0, 1, 2] if placement == "apart" else [])
+    assert second == {"heard": [[], []], "loaded": [{}, {}], "joined": []}
+
+
+def send_to_a_dying_replica(path: str, placement: str) -> str:
+    from workers.rollout import gpu_transfer
+
+    policy, communicator = build_policy(path), Communicator(2)
+    backend = weight_transfer.BACKENDS[placement]
+    replicas = [BareReplica(backend), BareReplica(backend, dies_at=2)]
+    with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_transfer, "call_replicas", call_local)
+        sender = connect(policy, replicas, placement)
+        with pytest.raises(LostError) as raised:
+            sender.send(1)
+    assert placement == "colocated" or communicator.aborted
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("placement", ["apart", "colocated"])
+def test_an_engine_that_dies_in_the_middle_of_a_transfer_ends_it(processes, tmp_path, placement):
+    path = save_model(tmp_path / "model", "qwen2")
+    assert processes.run(send_to_a_dying_replica, 1, path, placement) == ["the actor died."]

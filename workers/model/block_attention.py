@@ -1,0 +1,169 @@
+"""Causal attention with soft-capping and sinks in blocks of queries, for which no kernel of torch exists.
+
+    queries i..j --scores against the keys they can see--> softmax --> output of i..j          one block at a time
+
+All scores of a segment would be H L^2 numbers, 64 GiB in float32 for 16,384 tokens and 64 heads. Here at most
+`MOST_SCORES` exist at one time, or those of `FEWEST_QUERIES` queries, and none wait for the backward pass, which
+computes them again from the log-sum-exp, as flash attention does (Dao et al. 2022, arXiv:2205.14135, appendix B):
+
+    s_ij  = softcap tanh(scale q_i . k_j / softcap)             lse_i = log(exp(sink) + sum_j exp(s_ij))
+    p_ij  = exp(s_ij - lse_i)                                   out_i = sum_j p_ij v_j
+    ds_ij = p_ij (dout_i . v_j - delta_i)                       delta_i = dout_i . out_i
+    dsink = - sum_i exp(sink - lse_i) delta_i                   a key with the score `sink` and the value 0
+
+Not flex_attention: it has no backward pass on a CPU, and is compiled anew for each kind of layer on CUDA.
+
+Shapes: L tokens of one segment; K key-value heads with G query heads each, H = K G; B queries of a block, N keys that
+they can see; D head dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+MOST_SCORES = 2**26
+"""Scores that exist at one time, of all heads: 256 MiB in float32; two or three tensors of the size are held."""
+FEWEST_QUERIES = 32
+"""Queries of a block, however long the segment: fewer would leave the matrix products too thin."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries start..stop-1 and the keys that they can see, first..stop-1."""
+
+    start: int
+    stop: int
+    first: int
+
+    def visible(self, window: int, device: torch.device) -> Tensor:
+        """Bool [B, N]: which keys each query sees."""
+        queries, keys = (torch.arange(begin, self.stop, device=device) for begin in (self.start, self.first))
+        distance = queries[:, None] - keys
+        return (distance >= 0) & (distance < window)
+
+
+def query_blocks(length: int, window: int, heads: int = 1, most_scores: int = MOST_SCORES) -> list[Block]:
+    """Cut a segment so that a block has at most `most_scores` scores, or `FEWEST_QUERIES` queries; and no more queries
+    than the window, so that it touches no more than twice the keys that a query sees."""
+    keys = min(length, 2 * window)
+    size = min(window, max(FEWEST_QUERIES, most_scores // (heads * keys)))
+    return [Block(start, min(start + size, length), max(0, start - window + 1)) for start in range(0, length, size)]
+
+
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    most_scores: int = MOST_SCORES,
+) -> Tensor:
+    """query [1, H, L, D], key and value [1, K, L, D], sinks [H] -> [1, H, L, D], in the dtype of `query`.
+
+    Softmax and gradients are summed in float32, or float64 if the inputs are. Arguments as in
+    `attention.PackedAttention`. The gradient can be taken once, not differentiated again.
+    """
+    _, heads, length, _ = query.shape
+    grouped = query[0].unflatten(0, (key.shape[1], -1))
+    window = length if window is None else min(window, length)
+    rule = _Rule(scale, window, softcap, query_blocks(length, window, heads, most_scores))
+    return _BlockAttention.apply(grouped, key[0], value[0], sinks, rule).flatten(0, 1)[None]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What the scores of one segment are, and in which blocks they are computed."""
+
+    scale: float
+    window: int
+    softcap: float | None
+    blocks: list[Block]
+
+    def scores(self, query: Tensor, key: Tensor, block: Block) -> Tensor:
+        """Soft-capped, not yet masked: [K, G, B, N] of query [K, G, L, D] and key [K, L, D]."""
+        part = query[:, :, block.start : block.stop]
+        scores = part.flatten(1, 2) @ key[:, block.first : block.stop].mT
+        scores = scores.to(_wide(query)).mul_(self.scale)
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        return scores.unflatten(1, part.shape[1:3])
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rule: _Rule) -> Tensor:
+        """query [K, G, L, D], key and value [K, L, D], sinks [K G] or None -> [K, G, L, D]."""
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = torch.empty(query.shape[:3], dtype=_wide(query), device=query.device)
+        for block in rule.blocks:
+            rows = slice(block.start, block.stop)
+            scores = rule.scores(query, key, block)
+            scores.masked_fill_(~block.visible(rule.window, query.device), -torch.inf)
+            lse[:, :, rows] = _log_sum(scores, sinks)
+            weights = scores.sub_(lse[:, :, rows, None]).exp_().to(value.dtype)
+            output[:, :, rows] = _product(weights, value[:, block.first : block.stop])
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
+        ctx.rule = rule
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, lse = ctx.saved_tensors
+        rule, wide = ctx.rule, lse.dtype
+        delta = (grad_output.to(wide) * output).sum(-1)
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=wide) for tensor in (key, value))
+        for block in rule.blocks:
+            rows, seen = slice(block.start, block.stop), slice(block.first, block.stop)
+            scores = rule.scores(query, key, block)
+            weights = (scores - lse[:, :, rows, None]).exp_()
+            weights.masked_fill_(~block.visible(rule.window, query.device), 0)
+            grad_rows = grad_output[:, :, rows]
+            grad_value[:, seen] += _transposed_product(weights.to(value.dtype), grad_rows)
+            weights.mul_(_product(grad_rows, value[:, seen].mT).to(wide).sub_(delta[:, :, rows, None]))
+            if rule.softcap is not None:
+                weights.mul_(1 - scores.div_(rule.softcap).square_())  # the derivative of softcap tanh(x / softcap)
+            grad_scores = weights.mul_(rule.scale).to(query.dtype)
+            grad_query[:, :, rows] = _product(grad_scores, key[:, seen])
+            grad_key[:, seen] += _transposed_product(grad_scores, query[:, :, rows])
+        grad_sinks = None if sinks is None else _sink_gradient(sinks, lse, delta)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """What is summed over many keys or queries is summed in float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _log_sum(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """[K, G, B, N] -> [K, G, B]."""
+    lse = scores.logsumexp(-1)
+    return lse if sinks is None else torch.logaddexp(lse, _by_group(sinks, lse))
+
+
+def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """[K G]; the sink's value is 0, so that -delta is all that its score gets."""
+    weights = torch.exp(_by_group(sinks, lse) - lse)
+    return -(weights * delta).sum(-1).flatten().to(sinks.dtype)
+
+
+def _by_group(sinks: Tensor, lse: Tensor) -> Tensor:
+    """[K G] -> [K, G, 1] in the dtype of `lse`."""
+    return sinks.to(lse.dtype).view(*lse.shape[:2], 1)
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """[K, G, B, X] x [K, X, Y] -> [K, G, B, Y]; the heads of a group are rows of one product, so that keys and values
+    are not repeated."""
+    return (rows.flatten(1, 2) @ matrix).unflatten(1, rows.shape[1:3])
+
+
+def _transposed_product(left: Tensor, right: Tensor) -> Tensor:
+    """[K, G, B, X] and [K, G, B, Y] -> [K, X, Y], summed over the heads and queries of a group."""
+    return left.flatten(1, 2).mT @ right.flatten(1, 2)

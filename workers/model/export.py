@@ -1,0 +1,154 @@
+"""A model as a Hugging Face folder, written by several ranks at once; the folder appears when it is complete.
+
+    conversions --5 GB a file--> files --round of one file a rank--> gather to its writer --> every rank writes its own
+    rank 0: config.json, tokenizer, index --> all files there? --> rename
+
+A rank holds one file at a time in host memory. The folder is one that all ranks see.
+"""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from workers.errors import CheckpointError
+from workers.model.checkpoint_names import Conversion
+from workers.model.checkpoint_weights import CheckpointWeights
+
+FILE_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+
+
+def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
+    """The type that the config.json of a model names, or `default` where it names none."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else default
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file: its name and the conversions whose weights it holds."""
+
+    name: str
+    conversions: tuple[Conversion, ...]
+
+
+def plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) -> list[FilePlan]:
+    """Files of about `file_bytes` that together hold every weight once; tied weights only under their first name.
+
+    A conversion is never divided between files. A model that fits into one file has it under the plain name.
+    """
+    tied = set(weights.model.all_tied_weights_keys)
+    kept = {conversion.target: conversion for conversion in weights.plan if not tied & set(conversion.sources)}
+
+    def size(conversion: Conversion) -> int:
+        return sum(weight.nbytes for weight in weights.metadata([conversion], dtype).values())
+
+    split = split_state_dict_into_shards_factory(
+        kept, get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=file_bytes
+    )
+    return [FilePlan(file, tuple(kept[name] for name in names)) for file, names in split.filename_to_tensors.items()]
+
+
+def write_model(
+    weights: CheckpointWeights, tokenizer: Any, path: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+) -> None:
+    """Write model and tokenizer to `path`, weights in `dtype`; collective, all ranks return when it stands.
+
+    A folder that was there is replaced. Raises CheckpointError, on every rank alike, if a rank cannot write.
+    """
+    unfinished = Path(_on_rank_zero(lambda: _make_unfinished(path), path))
+    files, ranks = plan_files(weights, dtype, file_bytes), dist.get_world_size()
+
+    def finish() -> None:
+        _write_the_rest(weights, tokenizer, unfinished, files, dtype)
+        _replace(path, unfinished)
+
+    try:
+        for first in range(0, len(files), ranks):
+            _write_round(weights, files[first : first + ranks], unfinished, dtype)
+        _on_rank_zero(finish, path)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
+
+
+def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: Path, dtype: torch.dtype) -> None:
+    """Gather a file to each of the first ranks; then they all write at the same time."""
+    mine: dict[str, Tensor] = {}
+    for writer, file in enumerate(files):
+        for name, weight in weights.convert(file.conversions, dtype, keeper=writer):
+            mine[name] = weight.cpu().clone(memory_format=torch.contiguous_format)
+    rank = dist.get_rank()
+    _together(lambda: save_file(mine, folder / files[rank].name, metadata={"format": "pt"}) if mine else None, folder)
+
+
+def _write_the_rest(
+    weights: CheckpointWeights, tokenizer: Any, folder: Path, files: Sequence[FilePlan], dtype: torch.dtype
+) -> None:
+    missing = [file.name for file in files if not (folder / file.name).exists()]
+    if missing:
+        raise OSError(f"{missing[0]} of another rank is not there; the folder must be one that all nodes share")
+    metadata = {file.name: weights.metadata(file.conversions, dtype) for file in files}
+    if len(files) > 1:
+        total = sum(weight.nbytes for made in metadata.values() for weight in made.values())
+        names = {name: file for file, made in metadata.items() for name in made}
+        index = {"metadata": {"total_size": total}, "weight_map": names}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    _write_config(weights.model, folder, dtype)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def _make_unfinished(path: Path) -> str:
+    unfinished = path.with_name(f"{path.name}.unfinished-{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    return str(unfinished)
+
+
+def _replace(path: Path, unfinished: Path) -> None:
+    replaced = path.with_name(f"{path.name}.replaced-{os.getpid()}")
+    if path.exists():
+        path.rename(replaced)
+    unfinished.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _on_rank_zero(action: Callable[[], Any], path: Path) -> Any:
+    return _together(lambda: action() if dist.get_rank() == 0 else None, path)[0]
+
+
+def _together(action: Callable[[], Any], path: Path) -> list[Any]:
+    """What `action` returns on every rank. Raises CheckpointError, on all ranks, if it fails on one."""
+    try:
+        answer, problem = action(), ""
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        answer, problem = None, f"{path} could not be written by rank {dist.get_rank()}: {error}."
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (answer, problem))
+    for _, problem in answers:
+        if problem:
+            raise CheckpointError(problem)
+    return [answer for answer, _ in answers]

@@ -1,0 +1,203 @@
+"""A GPU that is not there: tensors of it have sizes and no numbers, so that the real engine runs for its memory alone.
+
+    real tensors on the CPU  --.to("gpu")-->  fake tensors on "gpu"  --.item()-->  1
+
+The device is a backend of torch's in Python (PrivateUse1), which autograd, FSDP2 and DTensor take like any other; every
+operation on it is one on fake tensors, of which torch knows shapes and types. What stays on the CPU is computed. So no
+line of the engine is another; what is replaced is listed in `stand_in`: what asks for CUDA by name, reads files, or
+would need numbers that there are not.
+
+For a process of its own: the backend stays registered. Needs the exact torch that pyproject.toml pins.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from workers.model import attention, engine, loading
+
+DEVICE = "gpu"
+
+
+class Stream:
+    """Of a device that does nothing: a stream, and an event on it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def nothing(self, *_: Any, **__: Any) -> "Stream":
+        return self
+
+    record = record_event = wait = wait_event = wait_stream = synchronize = __enter__ = nothing
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class Backend:
+    """What torch, FSDP2 and DeviceMesh ask a device's module for, as `torch.cuda` is that of CUDA."""
+
+    def __init__(self) -> None:
+        self.Stream = self.Event = Stream
+        self._stream = Stream()
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_stream(self, *_: Any) -> Stream:
+        return self._stream
+
+    def stream(self, *_: Any) -> Stream:
+        return self._stream
+
+    def nothing(self, *_: Any) -> None: ...
+
+    set_device = manual_seed_all = synchronize = empty_cache = nothing
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+class Ledger:
+    """Bytes of the storages that are there now, and the most that there were since `restart`.
+
+    (torch's own MemTracker sees the results of DTensor's operations, not what they allocate inside.)
+    """
+
+    def __init__(self) -> None:
+        self.current = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        self.peak = self.current
+
+    def enter(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, or its new size, until it is freed."""
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._set, key, None)
+        self._set(key, storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count the new size of a storage, if it is one of these."""
+        if storage._cdata in self._sizes:
+            self._set(storage._cdata, storage.nbytes())
+
+    def _set(self, key: int, size: int | None) -> None:
+        self.current += (size or 0) - self._sizes.get(key, 0)
+        self.peak = max(self.peak, self.current)
+        if size is None:
+            del self._sizes[key]
+        else:
+            self._sizes[key] = size
+
+
+class FakeGpu(TorchDispatchMode):
+    """Operations on the device, on fake tensors; all others as they are. ledger: of the device's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls back with what each rank has
+        if operator is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1
+        if not any(_is_fake(leaf) for leaf in tree_leaves((args, kwargs))):
+            return operator(*args, **kwargs)
+        with self._fake:
+            result = operator(*tree_map_only(torch.Tensor, _without_numbers, args), **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, FakeTensor) and tensor.device.type == DEVICE:
+                self.ledger.enter(tensor.untyped_storage())
+        return result
+
+
+def _is_fake(leaf: Any) -> bool:
+    """A tensor without numbers, or the device that has only such."""
+    if isinstance(leaf, torch.Tensor):
+        return isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.device.type == DEVICE
+    return isinstance(leaf, torch.device) and leaf.type == DEVICE
+
+
+def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a real tensor its size and type, in a mode of fake tensors."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+@contextmanager
+def fake_gpus(ranks: int) -> Iterator[FakeGpu]:
+    """Inside, this process is rank 0 of a group of so many, each with a fake GPU, whose collectives do nothing."""
+    _setup_privateuseone_for_python_backend(DEVICE, Backend())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    stand_in()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) makes it on the CPU and copies it
+    gpu = FakeGpu()
+    with gpu, _resizes_counted(gpu.ledger):
+        yield gpu
+
+
+@contextmanager
+def _resizes_counted(ledger: Ledger) -> Iterator[None]:
+    """FSDP2 frees and remakes gathered parameters by resizing their storages, which is no operation."""
+    resize = torch.UntypedStorage.resize_
+
+    def counted(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        ledger.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = counted
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
+
+
+def stand_in() -> None:
+    """Replace what cannot run without files, numbers or CUDA's name."""
+    loading._on_rank_zero = lambda load: None
+    loading.set_model_state_dict = lambda *_, **__: None
+    engine.load_tokenizer = lambda path: None
+    engine.check_tokenizer = lambda *_: None
+    attention.BACKENDS |= {
+        name: replace(backend, only_half_on_cuda=False) for name, backend in attention.BACKENDS.items()
+    }
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def outside(propagator: ShardingPropagator, op_schema: Any) -> Any:
+        """DTensor finds the shape of a result by computing it on tensors of the whole size, which no rank has."""
+        with _disable_current_modes():
+            return propagate(propagator, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = outside

@@ -1,0 +1,70 @@
+"""Which network interface collectives use: the one with the address by which Ray knows this node.
+
+Left to themselves, gloo takes the address that the host's name stands for, often 127.0.1.1, and NCCL the first
+interface that is up, maybe a container bridge's: ranks of two nodes then wait for each other until a time-out. At Ray's
+address the nodes of this cluster have reached each other.
+"""
+
+import ipaddress
+import os
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def use_rays_interface() -> None:
+    """Set what gloo and NCCL read of this process's environment; call before the first process group is started.
+
+    What the environment or NCCL's own files set is kept.
+    """
+    import psutil
+    import ray
+
+    interfaces = {name: [each.address for each in found] for name, found in psutil.net_if_addrs().items()}
+    given = {*os.environ, *variables_in(nccl_files(os.environ))}
+    os.environ.update(socket_variables(ray.util.get_node_ip_address(), interfaces, given))
+
+
+def socket_variables(address: str, interfaces: Mapping[str, Iterable[str]], given: Container[str]) -> dict[str, str]:
+    """The variables to set, without those in `given`; none where no interface has the address, as behind a NAT.
+
+    interfaces: addresses of every interface by its name, IPv4, IPv6 or of its hardware, as psutil writes them.
+    """
+    name = interface_of(address, interfaces)
+    if name is None:
+        return {}
+    variables = {GLOO: name, NCCL: f"={name}"}  # without "=" NCCL would take eth10 for eth1 too
+    return {variable: value for variable, value in variables.items() if variable not in given}
+
+
+def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str | None:
+    """Name of the first interface with the address; of the loopback interface for any loopback address."""
+    wanted = _parsed(address)
+    if wanted is None:
+        return None
+    for name, addresses in interfaces.items():
+        found = [parsed for parsed in map(_parsed, addresses) if parsed is not None]
+        if wanted in found or (wanted.is_loopback and any(each.is_loopback for each in found)):
+            return name
+    return None
+
+
+def nccl_files(environment: Mapping[str, str]) -> list[Path]:
+    """The files in which NCCL looks for variables that the environment does not set."""
+    own = environment.get("NCCL_CONF_FILE")
+    return [Path(own) if own else Path.home() / ".nccl.conf", Path("/etc/nccl.conf")]
+
+
+def variables_in(files: Iterable[Path]) -> set[str]:
+    """Names of the variables that files of lines NAME=value set; a file that is not there sets none."""
+    lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
+    return {line.partition("=")[0].strip() for line in lines if "=" in line and not line.lstrip().startswith("#")}
+
+
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for what is no IP address. A link-local address may end in its interface's name: fe80::1%eth0."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None

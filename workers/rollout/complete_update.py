@@ -1,0 +1,131 @@
+"""The rule of every way to send weights: an update brings every parameter of the engine's model, or it is refused.
+
+    start  --> layers wait for weights, their old ones put aside
+    chunks --> vLLM's own loading --> layers that are complete take the new weights
+    finish --> left_out(model)? --> none: go on    some: ValueError that names them
+
+vLLM alone loads what it knows by name, and leaves the rest at the old weights with a warning that nobody sees.
+"""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.platforms import current_platform
+
+OUTPUT_LAYER = "lm_head.weight"
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """Parameters to which an update, after its last chunk and before vLLM finishes it, has brought nothing or a part.
+
+    A module that stands under two names (an MoE layer's router) counts once. Scales of an attention layer's cache are
+    none of the trainer's, and not counted.
+    """
+    missing = []
+    for prefix, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if not info.can_load() or is_deferred_attention_layer(module):  # not asked for anything, or complete
+            continue
+        sizes = {
+            name: get_tensor_load_numel(parameter)
+            for name, parameter in module.named_parameters(recurse=False)
+            if name not in SKIP_LOAD_TENSORS
+        }
+        loaded = {name for name, _ in info.loaded_weights}
+        missing += [f"{prefix}.{name}" for name in sizes if name not in loaded]
+        # Other layers may be padded beyond what a checkpoint holds.
+        plain = isinstance(getattr(module, "quant_method", None), (UnquantizedLinearMethod, UnquantizedFusedMoEMethod))
+        if plain and sizes.keys() <= loaded and info.load_numel < sum(sizes.values()):
+            missing += [f"a part of {prefix}.{name}" for name in sizes]
+    return sorted(missing)
+
+
+class ExpertKernels:
+    """On a CPU, the kernels of fused experts, which arrange weights in memory when they are made and never again.
+
+    So that new weights are arranged too, vLLM is made to make the kernels anew: it does where a layer has none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take the kernels away, before weights come. On a GPU weights are arranged with every update."""
+        layers = model.modules() if current_platform.is_cpu() else ()
+        methods: list[Any] = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
+        self._kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None)]
+        for method, _ in self._kernels:
+            method.moe_kernel = None
+
+    def put_back(self) -> None:
+        """Give layers that got no weights their old kernel."""
+        for method, kernel in self._kernels:
+            method.moe_kernel = method.moe_kernel or kernel
+
+
+class _TiedModel:
+    """Stands for a model that computes its output by the embedding alone and refuses `lm_head.weight` (Gemma 2)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        return self._model.load_weights((name, weight) for name, weight in weights if name != OUTPUT_LAYER)
+
+
+class CompleteUpdate(WeightTransferEngine[Any, Any]):
+    """Mixed into one of vLLM's weight-transfer engines that reload layer by layer; see `left_out`.
+
+    at_once: whether one call brings all weights. It is then that call which raises, and vLLM takes further updates;
+    otherwise `finish_weight_update` raises, after which vLLM takes none.
+    """
+
+    at_once: ClassVar[bool] = True
+    model: Any
+
+    def start_weight_update(self) -> None:
+        """Make ready for new weights."""
+        super().start_weight_update()
+        self._kernels = ExpertKernels(self.model)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Load what comes. Raises ValueError, naming the weights, if it was to be all and is not.
+
+        Layers that got nothing have their old weights back when it raises.
+        """
+        model = self.model
+        try:
+            self.model = model if _has_output_layer(model) else _TiedModel(model)
+            super().receive_weights(update_info)
+            self.model = model
+            if self.at_once:
+                _refuse(left_out(model))
+        except Exception:
+            self.model = model
+            self._put_in_place()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Put the new weights in place. Raises ValueError, naming the weights, if some are missing."""
+        missing = left_out(self.model)
+        self._put_in_place()
+        _refuse(missing)
+
+    def _put_in_place(self) -> None:
+        super().finish_weight_update()
+        self._kernels.put_back()
+
+
+def _has_output_layer(model: nn.Module) -> bool:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return any(name.endswith(OUTPUT_LAYER) for name in names)
+
+
+def _refuse(missing: list[str]) -> None:
+    if missing:
+        raise ValueError(f"the update brought nothing for {missing}, which would keep their old values.")
