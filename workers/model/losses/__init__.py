@@ -11,6 +11,7 @@ over micro-batches and ranks is the loss, and the sum of their gradients its gra
     token_ratio.py   reinforce, ppo_clip, cispo, sapo        sequence_ratio.py   gspo, gmpo
     covariance.py    clip_cov, kl_cov                        supervised.py       sft
     correction.py    sampler against trainer: weights, rejection, metrics        kl.py   estimators
+    exponential.py   exp of a difference of log-probs, finite however large it is
     value.py         loss of a critic
 """
 

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from workers.errors import ConfigError
+from workers.model.losses.exponential import bounded_expm1
 
 
 def kl_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
@@ -22,7 +23,7 @@ def kl_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
     if estimator == "k2":
         return 0.5 * log_ratio.square()
     if estimator == "k3":
-        return log_ratio.expm1() - log_ratio
+        return bounded_expm1(log_ratio) - log_ratio
     if estimator == "absolute":
         return log_ratio.abs()
     raise ConfigError(f"algorithm.loss.kl_estimator={estimator} is not one of k1, k2, k3, absolute")
