@@ -158,11 +158,25 @@ def _check_loss(config: Config) -> None:
             "algorithm.loss.aggregation=sequence_mean_token_sum_norm divides by algorithm.loss.constant_length, which "
             "is 0; set it, such as to rollout.sampling.max_new_tokens."
         )
+    _check_kl_correction(loss.kl_correction, loss.kl_estimator)
     if 0 < loss.dual_clip <= 1:
         raise ConfigError(f"algorithm.loss.dual_clip={loss.dual_clip} must be above 1, or 0 for no dual clip.")
     if loss.clip_cov_low >= loss.clip_cov_high:
         raise ConfigError(
             f"algorithm.loss.clip_cov_low={loss.clip_cov_low} is not below clip_cov_high={loss.clip_cov_high}."
+        )
+
+
+def _check_kl_correction(correction: str, estimator: str) -> None:
+    if correction == "straight_through" and estimator == "k2":
+        raise ConfigError(
+            "algorithm.loss.kl_correction=straight_through takes the gradient of k2, which is that of "
+            "algorithm.loss.kl_estimator=k2 already; remove it."
+        )
+    if correction == "importance" and estimator not in ("k1", "k3"):
+        raise ConfigError(
+            f"algorithm.loss.kl_correction=importance is for estimates whose mean is the KL, and "
+            f"algorithm.loss.kl_estimator={estimator} is none; set k1 or k3."
         )
 
 

@@ -112,7 +112,7 @@ NO_EFFECT_WITHOUT = (
     (
         "algorithm.loss.kl_coefficient above 0",
         lambda c: c.algorithm.loss.kl_coefficient > 0,
-        ("algorithm.loss.kl_estimator",),
+        ("algorithm.loss.kl_estimator", "algorithm.loss.kl_correction"),
     ),
     (
         "algorithm.loss.kl_coefficient above 0 or algorithm.kl_in_reward.coefficient above 0",
