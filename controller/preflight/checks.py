@@ -18,6 +18,7 @@ from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
 from controller.preflight.effects import check_settings_have_effect
+from controller.preflight.loss_checks import check_kl_correction, check_token_returns
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.tracker_checks import check_trackers
 from controller.records import iter_records
@@ -31,6 +32,8 @@ def check(config: Config) -> None:
     _check_run(config)
     _check_batch(config)
     _check_loss(config)
+    check_kl_correction(config)
+    check_token_returns(config)
     _check_optimizer(config)
     _check_sampling(config)
     check_engine_options(config.rollout.engine)
@@ -158,25 +161,11 @@ def _check_loss(config: Config) -> None:
             "algorithm.loss.aggregation=sequence_mean_token_sum_norm divides by algorithm.loss.constant_length, which "
             "is 0; set it, such as to rollout.sampling.max_new_tokens."
         )
-    _check_kl_correction(loss.kl_correction, loss.kl_estimator)
     if 0 < loss.dual_clip <= 1:
         raise ConfigError(f"algorithm.loss.dual_clip={loss.dual_clip} must be above 1, or 0 for no dual clip.")
     if loss.clip_cov_low >= loss.clip_cov_high:
         raise ConfigError(
             f"algorithm.loss.clip_cov_low={loss.clip_cov_low} is not below clip_cov_high={loss.clip_cov_high}."
-        )
-
-
-def _check_kl_correction(correction: str, estimator: str) -> None:
-    if correction == "straight_through" and estimator == "k2":
-        raise ConfigError(
-            "algorithm.loss.kl_correction=straight_through takes the gradient of k2, which is that of "
-            "algorithm.loss.kl_estimator=k2 already; remove it."
-        )
-    if correction == "importance" and estimator not in ("k1", "k3"):
-        raise ConfigError(
-            f"algorithm.loss.kl_correction=importance is for estimates whose mean is the KL, and "
-            f"algorithm.loss.kl_estimator={estimator} is none; set k1 or k3."
         )
 
 

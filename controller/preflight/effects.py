@@ -55,6 +55,11 @@ NO_EFFECT_WITHOUT = (
         ("algorithm.normalize_by_std",),
     ),
     (
+        "algorithm.advantage=reinforce_plus_plus or reinforce_plus_plus_baseline (with gae it is algorithm.gae.gamma)",
+        lambda c: c.algorithm.advantage.startswith("reinforce_plus_plus"),
+        ("algorithm.gamma",),
+    ),
+    (
         "algorithm.advantage=pass_at_k",
         lambda c: c.algorithm.advantage == "pass_at_k",
         ("algorithm.pass_k",),

@@ -110,6 +110,14 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             ("policy.ranks=1", "policy.parallel.defer_gradient_reduction=true"),
             "policy.parallel.defer_gradient_reduction=True has no effect without several training ranks",
         ),
+        (
+            ("algorithm.advantage=gae", "algorithm.gamma=0.9"),
+            "algorithm.gamma=0.9 has no effect without algorithm.advantage=reinforce_plus_plus or reinforce_plus_plus",
+        ),
+        (
+            ("algorithm.advantage=reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.loss.name=gmpo"),
+            "algorithm.loss.name=gmpo weighs a sequence by one advantage, and algorithm.gamma below 1 or",
+        ),
         (("algorithm.pass_k=2",), "algorithm.pass_k=2 has no effect without algorithm.advantage=pass_at_k"),
         (
             ("algorithm.advantage=pass_at_k", "rollout.samples_per_prompt=4"),
