@@ -339,8 +339,9 @@ class RewardModelConfig:
 
 @dataclass
 class KlInRewardConfig:
-    """A penalty on the KL to the reference, taken from the rewards: of each token with algorithm.advantage=gae, of the
-    sequence otherwise. Formulas stand in `workers.model.credit` and `controller.kl_control`."""
+    """A penalty on the KL to the reference, taken from the rewards: of each token with algorithm.advantage=gae or
+    reinforce_plus_plus (with baseline or not), of the sequence otherwise. Formulas stand in `workers.model.credit` and
+    `controller.kl_control`."""
 
     coefficient: float = setting(
         0.0, "Weight of the penalty; with a target, that of the first step. 0 is no penalty.", minimum=0
@@ -434,4 +435,11 @@ class LossConfig:
         0.0, "Weight of the KL to the reference in the loss; 0 starts no reference.", minimum=0
     )
     kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
+    kl_correction: str = setting(
+        "none",
+        "Gradient of the KL. `none`: that of the estimate, which for k1 and k3 is not the KL's. `straight_through`: "
+        "that of k2, which is, for samples of the policy itself (verl's `k3+`). `importance`: k1 or k3 times the ratio "
+        "to the old policy, right for older samples too (DeepSeek-V3.2).",
+        choices=("none", "straight_through", "importance"),
+    )
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -107,3 +107,10 @@ def token_block(sequences: Sequences, columns: dict[str, np.ndarray]) -> TokenBl
     """Columns [T] of the sequences, a row for each, as a worker returns them."""
     offsets = np.concatenate([[0], np.cumsum(sequences.lengths.numpy())]).astype(np.int64)
     return TokenBlock(offsets, columns)
+
+
+def token_column(mask: torch.Tensor, values: torch.Tensor) -> np.ndarray:
+    """float32 [T] with `values` [N] where `mask` is True and 0 elsewhere."""
+    column = torch.zeros(len(mask), dtype=torch.float32)
+    column[mask] = values.float()
+    return column.numpy()

@@ -195,6 +195,13 @@ class Config:
         return self.algorithm.advantage == "gae"
 
     @property
+    def uses_token_returns(self) -> bool:
+        """Whether a token's advantage is its own, from the rewards to come, without a critic."""
+        algorithm = self.algorithm
+        differ = algorithm.gamma < 1 or algorithm.kl_in_reward.coefficient > 0
+        return differ and algorithm.advantage in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+    @property
     def uses_reward_model(self) -> bool:
         """Whether a model says the reward, or a part of it."""
         return bool(self.reward.model.path)

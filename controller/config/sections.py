@@ -149,6 +149,13 @@ class AlgorithmConfig:
         ),
     )
     normalize_by_std: bool = setting(True, "Divide a group's centred rewards by their standard deviation (grpo).")
+    gamma: float = setting(
+        1.0,
+        "Discount of what comes a token later, in the returns of reinforce_plus_plus and reinforce_plus_plus_baseline; "
+        "that of gae is algorithm.gae.gamma.",
+        minimum=0,
+        maximum=1,
+    )
     pass_k: int = setting(4, "Responses of which pass_at_k rewards the best; below samples_per_prompt.", minimum=1)
     groups_without_signal: str = setting(
         "keep",

@@ -18,6 +18,7 @@ from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
 from controller.preflight.effects import check_settings_have_effect
+from controller.preflight.loss_checks import check_kl_correction, check_token_returns
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.tracker_checks import check_trackers
 from controller.records import iter_records
@@ -31,6 +32,8 @@ def check(config: Config) -> None:
     _check_run(config)
     _check_batch(config)
     _check_loss(config)
+    check_kl_correction(config)
+    check_token_returns(config)
     _check_optimizer(config)
     _check_sampling(config)
     check_engine_options(config.rollout.engine)

@@ -55,6 +55,11 @@ NO_EFFECT_WITHOUT = (
         ("algorithm.normalize_by_std",),
     ),
     (
+        "algorithm.advantage=reinforce_plus_plus or reinforce_plus_plus_baseline (with gae it is algorithm.gae.gamma)",
+        lambda c: c.algorithm.advantage.startswith("reinforce_plus_plus"),
+        ("algorithm.gamma",),
+    ),
+    (
         "algorithm.advantage=pass_at_k",
         lambda c: c.algorithm.advantage == "pass_at_k",
         ("algorithm.pass_k",),
@@ -112,7 +117,7 @@ NO_EFFECT_WITHOUT = (
     (
         "algorithm.loss.kl_coefficient above 0",
         lambda c: c.algorithm.loss.kl_coefficient > 0,
-        ("algorithm.loss.kl_estimator",),
+        ("algorithm.loss.kl_estimator", "algorithm.loss.kl_correction"),
     ),
     (
         "algorithm.loss.kl_coefficient above 0 or algorithm.kl_in_reward.coefficient above 0",

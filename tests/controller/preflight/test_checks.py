@@ -9,6 +9,7 @@ from tests.controller.config_workspace import refusal, write_model
 from workers.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+KL_LOSS = "algorithm.loss.kl_coefficient=0.1"
 
 
 @pytest.fixture
@@ -78,6 +79,18 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (("algorithm.loss.kl_estimator=k1",), "algorithm.loss.kl_estimator=k1 has no effect without"),
         (
+            ("algorithm.loss.kl_correction=importance",),
+            "algorithm.loss.kl_correction=importance has no effect without algorithm.loss.kl_coefficient above 0",
+        ),
+        (
+            (KL_LOSS, "algorithm.loss.kl_estimator=k2", "algorithm.loss.kl_correction=straight_through"),
+            "algorithm.loss.kl_correction=straight_through takes the gradient of k2, which is that of",
+        ),
+        (
+            (KL_LOSS, "algorithm.loss.kl_estimator=absolute", "algorithm.loss.kl_correction=importance"),
+            "algorithm.loss.kl_correction=importance is for estimates whose mean is the KL, and algorithm.loss.kl_esti",
+        ),
+        (
             ("algorithm.loss.name=reinforce", "algorithm.loss.clip_low=0.1"),
             "algorithm.loss.clip_low=0.1 has no effect without algorithm.loss.name=ppo_clip or cispo or gspo",
         ),
@@ -96,6 +109,14 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (
             ("policy.ranks=1", "policy.parallel.defer_gradient_reduction=true"),
             "policy.parallel.defer_gradient_reduction=True has no effect without several training ranks",
+        ),
+        (
+            ("algorithm.advantage=gae", "algorithm.gamma=0.9"),
+            "algorithm.gamma=0.9 has no effect without algorithm.advantage=reinforce_plus_plus or reinforce_plus_plus",
+        ),
+        (
+            ("algorithm.advantage=reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.loss.name=gmpo"),
+            "algorithm.loss.name=gmpo weighs a sequence by one advantage, and algorithm.gamma below 1 or",
         ),
         (("algorithm.pass_k=2",), "algorithm.pass_k=2 has no effect without algorithm.advantage=pass_at_k"),
         (

@@ -23,6 +23,15 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         transformers.Qwen3MoeConfig,
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "mixtral": (
         transformers.MixtralConfig,
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

@@ -25,8 +25,9 @@ from workers.config import POLICY_LOSS_SETTINGS, LossConfig
 from workers.errors import ConfigError, DataError
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
-from workers.model.losses.kl import kl_estimate
+from workers.model.losses.kl import kl_of_loss
 from workers.model.losses.predictions import Predictions
+from workers.model.losses.ratio import ratio_to_old
 from workers.model.losses.statistics import Statistics, joined, mean, total
 from workers.model.packing import Sequences
 
@@ -110,7 +111,7 @@ class PolicyObjective:
 
         loss = sum_t weight_t (c_t L_t + c_kl KL_t - c_entropy H_t)
 
-    L_t: the registered loss; c_t: see `correction_weights`; KL_t: see `kl_estimate`; H_t: entropy in nats; weight_t:
+    L_t: the registered loss; c_t: see `correction_weights`; KL_t: see `kl_of_loss`; H_t: entropy in nats; weight_t:
     see `token_weights`. Needs `reference_log_probs` if kl_coefficient > 0, beside what the loss itself needs.
     """
 
@@ -137,7 +138,8 @@ class PolicyObjective:
         if config.entropy_coefficient:
             losses = losses - config.entropy_coefficient * predictions.entropy
         if config.kl_coefficient or "reference_log_probs" in predictions.columns:
-            kl = kl_estimate(predictions["reference_log_probs"] - predictions.log_probs, config.kl_estimator)
+            log_ratio = predictions["reference_log_probs"] - predictions.log_probs
+            kl = kl_of_loss(log_ratio, ratio_to_old(predictions), config.kl_estimator, config.kl_correction)
             losses = losses + config.kl_coefficient * kl
             statistics["reference_kl"] = mean(kl)
         loss = aggregate(losses, predictions, denominators, self.aggregation, config.constant_length)
