@@ -16,7 +16,7 @@ from torch import Tensor
 
 from balancing.alignment import length_multiple
 from workers.config import ModelConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import choose_backend, packed_attention
 from workers.model.context_parallel import Ulysses, check_heads, check_ring, cut, gather_tokens
 from workers.model.model import PackedCausalLM
@@ -61,6 +61,11 @@ class Layout:
             raise ConfigError(
                 "model.layout=padded goes through transformers' own attention, which does not share sequences between "
                 "ranks; set model.layout=packed, or parallel.context_parallel and parallel.tensor_parallel to 1"
+            )
+        if cp > 1 and model.is_recurrent:
+            raise UnsupportedModelError(
+                f"{type(model.model).__name__} carries a state from token to token, which ranks that share a sequence "
+                "do not hand on; set parallel.context_parallel=1"
             )
         if self._ring and config.attention != "auto":
             raise ConfigError(f"model.attention={config.attention} does nothing with ring attention; set auto")
