@@ -132,7 +132,10 @@ def choose_backend(
 
 @dataclass(frozen=True)
 class RowAttention:
-    """The attention of a packed row by `kernel`; a `PackedAttention`. lengths: of the row's segments, padding included."""
+    """The attention of a packed row by `kernel`; a `PackedAttention`.
+
+    lengths: tokens of each of the row's segments, padding included.
+    """
 
     kernel: PackedAttention
     lengths: tuple[int, ...]
@@ -364,8 +367,9 @@ def _of_one_size(*tensors: Tensor) -> list[Tensor]:
 
     Latent attention has smaller values than keys. Flash kernels and the exchange between ranks take one size alone.
     """
-    largest = max(tensor.shape[-1] for tensor in tensors)
-    return [F.pad(tensor, (0, largest - tensor.shape[-1])) if tensor.shape[-1] < largest else tensor for tensor in tensors]
+    sizes = [tensor.shape[-1] for tensor in tensors]
+    missing = [max(sizes) - size for size in sizes]
+    return [F.pad(tensor, (0, count)) if count else tensor for tensor, count in zip(tensors, missing, strict=True)]
 
 
 def _check_window(module: torch.nn.Module, window: int | None) -> None:

@@ -176,6 +176,7 @@ def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Pa
     check_supported(model.config, config.layout)
     if _layers(model) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of layers, so it cannot be sharded by layer")
+    _check_shares(model)
     if config.activation_offload and not config.gradient_checkpointing:
         raise ConfigError("model.activation_offload needs model.gradient_checkpointing")
     packed = wrap()
@@ -195,6 +196,15 @@ def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Pa
                 True  # read by the layer itself, only to decide on checkpointing; its children stay in eval
             )
     return packed
+
+
+def _check_shares(model: PreTrainedModel) -> None:
+    owners = [{id(parameter) for parameter in layer.parameters()} for layer in _layers(model) or ()]
+    if sum(map(len, owners)) > len(set().union(*owners)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers that share parameters, so it cannot be sharded by layer; take another "
+            "model"
+        )
 
 
 def _check_positions(packed: PackedModel) -> None:

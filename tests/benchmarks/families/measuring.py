@@ -1,14 +1,17 @@
-"""One family on the ranks of a process group: a tiny model saved, loaded as a run would load it, and compared.
+"""One family on the ranks of a process group: a tiny model saved, loaded as a run loads it, and compared.
 
-    tiny configuration --> folder --> transformers' own forward, a sequence at a time   --> log-probs, gradient --.
-                                  `-> Engine, packed or padded, alone or on two ranks  --> log-probs, gradient --+--> Outcome
+    tiny configuration --> folder --> transformers, a sequence at a time         --> log-probs, gradient --> Outcome
+                                  `-> Engine that checks itself, on 1 or 2 ranks --> log-probs, gradient --^
+
+The engine refuses by itself what it computes wrongly (`workers.model.parity`). This is measured a second time, with
+other sequences and another parameter's gradient: `wrong` is what that check has missed.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -29,8 +32,8 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Outcome:
-    """verdict: `exact`, `wrong`, `refused`, `crash` or `not built`. difference: nats, of the log-probs, where there is
-    one. reason: of a refusal or an error."""
+    """verdict: `exact`, `wrong`, `refused`, `crash`, `not built` or `not there`. difference: of the log-probs, nats,
+    where there is one. reason: of a refusal or an error."""
 
     verdict: str
     difference: float | None = None
@@ -52,7 +55,7 @@ class Run:
 RUNS = {
     "packed": Run("packed"),
     "padded": Run("padded"),
-    "ulysses": Run("packed", "ulysses"),
+    "Ulysses": Run("packed", "ulysses"),
     "ring": Run("packed", "ring"),
 }
 
@@ -72,10 +75,13 @@ def build(model_type: str, folder: Path) -> str:
     return ""
 
 
-def compare(folder: Path, run: Run) -> Outcome:
-    """What the engine makes of the model in `folder`, against the answers beside it; collective."""
+def compare(folder: Path, run: Run, **settings: Any) -> Outcome:
+    """What the engine makes of the model in `folder`, against the answers beside it; collective.
+
+    settings: more of `ModelConfig`.
+    """
     try:
-        engine = _engine(folder, run)
+        engine = _engine(folder, run, settings)
         log_probs, _ = engine.log_probs(sequences(), [(0, len(LENGTHS))])
         engine.forward_backward(sequences(), [(0, len(LENGTHS))], sft, Denominators.of(sequences()))
         gradient = _embedding_gradient(engine)
@@ -87,7 +93,7 @@ def compare(folder: Path, run: Run) -> Outcome:
     difference = float((log_probs - expected).abs().max())
     slope = float((gradient - expected_gradient).norm() / expected_gradient.norm())
     exact = difference < TOLERANCE and slope < TOLERANCE
-    return Outcome("exact" if exact else "wrong", difference, "" if exact else f"gradient off by {slope:.1e}")
+    return Outcome("exact" if exact else "wrong", difference, "" if exact else f"its gradient differs by {slope:.0%}")
 
 
 def sequences() -> Sequences:
@@ -97,10 +103,11 @@ def sequences() -> Sequences:
     return Sequences.from_list([{"input_ids": row, "loss_mask": torch.arange(len(row)) > 0} for row in rows])
 
 
-def _engine(folder: Path, run: Run) -> Engine:
+def _engine(folder: Path, run: Run, settings: dict[str, Any]) -> Engine:
     parallel = ParallelConfig(context_parallel=run.ranks, context_parallel_method=run.method or "ulysses")
-    config = ModelConfig(path=str(folder), dtype="float32", layout=run.layout)
-    return Engine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=parallel)
+    config = ModelConfig(path=str(folder), dtype="float32", layout=run.layout, **settings)
+    options = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "parallel": parallel}
+    return Engine(config, **options, check_parity=True)
 
 
 def _embedding_gradient(engine: Engine) -> Tensor:
