@@ -235,14 +235,15 @@ def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset
             f"model.attention=sdpa with model.layout=padded does not compute {', '.join(beyond_sdpa)}, which "
             f"{type(model).__name__} uses; set eager or auto"
         )
-    without_sdpa = beyond_sdpa or not model._supports_sdpa
-    wanted = ("eager" if without_sdpa else "sdpa") if setting == "auto" else setting
+    wanted = ("eager" if beyond_sdpa else "sdpa") if setting == "auto" else setting
     try:
         model.set_attn_implementation(wanted)
     except ValueError as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no attention {wanted}: {_first_line(error)}"
-        ) from error
+        if setting != "auto":
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no attention {wanted}: {_first_line(error)}"
+            ) from error
+        model.set_attn_implementation("eager")  # which every family has, if only because it has no attention at all
     used = model.config._attn_implementation
     if used != wanted and setting != "auto":
         raise UnsupportedModelError(

@@ -133,7 +133,7 @@ def computed_with_a_share(with_bias: bool, entropy_too: bool) -> dict[str, Tenso
 def test_a_vocabulary_shared_over_ranks_gives_the_same(count: int, with_bias: bool, entropy_too: bool, ranks: RankPool):
     parts = ranks.run(computed_with_a_share, count, with_bias, entropy_too)
     hidden, weight, bias, targets = inputs()
-    log_probs, entropy = naive(hidden, weight, bias if with_bias else None, targets, 0.6, 1.5)
+    log_probs, entropy = naive(hidden, weight, bias if with_bias else None, targets, 0.6, 1.5, 0.3)
     upstream = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
     ((log_probs * upstream).sum() + (entropy * upstream.flip(0)).sum() * entropy_too).backward()
     expected = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad}
