@@ -82,7 +82,8 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
     """
     asked = [name for name in sorted(features) if _is_unknown_cap(name, features[name])]
     asked += [f"rope_type={kind}" for kind in _rotary_types(features) if kind in LENGTH_DEPENDENT_ROTARY]
-    asked += ["use_bidirectional_attention"] * bool(features.get("use_bidirectional_attention"))
+    bidirectional = features.get("use_bidirectional_attention")
+    asked += ["use_bidirectional_attention"] * (bool(bidirectional) and bidirectional != "vision")  # text stays causal
     asked += [name for name in SELECTION if features.get(name)]
     asked += sorted(_layer_kinds(features) - set(LAYER_TYPES[layout]))
     if layout == "packed":

@@ -19,24 +19,36 @@ pass of one sequence at a time.
 
 {counts}
 
-- **exact**: the largest difference of a token's log-prob, in nats; gradients agree too.
-- **refused**: the run ends before it starts, with a message that names the reason and the setting to change.
-- Ulysses and ring share each sequence between two ranks
-  ([context parallelism](parallelism.md)); they need the packed layout.
-- vLLM: all weights are changed, sent to a running engine of vLLM {vllm}, and the engine's log-probs are compared with
-  the trainer's. Families without an entry are not in vLLM, or were not measured.
+A number is the largest difference of a token's log-prob in nats; gradients agree too. Ulysses and ring share each
+sequence between two ranks ([context parallelism](parallelism.md)); they need the packed layout. For the last column
+all weights are changed and sent to a running engine of vLLM {vllm}, whose log-probs are then compared with the
+trainer's; it is empty where vLLM has no such family.
 
-Any other model is measured in the same way when it is loaded ([failures](failures.md)): a model that is not in this
-table trains exactly, or is refused.
+A run with a model that is refused ends before its first sample, with a message that names the reason and the setting to
+change:
+
+| reason | |
+| --- | --- |
+| no positions | the model takes none from outside, so that in a packed row they would run on; `model.layout=padded` |
+| own attention | the model does not take an attention function, so that rows cannot be packed; `model.layout=padded` |
+| state | ranks that share a sequence do not hand a state on; `policy.parallel.context_parallel=1` |
+| windows, caps or sinks | ring attention is causal only; `policy.parallel.context_parallel_method=ulysses` |
+| `chunked_attention`, `linear_attention`, `hybrid` ... | layers that cannot be packed; `model.layout=padded` |
+| `indexed_attention`, `index_topk` ... | attention to selected tokens, which the rest of the batch changes |
+| differs | measured when the model was loaded |
+
+Any other model is measured in the same way when it is loaded ([failures](failures.md)): it trains exactly, or is
+refused.
 
 """
 
 SHORT = {
-    "takes no position_ids": "takes no positions",
+    "takes no position_ids": "no positions",
     "has no list of layers": "layers are not in one list",
-    "does not take an attention function": "attention of its own",
-    "was called without packed_attention": "attention of its own",
-    "from the model's own forward pass": "differs, as measured at load",
+    "does not take an attention function": "own attention",
+    "was called without packed_attention": "own attention",
+    "uses attention_mask": "own attention",
+    "from the model's own forward pass": "differs",
     "ring attention is causal only": "windows, caps or sinks",
     "carries a state from token to token, which": "state",
     "carries a state from token to token by": "state in no module of its own",
@@ -57,11 +69,31 @@ def markdown(found: dict[str, Outcomes]) -> str:
         counts=_table(["", *VERDICTS], [[name, *_counts(built, name)] for name in columns]),
     )
     rows = [[f"`{family}`", *(_cell(outcomes.get(name)) for name in columns)] for family, outcomes in built.items()]
-    left_out = [f"- `{family}`: {outcomes['all'].reason}" for family, outcomes in found.items() if "all" in outcomes]
-    text = head + _table(["family", *columns], rows)
-    if left_out:
-        text += "\n\nNot measured, because transformers makes no text model of a tiny configuration:\n\n"
-    return text + "\n".join(left_out) + "\n"
+    refused = {row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])}
+    not_built = {f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes}
+    text = head + _table(["family", *columns], [row for row in rows if row[0] not in refused])
+    text += _listed("Refused in every layout", refused)
+    return text + _listed("Not measured: transformers makes no text model of a tiny configuration", not_built) + "\n"
+
+
+def _is_refused_alike(cells: list[str]) -> bool:
+    return cells[0].startswith("refused") and len({*filter(None, cells)}) == 1
+
+
+def _listed(title: str, reasons: dict[str, str]) -> str:
+    """Families by reason, in the order of their first."""
+    if not reasons:
+        return ""
+    lines = [
+        f"- {reason}: {', '.join(name for name, other in reasons.items() if other == reason)}"
+        for reason in dict.fromkeys(reasons.values())
+    ]
+    return f"\n\n{title}:\n\n" + "\n".join(lines)
+
+
+def _first(outcome: Outcome) -> str:
+    """The first sentence of a reason."""
+    return outcome.reason.partition(". ")[0].rstrip(":.").replace("<", "").replace(">", "")
 
 
 VERDICTS = ("exact", "refused", "crash", "wrong")
