@@ -49,6 +49,7 @@ class ModelWorker(Worker):
             "temperature": temperature,
             "parallel": parallel,
             "head": self.head,
+            "check_parity": True,
         }
         self._model = model
 

@@ -15,6 +15,7 @@ from workers.model.families import (
     NOT_RELOADED_FAMILIES,
     TENSOR_PARALLEL_FAMILIES,
     features_of_file,
+    is_recurrent,
     uncomputed_features,
 )
 
@@ -31,6 +32,11 @@ def check_supported_model(config: Config, description: Mapping[str, Any], key: s
             f"{model} with {', '.join(asked)}, which model.layout={config.model.layout} does not compute; {advice}."
         )
     _check_kernel(config, features_of_file(text), model)
+    if config.policy.parallel.context_parallel > 1 and is_recurrent(text):
+        raise ConfigError(
+            f"{model} carries a state from token to token, which ranks that share a sequence do not hand on; set "
+            "policy.parallel.context_parallel=1."
+        )
     _check_ring(config, features_of_file(text), model)
     family = text.get("model_type", description.get("model_type"))
     if key == "model.path" and family in NOT_RELOADED_FAMILIES:

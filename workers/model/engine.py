@@ -1,7 +1,7 @@
 """The training engine that every role uses: forward-only log-probs, forward and backward, optimiser step, weights out.
 
     Sequences --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
-                  (once a micro-batch; each adds its gradients to the shards of the ranks, see `_prepare_backward`)
+                  (once a micro-batch; each adds its gradients to the shards of the ranks, see `prepare_backward`)
     optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> names of the files
 
 It needs torch and transformers only, and runs in a plain process, under torchrun, or inside an actor. Calls are
@@ -54,6 +54,7 @@ from workers.model.parallel import (
     reshard,
     shard_model,
 )
+from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.skipping import SkipPolicy
 from workers.model.tensor_parallel import check_tensor_parallel, share_model
 from workers.model.timing import MicroStepClock
@@ -71,7 +72,8 @@ class Engine:
     model_config: what to load and how to compute it. optimizer: None for a frozen model. total_steps: optimiser steps
     of the run, for the schedule. temperature: divides the logits, in log-probs and loss alike; that of the rollouts.
     parallel: how the ranks of the process group share sequences and layers; None shards parameters over all of them.
-    head: `lm` gives log-probs, `value` values, for a critic (`values.py`); losses go with it.
+    head: `lm` gives log-probs, `value` values, for a critic (`values.py`); losses go with it. check_parity: whether to
+    prove, before the engine is used, that it computes what the model's own forward pass does (`parity.py`).
 
     Raises ConfigError or UnsupportedModelError, on every rank alike, if the model cannot be loaded or packed.
     """
@@ -88,6 +90,7 @@ class Engine:
         temperature: float = 1.0,
         parallel: ParallelConfig | None = None,
         head: str = "lm",
+        check_parity: bool = False,
     ) -> None:
         if head not in LOADERS:
             raise ConfigError(f"head={head} is not one of {', '.join(LOADERS)}")
@@ -118,6 +121,9 @@ class Engine:
         self.has_adapters = optimizer is not None and model_config.lora.rank > 0
         if self.has_adapters:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
+        if check_parity:
+            probe = make_probe(self.module, dtype, temperature)
+            expected = source.ask(lambda module: own_outputs(module, probe))
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
         if model_config.compile:
@@ -138,6 +144,8 @@ class Engine:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
+        if check_parity:
+            prove(self, probe, expected)
 
     @property
     def data_parallel_groups(self) -> list[dist.ProcessGroup]:
@@ -241,7 +249,7 @@ class Engine:
         parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
         for index, (start, stop) in enumerate(micro_batches):
-            self._prepare_backward(last=index == len(micro_batches) - 1)
+            self.prepare_backward(last=index == len(micro_batches) - 1)
             with self.clock.micro_step("update", sequences.lengths[start:stop]):
                 predictions, _ = self._predict(parts[index])
                 loss, measured = loss_function(predictions, denominators)
@@ -375,7 +383,7 @@ class Engine:
         arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
         return laid_out.whole(self.module(**arguments))
 
-    def _prepare_backward(self, last: bool) -> None:
+    def prepare_backward(self, last: bool) -> None:
         """What the next backward pass does with gradients and gathered parameters; last: of the mini-batch.
 
         Gradients are reduced onto the shards at once, since those that wait are whole, in float32 and on every rank.
