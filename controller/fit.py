@@ -27,6 +27,7 @@ from controller.config.functions import (
 )
 from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
 from controller.layout import reserved
+from controller.parity import parity_lines
 from controller.preflight.arguments import parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import run_on
@@ -75,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(describe(config))
                 if request.cluster:
                     print_cluster(config, request.cluster, measured=request.measure)
+                for line in parity_lines(config):
+                    print(line)
                 return 0
             inputs = read_inputs(config)
         except (ConfigError, DataError, UnsupportedModelError, BalancingError) as error:

@@ -24,6 +24,7 @@ from controller.data import PromptDataset, Prompts
 from controller.interrupts import Interrupts
 from controller.lookahead import Lookahead
 from controller.mini_batches import draw_mini_batches, with_group_tokens
+from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
 from controller.planner import Planner
 from controller.refit import Refit
 from controller.roles import Roles
@@ -38,7 +39,6 @@ from workers.metrics import Metrics, results
 from workers.model.timing import MicroStepTime
 from workers.remote_batch import RemoteBatch
 
-MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
 # The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
 RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
@@ -95,6 +95,7 @@ class Trainer:
         self.collector = Collector(config, roles, prompts, self.planner, console, self.timeline)
         self.lookahead = Lookahead(self.collector.collect)
         self.credit = Credit(config, roles, self.planner, self.progress)
+        self.mismatch = MismatchWatch(config, self.progress.weight_version)
         self.interrupts = Interrupts(console.say)
         self.checkpoints = CheckpointWriter(roles, writer.folder, config.run.keep_checkpoints, console.say)
 
@@ -115,9 +116,9 @@ class Trainer:
     def train(self) -> Outcome:
         """`fit`, to its end."""
         run, every, progress = self.config.run, self.config.validation.every, self.progress
-        if progress.step:
-            self.roles.send_weights(progress.weight_version)
-        else:
+        # Also those that the engines have from the files: what does not go over, or goes over wrongly, shows now.
+        self.roles.send_weights(progress.weight_version)
+        if not progress.step:
             progress.before = progress.latest = self.validate(0)
             self.writer.step(0, prefixed("validation", progress.before))
             self.writer.timeline(0, self.timeline.take())
@@ -179,7 +180,7 @@ class Trainer:
             batch = with_group_tokens(batch, drawn)
         with watch.phase("log_probs"), self.console.phase("log-probs"):
             self.roles.sleep_engines()
-            batch, mismatch = self.with_log_probs(batch)
+            batch, mismatch = self.with_log_probs(batch, step)
         with watch.phase("advantages"), self.console.phase("advantages"):
             batch, metrics = self.credit.assign(batch)
         self.console.completions(rollout, self.config.run.log_completions, batch)
@@ -188,6 +189,8 @@ class Trainer:
             metrics |= self.update_critic(batch, drawn)
             learns = step > self.config.critic.warmup_steps
             updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss) if learns else {}
+        if not mismatch:
+            self.mismatch.judge(step, updated)
         with watch.phase("rollout"), self.console.phase("rollout"):
             self.lookahead.wait()
         metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
@@ -223,21 +226,26 @@ class Trainer:
         due = run.checkpoint_every and step % run.checkpoint_every == 0
         return self.config.rollout.overlap and step < run.steps and not due
 
-    def with_log_probs(self, batch: RemoteBatch) -> tuple[RemoteBatch, Metrics]:
+    def with_log_probs(self, batch: RemoteBatch, step: int) -> tuple[RemoteBatch, Metrics]:
         """Old log-probs, where they are needed before the first update, and the reference's, where there is a KL.
 
         With one mini-batch the only update starts from the very policy that sampled: the old log-probs are those of
-        the update's own forward pass, and a separate one would compute the same numbers again. Samples that are a
-        version old come with the log-probs of the policy that sampled them.
+        the update's own forward pass, and a separate one would compute the same numbers again, but for the first steps
+        (`controller.mismatch`). Samples that are a version old come with the log-probs of the policy that sampled them.
+
+        Raises MismatchError if a pass shows that engines and trainer differ by more than they may.
         """
         mismatch: Metrics = {}
-        if self.config.old_log_probs == "sampler":
+        config, version = self.config, self.progress.weight_version
+        if config.old_log_probs == "sampler":
             batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
-        if self.config.old_log_probs == "forward_pass":
-            plan = self.planner.whole(batch, self.config.forward_max_tokens)
-            passed = self.roles.policy.log_probs(batch, plan)
-            batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
-            mismatch = {name: metric for name, metric in passed.metrics.items() if name in MISMATCH}
+        proof = self.mismatch.proof(batch["weight_version"], batch["newest_weight_version"], version)
+        if config.old_log_probs == "forward_pass" or proof is not Proof.NONE:
+            passed = self.roles.policy.log_probs(batch, self.planner.whole(batch, config.forward_max_tokens))
+            self.mismatch.judge(step, passed.metrics, proof)
+            if config.old_log_probs == "forward_pass":
+                batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
+                mismatch = {name: metric for name, metric in passed.metrics.items() if name in (MEAN, LARGEST)}
         if self.config.uses_reference:
             plan = self.planner.whole(batch, self.config.reference_max_tokens)
             batch = batch.with_tokens(reference_log_probs=self.roles.reference_log_probs(batch, plan))

@@ -160,6 +160,14 @@ class PolicyConfig:
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
     threads: int = setting(0, "CPU threads of a worker; 0 divides the node's cores by the role's workers.", minimum=0)
+    max_mismatch: float = setting(
+        0.5,
+        "Mean difference of engines' and trainer's log-probs over a step, nats a token, above which the run stops. At "
+        "equal weights it is about 1e-6 in float32 and 0.01 to 0.1 in bfloat16; samples of older weights add what the "
+        "policy has learned since. A NaN stops the run whatever this is.",
+        minimum=0,
+        exclusive_minimum=True,
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

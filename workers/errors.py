@@ -41,5 +41,9 @@ class NonFiniteError(BallastError):
     """Loss or gradients were NaN or infinite in too many optimiser steps in a row; names the sequences."""
 
 
+class MismatchError(BallastError):
+    """Engines and trainer give the same tokens log-probs that differ by more than they may, or NaN."""
+
+
 class EpisodeError(BallastError):
     """An episode's environment raised, hung, died or answered with the wrong type; it costs that sample alone."""

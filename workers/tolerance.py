@@ -1,11 +1,11 @@
-"""How far two computations of the same log-probs may differ by rounding: one rule for parity, runs and the doctor.
+"""How far two computations of the same log-probs may differ by rounding: one rule for load, runs and the doctor.
 
 It imports nothing, so that the driver may read it.
 """
 
-TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 5e-2}
+TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 1e-1}
 """Mean difference of a token's log-prob, nats, by the type that both sides compute in.
 
-float32: exact models reach 1e-6 within one process and 3e-5 between engine and trainer; the smallest error ever met
-here, a factor on logits, gave 0.1. bfloat16 keeps 8 bits: logits of 10 to 30 are rounded by 0.02 to 0.1, either way.
+float32: exact models reach 1e-6 within one process and 3e-5 between engine and trainer. bfloat16 keeps 8 bits: means of
+0.01 to 0.1 are usual, the larger ones for mixtures of experts, where rounding sends a token to another expert.
 """

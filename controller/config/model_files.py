@@ -51,6 +51,12 @@ def read_model_files(path: str, key: str) -> ModelFiles:
     )
 
 
+def weight_bytes(path: str, key: str) -> int:
+    """Of the weight files of model `path`, which setting `key` names. Raises ConfigError if there is no model."""
+    folder = _folder(path, key)
+    return sum(file.stat().st_size for pattern in WEIGHTS for file in folder.glob(pattern))
+
+
 def _folder(path: str, key: str) -> Path:
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():

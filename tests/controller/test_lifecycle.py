@@ -3,14 +3,11 @@
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
-from controller.config import Config
-from controller.fit import Inputs, read_inputs
 from tests.controller.stand_ins.local_ray import NeverReturnsError
-from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
+from tests.controller.stand_ins.run import StandInRun, StandIns
 from workers.errors import LostError
 
 ROLES = {
@@ -29,35 +26,9 @@ CHECKPOINTS = ("run.checkpoint_every=1", "run.save_every=1", "validation.every=1
 Run = Callable[..., StandInRun]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stand-ins")
-    write_stand_in_workspace(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def inputs() -> Callable[[Config], Inputs]:
-    """Data and rewards, read once for all runs with the same."""
-    known: dict[str, Inputs] = {}
-
-    def read(config: Config) -> Inputs:
-        key = config.data.validation
-        known[key] = known.get(key) or read_inputs(config)
-        return known[key]
-
-    return read
-
-
 @pytest.fixture
-def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
-    monkeypatch.chdir(folder)
-    return StandIns(monkeypatch)
-
-
-@pytest.fixture
-def run(stand_ins: StandIns, tmp_path: Path, inputs: Callable[[Config], Inputs]) -> Run:
-    return lambda *overrides: stand_ins.run([f"run.dir={tmp_path}", *overrides], inputs)
+def run(run_on_stand_ins: Run) -> Run:
+    return run_on_stand_ins
 
 
 @pytest.mark.parametrize("placement", ["colocated", "apart"])

@@ -45,6 +45,7 @@ GRADIENT_TOLERANCE = {"float32": 1e-2, "float64": 1e-2, "bfloat16": 1e-1}
 TIMES_ROUNDING = 4.0
 """A half-precision engine may differ by so many times what rounded activations change in the model's own pass."""
 
+CPU = torch.device("cpu")
 Result = TypeVar("Result")
 
 
@@ -101,7 +102,7 @@ def measure(module: PackedModel, config: ModelConfig, probe: Probe | None = None
     """
     probe = probe or make_probe(module, torch.float32)
     expected = own_outputs(module, probe)
-    layout = Layout(config, None, module, torch.device("cpu"), probe.dtype)
+    layout = Layout(config, None, module, CPU, probe.dtype)
     with _undisturbed(), torch.set_grad_enabled(bool(probe.parameter)):
         values = row_values(module, layout.lay_out(probe.sequences), probe.temperature)
         found = Outputs(values.detach().float(), _gradient(values, module, probe.parameter))
@@ -135,7 +136,7 @@ def _engine_outputs(engine: "Engine", probe: Probe) -> Outputs:
     trains, gradient = bool(probe.parameter), None
     if trains:
         engine.prepare_backward(last=True)
-    with _undisturbed(), torch.set_grad_enabled(trains):
+    with _undisturbed(engine.device), torch.set_grad_enabled(trains):
         values = row_values(engine.module, engine.layout.lay_out(probe.sequences), probe.temperature)
         if trains:
             # All ranks have the same sequences, and their gradients are summed.
@@ -362,12 +363,9 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Random numbers that are drawn inside are not missing afterwards."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        yield
+def _undisturbed(device: torch.device = CPU) -> Any:
+    """A context in which random numbers are drawn that are not missing afterwards."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextmanager

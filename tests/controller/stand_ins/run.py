@@ -83,7 +83,7 @@ class StandIns:
         monkeypatch.setattr(torch.cuda, "empty_cache", world.empty_cache)
         self.collective_timeouts: list[timedelta] = []
         monkeypatch.setattr(torch.distributed, "init_process_group", self._join_group)
-        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects: None)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src=0: None)
         monkeypatch.setattr("workers.model_worker.Engine", lambda model, **settings: StandInEngine(world, settings))
         monkeypatch.setattr(
             workers.rollout.gpu_transfer,
