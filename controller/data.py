@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from controller.curriculum import checked_order
 from controller.records import Record
 from workers.errors import DataError
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
 
-Curriculum = Callable[[list[Record], int], Sequence[int]]
+Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 """(records, epoch) -> numbers of the records in the order in which the epoch deals them."""
 
 
@@ -133,21 +134,11 @@ class PromptDataset:
 
     def _new_order(self, epoch: int) -> np.ndarray:
         if self._curriculum is not None:
-            return self._checked(self._curriculum([record for _, record, _ in self._prompts], epoch), epoch)
+            records = [record for _, record, _ in self._prompts]
+            return checked_order(self._curriculum(records, epoch), len(records), epoch)
         if not self._shuffle:
             return np.arange(len(self._prompts))
         return np.random.default_rng((self._seed, DATA_ORDER, epoch)).permutation(len(self._prompts))
-
-    def _checked(self, order: Sequence[int], epoch: int) -> np.ndarray:
-        numbers = np.asarray(order)
-        if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
-            raise DataError(f"data.curriculum must return record numbers for epoch {epoch}, it returned {order!r:.80}.")
-        outside = numbers[(numbers < 0) | (numbers >= len(self._prompts))]
-        if len(outside):
-            raise DataError(
-                f"data.curriculum returned record {outside[0]} for epoch {epoch}, of {len(self._prompts)} records."
-            )
-        return numbers
 
 
 class PromptMixture:
@@ -196,6 +187,16 @@ def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
     return [{"role": "system", "content": system_prompt}, *prompt]
 
 
+def check_prompt(prompt: Any, where: str) -> None:
+    """Raise DataError, naming the record `where`, for what is neither a text nor chat messages."""
+    if not isinstance(prompt, (str, list)):
+        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
+    if not prompt:
+        raise DataError(f"{where} has an empty prompt.")
+    if isinstance(prompt, list) and not all(isinstance(message, dict) and "role" in message for message in prompt):
+        raise DataError(f"{where} has a chat message that is no object with a role and a content.")
+
+
 def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
     """Token ids int32 [P] of a string, or of chat messages through the tokenizer's chat template."""
     if isinstance(prompt, str):
@@ -205,9 +206,19 @@ def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
             raise DataError(
                 f"{where} is a list of chat messages, but the tokenizer of model.path has no chat template."
             )
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        ids = _rendered(tokenizer, prompt, where)
     else:
         raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
     if len(ids) == 0:
         raise DataError(f"{where} has an empty prompt.")
     return np.asarray(ids, dtype=np.int32)
+
+
+def _rendered(tokenizer: Any, prompt: list[dict[str, Any]], where: str) -> Any:
+    try:
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template may raise whatever it likes
+        text = next(iter(str(error).splitlines()), "").rstrip(".")
+        raise DataError(
+            f"{where} is not rendered by the chat template of model.path: {type(error).__name__}: {text}."
+        ) from error

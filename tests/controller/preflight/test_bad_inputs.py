@@ -21,7 +21,7 @@ def append(file: str, text: str) -> object:
 
 DATA = (
     BadInput("truncated line", ["train.jsonl:2 is not JSON"], write=append("train.jsonl", '{"prompt": "1+')),
-    BadInput("record without prompt", ["train.jsonl:2 has no 'prompt'"], write=append("train.jsonl", '{"solution": 1}')),
+    BadInput("record without prompt", ["train.jsonl:2 has no 'prompt'"], write=append("train.jsonl", '{"x": 1}')),
     BadInput(
         "prompt of another type",
         ["train.jsonl record 2", "int"],
@@ -47,7 +47,7 @@ DATA = (
         ["validation.jsonl:2 is not JSON"],
         write=append("validation.jsonl", "{"),
     ),
-    BadInput("path of 5000 characters", ["data.train", "File name too long"], [f"data.train={'x' * 5000}.jsonl"]),
+    BadInput("file name of 300 characters", ["data.train", "File name too long"], [f"data.train={'x' * 300}.jsonl"]),
 )
 
 SETTINGS = (
