@@ -15,6 +15,9 @@ from controller.records import Record
 from workers.errors import DataError
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
+CHARACTERS_PER_TOKEN = (
+    128  # of the longest tokens in use: a prompt of more on average is too long without being counted
+)
 
 Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 """(records, epoch) -> numbers of the records in the order in which the epoch deals them."""
@@ -79,25 +82,34 @@ class PromptDataset:
         self._prompts: list[tuple[np.ndarray, Record, str]] = []
         self.dropped = self.truncated = 0
         for index, record in enumerate(records):
-            ids = self._within_limit(tokenize_record(record, tokenizer, rules, f"{name} record {index}"), rules, index)
+            ids = self._tokenized(record, tokenizer, rules, index)
             if ids is not None:
                 self._prompts.append((ids, record, str(record.get(rules.source_key, name))))
         if not self._prompts:
             raise DataError(f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens.")
 
-    def _within_limit(self, ids: np.ndarray, rules: PromptRules, index: int) -> np.ndarray | None:
+    def _tokenized(self, record: Record, tokenizer: Any, rules: PromptRules, index: int) -> np.ndarray | None:
+        """Ids of a prompt within the limit; None for one that is dropped."""
+        written = _characters(record[rules.prompt_key])
+        if rules.over_long != "truncate" and written > CHARACTERS_PER_TOKEN * rules.max_prompt_tokens:
+            self._leave_out(f"{written:,} characters", rules, index)  # tokenizing 60 MB would take minutes
+            return None
+        ids = tokenize_record(record, tokenizer, rules, f"{self.name} record {index}")
         if len(ids) <= rules.max_prompt_tokens:
             return ids
-        if rules.over_long == "error":
-            raise DataError(
-                f"{self.name} record {index} has {len(ids)} prompt tokens; raise data.max_prompt_tokens "
-                f"({rules.max_prompt_tokens}) or set data.over_long=drop."
-            )
         if rules.over_long == "truncate":
             self.truncated += 1
             return ids[-rules.max_prompt_tokens :]
-        self.dropped += 1
+        self._leave_out(f"{len(ids)} prompt tokens", rules, index)
         return None
+
+    def _leave_out(self, length: str, rules: PromptRules, index: int) -> None:
+        if rules.over_long == "error":
+            raise DataError(
+                f"{self.name} record {index} has {length}; raise data.max_prompt_tokens ({rules.max_prompt_tokens}) or "
+                "set data.over_long=drop."
+            )
+        self.dropped += 1
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -168,6 +180,14 @@ class PromptMixture:
         source = int(np.argmax(behind))
         self._schedule.append((source, int(self._dealt[source])))
         self._dealt[source] += 1
+
+
+def _characters(prompt: Any) -> int:
+    """Characters of a text, or of the texts of chat messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
+    return sum(len(content) for content in contents if isinstance(content, str))
 
 
 def tokenize_record(record: Record, tokenizer: Any, rules: PromptRules, where: str) -> np.ndarray:

@@ -19,8 +19,8 @@ from controller.records import Record
 from workers.chat_template import template_of
 
 DataIdentity = dict[str, Any]
-"""JSON: `sources`, of each [records, SHA-256]; `weights`, shares of them; `tokenizer`, SHA-256; `settings` from which the
-order follows; and, of a run, `prompts`, how many of each source are no longer than data.max_prompt_tokens."""
+"""JSON: `sources`, of each [records, SHA-256]; `weights`, shares of them; `tokenizer`, SHA-256; `settings` that set
+their order; and, of a run, `prompts`, how many of each source are no longer than data.max_prompt_tokens."""
 
 CONTENT_SETTINGS = ("data.prompt_key", "data.system_prompt", "data.shuffle", "data.curriculum")
 

@@ -100,7 +100,7 @@ def _too_deep(where: str) -> DataError:
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether lists and objects are nested at most DEEPEST deep: what is deeper cannot be pickled for other processes."""
+    """Whether lists and objects are nested at most DEEPEST deep: deeper ones cannot be pickled for other processes."""
     level = [value]
     for _ in range(DEEPEST + 1):
         level = [inner for outer in level if isinstance(outer, (list, dict)) for inner in _children(outer)]

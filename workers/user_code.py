@@ -64,7 +64,7 @@ def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: floa
 
 def check_loss(key: str, name: str, *, timeout_s: float) -> None:
     """Raise ConfigError if the workers could not take the policy loss `module:function` that setting `key` names."""
-    _asked("workers.model.losses.trial", key, name, timeout_s)
+    _asked("workers.loss_process", key, name, timeout_s)
 
 
 def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:

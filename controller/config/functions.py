@@ -51,7 +51,9 @@ def check_environment(environment: bytes, example: dict[str, Any], *, timeout_s:
     try:
         asyncio.run(one_turn())
     except EpisodeError as error:
-        raise ConfigError(f"rollout.environment failed on the first record and an empty response: {error}.") from None
+        raise ConfigError(
+            f"rollout.environment failed on the first record and an empty response: {_sentence(error)}"
+        ) from None
 
 
 def check_rewards(functions: Sequence[RewardFunction], example: Mapping[str, Any], *, timeout_s: float) -> None:
@@ -65,4 +67,10 @@ def check_rewards(functions: Sequence[RewardFunction], example: Mapping[str, Any
     finally:
         process.stop()
     if score.failure:
-        raise ConfigError(f"reward.function failed on the first record and an empty response: {score.failure}.")
+        raise ConfigError(
+            f"reward.function failed on the first record and an empty response: {_sentence(score.failure)}"
+        )
+
+
+def _sentence(text: object) -> str:
+    return f"{str(text).rstrip('.')}."

@@ -50,8 +50,8 @@ def _check_cpus(config: Config) -> None:
     cores, engines = len(os.sched_getaffinity(0)), config.rollout.replicas
     if engines > cores:
         raise ConfigError(
-            f"rollout.replicas={engines} engines are more than the {cores} CPU cores of this machine, and each computes "
-            f"on at least one; lower it, {ELSEWHERE}."
+            f"rollout.replicas={engines} engines are more than the {cores} CPU cores of this machine, and each needs "
+            f"one; lower it, {ELSEWHERE}."
         )
     caches, memory = engines * config.rollout.cpu_kv_cache_gib, memory_gib()
     if caches > memory:
