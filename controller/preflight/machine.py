@@ -34,7 +34,9 @@ def visible_gpus() -> int:
     """NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves of this machine's."""
     found = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if chosen is None else min(found, len([name for name in chosen.split(",") if name.strip(" -1")]))
+    return (
+        found if chosen is None else min(found, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
+    )
 
 
 def _check_gpus(config: Config, gpus: int, *, dry_run: bool) -> None:

@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from controller.config import load
+from controller.preflight import machine
+from controller.preflight.machine import check_machine, visible_gpus
 from tests.controller.bad_inputs import BadInput, check_refused, rows
+from workers.errors import ConfigError
 
 RECORD = '{"prompt": "1+1=", "solution": "2"}\n'
 
@@ -63,8 +67,59 @@ SETTINGS = (
 )
 
 
-@rows(*SETTINGS, *DATA)
+MACHINE = (
+    BadInput(
+        "engines above cores",
+        ["rollout.replicas=5000", "CPU cores of this machine", "resources.ray_address"],
+        ["rollout.replicas=5000"],
+    ),
+    BadInput(
+        "caches above memory",
+        ["rollout.cpu_kv_cache_gib = 99999 GiB", "of this machine"],
+        ["rollout.cpu_kv_cache_gib=99999"],
+    ),
+)
+
+
+@rows(*SETTINGS, *DATA, *MACHINE)
 def test_a_dry_run_refuses_it_in_one_line(
     case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
+
+
+@rows(DATA[0], MACHINE[0])
+def test_a_run_refuses_what_a_dry_run_refuses(
+    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    check_refused(case, workspace, capfd, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "where", [["resources.ray_address=head:6379"], ["resources.device=cuda"]], ids=["address", "gpus"]
+)
+def test_a_dry_run_for_other_machines_is_not_held_against_this_one(
+    workspace: Path, where: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 0)
+    check_machine(load("config.yaml", ["rollout.replicas=2", "policy.ranks=5000", *where]), dry_run=True)
+
+
+@pytest.mark.parametrize(("gpus", "dry_run"), [(0, False), (2, True)])
+def test_gpus_that_a_local_ray_has_not_are_refused(
+    workspace: Path, gpus: int, dry_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
+    config = load("config.yaml", ["resources.device=cuda", "policy.ranks=4"])
+    with pytest.raises(ConfigError, match=f"asks for 4 GPUs and this machine has {gpus}"):
+        check_machine(config, dry_run=dry_run)
+
+
+def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [Path(f"/dev/nvidia{i}") for i in range(4)])
+    for chosen, left in (("", 0), ("-1", 0), ("0,3", 2), ("GPU-8f2a", 1), ("0,1,2,3,4,5", 4)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert visible_gpus() == left
