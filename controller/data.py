@@ -90,9 +90,9 @@ class PromptDataset:
 
     def _tokenized(self, record: Record, tokenizer: Any, rules: PromptRules, index: int) -> np.ndarray | None:
         """Ids of a prompt within the limit; None for one that is dropped."""
-        written = _characters(record[rules.prompt_key])
-        if rules.over_long != "truncate" and written > CHARACTERS_PER_TOKEN * rules.max_prompt_tokens:
-            self._leave_out(f"{written:,} characters", rules, index)  # tokenizing 60 MB would take minutes
+        prompt = record[rules.prompt_key]
+        if rules.over_long != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
+            self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
             return None
         ids = tokenize_record(record, tokenizer, rules, f"{self.name} record {index}")
         if len(ids) <= rules.max_prompt_tokens:
@@ -182,7 +182,12 @@ class PromptMixture:
         self._dealt[source] += 1
 
 
-def _characters(prompt: Any) -> int:
+def is_too_long(prompt: Any, max_tokens: int) -> bool:
+    """Whether a prompt has so many characters that it is above `max_tokens` with any tokenizer in use."""
+    return characters(prompt) > CHARACTERS_PER_TOKEN * max_tokens
+
+
+def characters(prompt: Any) -> int:
     """Characters of a text, or of the texts of chat messages."""
     if isinstance(prompt, str):
         return len(prompt)
