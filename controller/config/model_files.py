@@ -18,9 +18,11 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "t
 class ModelFiles:
     """What settings must agree with; a size is None where config.json does not say.
 
-    description: config.json. positions: longest sequence the model takes. chat_template: whether the tokenizer has one.
+    folder: where they are. description: config.json. positions: longest sequence the model takes. chat_template:
+    whether the tokenizer has one.
     """
 
+    folder: Path
     description: dict[str, Any]
     positions: int | None
     attention_heads: int | None
@@ -42,6 +44,7 @@ def read_model_files(path: str, key: str) -> ModelFiles:
     text = content.get("text_config", content)  # models that also see keep the language model's sizes in there
     heads = text.get("num_attention_heads", text.get("n_head"))
     return ModelFiles(
+        folder=folder,
         description=content,
         positions=_positions(text),
         attention_heads=heads,

@@ -25,6 +25,8 @@ from controller.records import iter_records
 from workers.errors import CheckpointError, ConfigError, DataError
 from workers.rollout.engine_options import check_engine_options
 
+LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
+
 
 def check(config: Config) -> None:
     """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second."""
@@ -57,6 +59,7 @@ def _check_run(config: Config) -> None:
         raise ConfigError(
             f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
         )
+    _check_path_lengths(config)
     if config.run_folder.exists() and config.run.resume != "auto":
         raise ConfigError(
             f"run.name: {config.run_folder} holds a run already; choose another name, remove it, or go on with it by "
@@ -72,6 +75,15 @@ def _check_run(config: Config) -> None:
         raise ConfigError(
             f"resources.ray_address={config.resources.ray_address}: Ray Client is not supported; start the run inside "
             "the cluster with `ray job submit`."
+        )
+
+
+def _check_path_lengths(config: Config) -> None:
+    """The kernel's limits, which every call on a file would otherwise meet in its own way."""
+    length = len(os.fsencode(config.run.name))
+    if length > LONGEST_FILE_NAME:
+        raise ConfigError(
+            f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}; shorten it."
         )
 
 
