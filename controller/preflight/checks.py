@@ -19,7 +19,9 @@ from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
 from controller.preflight.effects import check_settings_have_effect
 from controller.preflight.model_support import check_supported_model
+from controller.preflight.model_types import CAUSAL, check_model_type
 from controller.preflight.tracker_checks import check_trackers
+from controller.preflight.weights import HEAD, check_weights
 from controller.records import iter_records
 from workers.errors import CheckpointError, ConfigError, DataError
 from workers.rollout.engine_options import check_engine_options
@@ -335,6 +337,7 @@ def _check_parallel(config: Config, model: ModelFiles) -> None:
 
 
 def _check_model(config: Config, model: ModelFiles) -> None:
+    check_model_type(model.description, "model.path", config.model.path, CAUSAL)
     check_supported_model(config, model.description, "model.path")
     if model.positions is not None and config.max_model_tokens > model.positions:
         raise ConfigError(
@@ -351,11 +354,12 @@ def _check_model(config: Config, model: ModelFiles) -> None:
             f"rollout.tensor_parallel={parallel} neither divides nor is a multiple of the {pairs} key-value heads of "
             f"{config.model.path}."
         )
+    check_weights(model, "model.path", config.model.path, output=HEAD)
 
 
 def _check_reference(config: Config, model: ModelFiles) -> None:
     if config.reference.path:
-        check_same_vocabulary(config, model, "reference.path", config.reference.path)
+        check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 
 
 def _check_data(config: Config, model: ModelFiles) -> None:
@@ -375,11 +379,11 @@ def _check_data(config: Config, model: ModelFiles) -> None:
 
 
 def _check_sources(config: Config) -> None:
-    if bool(config.data.train) == bool(config.data.sources):
-        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
     for path, weight in config.data.sources.items():
         if not (weight > 0 and math.isfinite(weight)):
-            raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight}.")
+            raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight:g}.")
+    if bool(config.data.train) == bool(config.data.sources):
+        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
 
 
 def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) -> None:
