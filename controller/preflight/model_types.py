@@ -83,11 +83,7 @@ def _tables(statement: ast.stmt) -> Iterator[tuple[str, dict[str, tuple[str, ...
 
 def _entries(call: ast.Call) -> Iterator[tuple[str, tuple[str, ...]]]:
     for given in (*call.args, *(keyword.value for keyword in call.keywords)):
-        pairs = (
-            [entry.elts for entry in given.elts if isinstance(entry, ast.Tuple)] if isinstance(given, ast.List) else []
-        )
-        if isinstance(given, ast.Dict):
-            for name, classes in _pairs(given):
+        for name, classes in _pairs(given):
             yield str(ast.literal_eval(name)), _texts(classes)
 
 
