@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balancing import BalancingError, CostModel
+from controller.cluster_address import check_cluster, cluster_address
 from controller.config import Config, load, to_yaml
 from controller.config.functions import (
     check_environment,
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if request.cluster:
                     print_cluster(config, request.cluster, measured=request.measure)
                 return 0
+            check_cluster(config)
             inputs = read_inputs(config)
         except (ConfigError, DataError, UnsupportedModelError, BalancingError) as error:
             return _fail(error, 2)
@@ -221,8 +223,8 @@ def ray_session(config: Config, console: "Console") -> Iterator[None]:
     """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
     import ray
 
-    # "local", because without an address Ray would join whatever cluster was last started on this machine.
-    address = config.resources.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    # Never without an address: Ray would join whatever cluster was last started on this machine.
+    address = cluster_address(config)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))

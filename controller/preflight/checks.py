@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.checkpoint import checkpoints_at
+from controller.cluster_address import check_address
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
@@ -67,11 +68,7 @@ def _check_run(config: Config) -> None:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"run.dir: {config.run_folder} cannot be written, {existing} is not a writable folder.")
-    if config.resources.ray_address.startswith("ray://"):
-        raise ConfigError(
-            f"resources.ray_address={config.resources.ray_address}: Ray Client is not supported; start the run inside "
-            "the cluster with `ray job submit`."
-        )
+    check_address(config)
 
 
 def _check_resume(resume: str) -> None:
