@@ -7,8 +7,8 @@ What a cluster can give is known only to Ray and is checked when the placement g
 """
 
 import math
-import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,20 @@ def _check_run(config: Config) -> None:
             "run.resume=auto."
         )
     _check_resume(config.run.resume)
-    existing = config.run_folder
+    _check_writable(config.run_folder)
+    check_address(config)
+
+
+def _check_writable(folder: Path) -> None:
+    """By writing: permissions say nothing of a disk that is full or read-only, nor of what root may do below /proc."""
+    existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.dir: {config.run_folder} cannot be written, {existing} is not a writable folder.")
-    check_address(config)
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".ballast-"):
+            pass
+    except OSError:
+        raise ConfigError(f"run.dir: {folder} cannot be written, {existing} is not a writable folder.") from None
 
 
 def _check_resume(resume: str) -> None:
