@@ -94,8 +94,8 @@ def _check_token(channel: "grpc.Channel", where: str) -> None:
     sent = (("authorization", f"Bearer {token}"),) if token else ()
     if _answer(channel, CLUSTER_ID, sent) is grpc.StatusCode.UNAUTHENTICATED:
         raise ResourceError(
-            f"{where}: the cluster wants its token, and {source}; set RAY_AUTH_TOKEN to what `ray get-auth-token` "
-            "prints on its head node, and RAY_AUTH_MODE=token."
+            f"{where}: the cluster wants its token, and {source}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "
+            "`ray get-auth-token` prints on its head node."
         )
 
 
@@ -110,9 +110,10 @@ def _answer(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str
 
 
 def _token() -> tuple[str, str]:
-    """The token that Ray would send, and where it is from in words; looked for as Ray does."""
-    if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        return "", "RAY_AUTH_MODE=disabled sends none"
+    """The token that Ray would send, and where it is from in words; looked for as Ray does where it joins a cluster."""
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if mode.lower() != "token":
+        return "", f"RAY_AUTH_MODE={mode} sends none" if mode else "without RAY_AUTH_MODE none is sent"
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token.strip(), "that of RAY_AUTH_TOKEN is another"
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

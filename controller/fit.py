@@ -11,29 +11,19 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from balancing import BalancingError, CostModel
+from balancing import BalancingError
 from controller.cluster_address import check_cluster, cluster_address
 from controller.config import Config, load, to_yaml
-from controller.config.functions import (
-    check_environment,
-    check_rewards,
-    load_function,
-    pack,
-    pack_environment,
-    requested_columns,
-)
-from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
+from controller.inputs import Inputs, read_inputs, try_inputs
 from controller.layout import reserved
 from controller.preflight.arguments import parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import run_on
 from controller.preflight.describe import describe
 from controller.preflight.describe_cluster import print_cluster
-from controller.records import Record, read_records
+from controller.preflight.machine import check_machine
 from controller.recovery import recovering, what_is_left
 from controller.rollout.fleet import RestartBudget
 from controller.watching.run_folder import RunFolder
@@ -46,29 +36,10 @@ from workers.errors import (
     UnsupportedModelError,
     clause,
 )
-from workers.reward_process import RewardFunction
 
 if TYPE_CHECKING:
     from controller.trainer import Trainer
     from controller.watching.console import Console
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run needs beside its configuration, read and checked before anything starts. environment: the packed class
-    of rollout.environment, empty without one."""
-
-    sources: list[PromptDataset]
-    validation: PromptDataset | None
-    reward_functions: list[RewardFunction]
-    cost_model: CostModel
-    weights: dict[str, float]
-    environment: bytes = b""
-
-    @property
-    def prompts(self) -> Prompts:
-        """The training prompts: those of the only source, or a mixture."""
-        return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,14 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not request.dry_run and (done := finished(config)):
                 print(done)
                 return 0
+            if not request.cluster:
+                check_machine(config, dry_run=request.dry_run)
             if request.dry_run:
+                try_inputs(config)
                 print(describe(config))
                 if request.cluster:
                     print_cluster(config, request.cluster, measured=request.measure)
                 return 0
             check_cluster(config)
             inputs = read_inputs(config)
-        except (ConfigError, DataError, UnsupportedModelError, BalancingError) as error:
+        except (ConfigError, DataError, UnsupportedModelError, BalancingError, OSError) as error:
             return _fail(error, 2)
         run(config, inputs)
     except (BallastError, BalancingError, OSError) as error:
@@ -100,64 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 1
     return 0
-
-
-def read_inputs(config: Config) -> Inputs:
-    """Data, reward function and cost model. Raises ConfigError or DataError for what cannot be used."""
-    data = config.data
-    records = {path: read_records(path, data.prompt_key) for path in data.weights}
-    held_out = {data.validation: read_records(data.validation, data.prompt_key)} if data.validation else {}
-    example = next(iter(records.values()))[0]
-    functions = _reward_functions(config, example)
-    for path, rows in (records | held_out).items():
-        for function in functions:
-            _check_columns(path, rows, function)
-    cost_model = CostModel.from_model_config(config.model_description())
-    curriculum = load_function("data.curriculum", data.curriculum) if data.curriculum else None
-
-    from workers.model.model import load_tokenizer
-
-    tokenizer = load_tokenizer(config.model.path)
-    environment = _environment(config, example, tokenizer) if config.rollout.environment else b""
-    rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
-    dataset = partial(PromptDataset, tokenizer=tokenizer, rules=rules)
-    sources = [
-        dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=curriculum)
-        for path, rows in records.items()
-    ]
-    validation = [dataset(rows, shuffle=False, name=path) for path, rows in held_out.items()]
-    held_out_prompts = validation[0] if validation else None
-    return Inputs(sources, held_out_prompts, functions, cost_model, data.weights, environment)
-
-
-def _environment(config: Config, example: Record, tokenizer: Any) -> bytes:
-    """The packed environment, tried on the first record; and the chat template, where prompts need one."""
-    from workers.rollout.conversation import check_template
-
-    if isinstance(example[config.data.prompt_key], list):
-        check_template(tokenizer, config.model.path)
-    environment = pack_environment(config.rollout.environment)
-    check_environment(environment, example, timeout_s=config.reward.timeout_s)
-    return environment
-
-
-def _reward_functions(config: Config, example: Record) -> list[RewardFunction]:
-    """The reward functions, tried on the first record and an empty response: one that cannot work stops here."""
-    functions = []
-    key = "reward.functions" if config.reward.functions else "reward.function"
-    for name, weight in config.reward.weights.items():
-        function = load_function(key, name)
-        columns = requested_columns(function, example, name)
-        functions.append(RewardFunction(name.rpartition(":")[2], weight, function, columns))
-    if functions:
-        check_rewards(pack(functions), example, timeout_s=config.reward.timeout_s)
-    return functions
-
-
-def _check_columns(path: str, records: list[Record], function: RewardFunction) -> None:
-    for number, record in enumerate(records, start=1):
-        if missing := set(function.columns) - set(record):
-            raise DataError(f"{path}: record {number} lacks {sorted(missing)}, which {function.name} takes.")
 
 
 def run(config: Config, inputs: Inputs) -> None:
@@ -228,7 +144,7 @@ def training(
     live = Live(exported.export)
     starting = start_roles(config, inputs.reward_functions, console, budget, live=live, environment=inputs.environment)
     with exported, live.entering("start", starting) as roles:
-        progress = go_on(config, roles, console)
+        progress = go_on(config, roles, console, inputs.identity)
         trackers = open_trackers(config, progress, console.say, exported)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
         with RunWriter(

@@ -38,6 +38,13 @@ class RunConfig:
         "`auto` goes on from the last good checkpoint of run.name, or starts where there is none; a path goes on from "
         "that checkpoint, or the last one of that run, under a new name; `never` starts from the beginning.",
     )
+    other_data: str = setting(
+        "refuse",
+        "What run.resume does where the training prompts, or their order, are not those of the checkpoint: `refuse` to "
+        "go on, take the new ones from the first (`restart`), or from the place that the run had reached "
+        "(`keep_place`).",
+        choices=("refuse", "restart", "keep_place"),
+    )
     max_restarts: int = setting(
         10,
         "What is lost during the run is started anew so many times, a rollout engine alone and a training worker with "
@@ -227,6 +234,13 @@ class ResourcesConfig:
         1800.0,
         "Seconds for which ranks wait for each other, for instance while one of them reads or writes files, and for "
         "which new weights may take to reach the engines between GPUs.",
+        minimum=0,
+        exclusive_minimum=True,
+    )
+    user_code_timeout_s: float = setting(
+        60.0,
+        "Seconds that each of these may take in its process: the import of a reward function, environment, loss or "
+        "curriculum, an epoch of data.curriculum, and the first prompts of a chat template, tried before a run.",
         minimum=0,
         exclusive_minimum=True,
     )

@@ -7,6 +7,7 @@ What a cluster can give is known only to Ray and is checked when the placement g
 """
 
 import math
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -26,6 +27,8 @@ from controller.preflight.weights import HEAD, check_weights
 from controller.records import iter_records
 from workers.errors import CheckpointError, ConfigError, DataError
 from workers.rollout.engine_options import check_engine_options
+
+LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
 
 
 def check(config: Config) -> None:
@@ -57,6 +60,7 @@ def _check_run(config: Config) -> None:
         raise ConfigError(
             f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
         )
+    _check_path_lengths(config)
     if config.run_folder.exists() and config.run.resume != "auto":
         raise ConfigError(
             f"run.name: {config.run_folder} holds a run already; choose another name, remove it, or go on with it by "
@@ -77,6 +81,15 @@ def _check_writable(folder: Path) -> None:
             pass
     except OSError:
         raise ConfigError(f"run.dir: {folder} cannot be written, {existing} is not a writable folder.") from None
+
+
+def _check_path_lengths(config: Config) -> None:
+    """The kernel's limits, which every call on a file would otherwise meet in its own way."""
+    length = len(os.fsencode(config.run.name))
+    if length > LONGEST_FILE_NAME:
+        raise ConfigError(
+            f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}; shorten it."
+        )
 
 
 def _check_resume(resume: str) -> None:

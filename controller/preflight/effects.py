@@ -173,6 +173,11 @@ NO_EFFECT_WITHOUT = (
         ("run.keep_checkpoints",),
     ),
     (
+        "run.resume=auto or a path",
+        lambda c: c.run.resume != "never",
+        ("run.other_data",),
+    ),
+    (
         "algorithm.groups_without_signal=replace",
         lambda c: c.algorithm.groups_without_signal == "replace",
         ("algorithm.max_sampling_rounds",),

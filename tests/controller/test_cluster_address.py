@@ -51,10 +51,11 @@ def serving(head: HeadNode) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def home(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder without a token, and an environment that says nothing of Ray."""
+    """A user's folder without a token, and an environment that names no cluster."""
     monkeypatch.setenv("HOME", str(workspace))
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     return workspace
 
 
@@ -150,7 +151,11 @@ def test_a_port_of_another_service_is_no_cluster(capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({}, "the cluster wants its token, and there is none here; set RAY_AUTH_TOKEN to what `ray get-auth-token`"),
+        (
+            {},
+            "the cluster wants its token, and there is none here; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what",
+        ),
+        ({"RAY_AUTH_MODE": ""}, "wants its token, and without RAY_AUTH_MODE none is sent; set"),
         ({"RAY_AUTH_TOKEN": "e" * 64}, "wants its token, and that of RAY_AUTH_TOKEN is another; set"),
         ({"RAY_AUTH_TOKEN_PATH": "token"}, "wants its token, and that of token is another; set"),
         ({"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"}, "and RAY_AUTH_MODE=disabled sends none; set"),

@@ -8,6 +8,14 @@ from tests.controller.config_workspace import write_model, write_workspace
 from tests.controller.qwen import write_hub
 from tests.documentation.blocks import ROOT, blocks_of
 
+LOSS = """\
+from workers.model.losses import policy_loss
+
+
+@policy_loss("mine", aggregation="token_mean")
+def mine(predictions, config):
+    return -predictions["advantages"] * predictions.log_probs, {}
+"""
 RECORD = {"prompt": "1+1=", "answer": "2", "solution": "2"}
 
 
@@ -30,7 +38,7 @@ def write_documentation_workspace(folder: Path) -> None:
     _write_lengths(folder)
     (folder / "shared").mkdir()
     shutil.copy(ROOT / "examples" / "launch" / "eight_gpus.yaml", folder / "shared" / "run.yaml")
-    (folder / "losses.py").write_text("def mine(predictions, config): ...\n")
+    (folder / "losses.py").write_text(LOSS)
     _write_quickstart(folder / "mine")
     _write_environment(folder / "my")
 

@@ -1,0 +1,24 @@
+"""The process of `workers.chat_template`: prompts rendered by transformers' own renderer."""
+
+import json
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from workers.isolation import Answer, answering
+
+
+def respond(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
+    """Nothing, or the `failure` of the first prompt that the template does not render."""
+    template, special_tokens = question["template"], question["special_tokens"]
+    for number, messages in enumerate(json.loads(payload), start=1):
+        try:
+            render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special_tokens)
+        except Exception as error:
+            text = next(iter(str(error).splitlines()), "").rstrip(".")
+            line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+            return {"failure": f"raised {type(error).__name__}{line} on prompt {number}: {text}"}, b""
+    return {}, b""
+
+
+if __name__ == "__main__":
+    answering(respond)
