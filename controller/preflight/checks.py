@@ -23,6 +23,7 @@ from controller.preflight.effects import check_settings_have_effect
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.model_types import CAUSAL, check_model_type
 from controller.preflight.tracker_checks import check_trackers
+from controller.preflight.validation_checks import check_counted_metric
 from controller.preflight.weights import HEAD, check_weights
 from controller.records import iter_records
 from workers.errors import CheckpointError, ConfigError, DataError
@@ -207,6 +208,8 @@ def _check_sampling(config: Config) -> None:
             f"validation.samples={samples} at validation.sampling.temperature=0 are {samples} equal responses; "
             "set samples to 1 or the temperature above 0."
         )
+
+    check_counted_metric(config)
 
 
 def _check_overlong(config: Config) -> None:
