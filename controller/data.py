@@ -81,12 +81,15 @@ class PromptDataset:
         self._orders: dict[int, np.ndarray] = {}
         self._prompts: list[tuple[np.ndarray, Record, str]] = []
         self.dropped = self.truncated = 0
-        for index, record in enumerate(records):
+        for index, record in enumerate(records, start=1):
             ids = self._tokenized(record, tokenizer, rules, index)
             if ids is not None:
                 self._prompts.append((ids, record, str(record.get(rules.source_key, name))))
         if not self._prompts:
-            raise DataError(f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens.")
+            raise DataError(
+                f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens}; "
+                "raise it, or set data.over_long=truncate."
+            )
 
     def _tokenized(self, record: Record, tokenizer: Any, rules: PromptRules, index: int) -> np.ndarray | None:
         """Ids of a prompt within the limit; None for one that is dropped."""

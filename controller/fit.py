@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from balancing import BalancingError
+from controller.cluster_address import check_cluster, cluster_address
 from controller.config import Config, load, to_yaml
 from controller.inputs import Inputs, read_inputs, try_inputs
 from controller.layout import reserved
@@ -24,9 +25,18 @@ from controller.preflight.cluster import run_on
 from controller.preflight.describe import describe
 from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.machine import check_machine
-from controller.recovery import recovering
+from controller.recovery import recovering, what_is_left
 from controller.rollout.fleet import RestartBudget
-from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError
+from controller.watching.run_folder import RunFolder
+from workers.errors import (
+    BallastError,
+    ConfigError,
+    DataError,
+    OutputError,
+    ResourceError,
+    UnsupportedModelError,
+    clause,
+)
 
 if TYPE_CHECKING:
     from controller.trainer import Trainer
@@ -43,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if request.cluster:
                 run_on(config, request.cluster)
             check(config)
+            if not request.dry_run and (done := finished(config)):
+                print(done)
+                return 0
             if not request.cluster:
                 check_machine(config, dry_run=request.dry_run)
             if request.dry_run:
@@ -53,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for line in parity_lines(config):
                     print(line)
                 return 0
+            check_cluster(config)
             inputs = read_inputs(config)
         except (ConfigError, DataError, UnsupportedModelError, BalancingError, OSError) as error:
             return _fail(error, 2)
@@ -79,10 +93,27 @@ def run(config: Config, inputs: Inputs) -> None:
         with training(config, inputs, console, budget) as trainer:
             trainer.writer.summary(trainer.fit().summary())
 
-    with ray_session(config, console):
+    with ray_session(config, console), naming_what_is_left(config):
         recovering(attempt, config, console.say)
     _report(config, console)
     console.say(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
+
+
+def finished(config: Config) -> str:
+    """What to say instead of resuming a run that has made all its steps; empty where there is something to do."""
+    steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
+    if steps < config.run.steps:
+        return ""
+    return f"{config.run_folder} has ended after step {steps}; raise run.steps={config.run.steps} to go on with it"
+
+
+@contextmanager
+def naming_what_is_left(config: Config) -> Iterator[None]:
+    """Inside, an error that a file could not be written says what the run leaves behind."""
+    try:
+        yield
+    except OutputError as error:
+        raise OutputError(f"{clause(error)}; {what_is_left(config)}.") from error
 
 
 def _report(config: Config, console: "Console") -> None:
@@ -140,8 +171,8 @@ def ray_session(config: Config, console: "Console") -> Iterator[None]:
     """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
     import ray
 
-    # "local", because without an address Ray would join whatever cluster was last started on this machine.
-    address = config.resources.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    # Never without an address: Ray would join whatever cluster was last started on this machine.
+    address = cluster_address(config)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
@@ -151,10 +182,10 @@ def ray_session(config: Config, console: "Console") -> Iterator[None]:
         context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
         if address == "local":
-            raise ResourceError(f"a local Ray did not start: {error}; is the machine overloaded?") from error
+            raise ResourceError(f"a local Ray did not start: {clause(error)}; is the machine overloaded?") from error
         raise ResourceError(
-            f"Ray at {address} could not be reached: {error}; check resources.ray_address or RAY_ADDRESS, and that "
-            "both sides use the same token (RAY_AUTH_MODE)."
+            f"Ray at {address} could not be reached: {clause(error)}; check resources.ray_address or RAY_ADDRESS, and "
+            "that both sides use the same token (RAY_AUTH_MODE)."
         ) from error
     signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
     if context.dashboard_url:

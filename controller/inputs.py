@@ -31,6 +31,7 @@ from controller.data import (
     with_system_prompt,
 )
 from controller.data_identity import DataIdentity, data_identity
+from controller.preflight.validation_checks import check_keep_best
 from controller.records import Record, read_records
 from workers.chat_template import template_of, try_template
 from workers.errors import DataError
@@ -141,7 +142,8 @@ def _reward_functions(config: Config, example: Record, say: Say) -> list[RewardF
         functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
     if functions:
         with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
-            check_rewards(functions, example, timeout_s=config.reward.timeout_s)
+            score = check_rewards(functions, example, timeout_s=config.reward.timeout_s)
+        check_keep_best(config, score.parts)
     return functions
 
 

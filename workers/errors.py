@@ -37,6 +37,10 @@ class CheckpointError(BallastError):
     """A checkpoint is torn, foreign, of another model, or could not be written; names its folder."""
 
 
+class OutputError(BallastError):
+    """A file of the run could not be written; names it."""
+
+
 class NonFiniteError(BallastError):
     """Loss or gradients were NaN or infinite in too many optimiser steps in a row; names the sequences."""
 
@@ -47,3 +51,8 @@ class MismatchError(BallastError):
 
 class EpisodeError(BallastError):
     """An episode's environment raised, hung, died or answered with the wrong type; it costs that sample alone."""
+
+
+def clause(error: BaseException) -> str:
+    """The first line of an error's text without the stop at its end, so that a sentence can go on after it."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

@@ -15,6 +15,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from controller.config.names_elsewhere import name_here
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema")
@@ -211,10 +212,13 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    """The nearest known key, by its whole name or else by its last part; or what is known where `key` was sought.
+    """What another system's key is called here; else the nearest known key, by its whole name or by its last part; or
+    what is known where `key` was sought.
 
     Of keys with the same last part the least deep one, and of these the first.
     """
+    if here := name_here(key):
+        return f"here it is {here} (see docs/migration.md)."
     last_parts: dict[str, str] = {}
     for other in sorted(known, key=lambda name: name.count(".")):
         last_parts.setdefault(other.rpartition(".")[2], other)

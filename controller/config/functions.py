@@ -11,6 +11,7 @@ from typing import Any
 from workers.environment_process import EnvironmentPool
 from workers.errors import ConfigError, EpisodeError
 from workers.reward_process import Call, RewardFunction, RewardProcess
+from workers.score import Score
 from workers.user_code import Signature
 
 RESPONSES = {"response", "responses"}
@@ -56,8 +57,8 @@ def check_environment(environment: bytes, example: dict[str, Any], *, timeout_s:
         ) from None
 
 
-def check_rewards(functions: Sequence[RewardFunction], example: Mapping[str, Any], *, timeout_s: float) -> None:
-    """Score an empty response to one record in a process of its own.
+def check_rewards(functions: Sequence[RewardFunction], example: Mapping[str, Any], *, timeout_s: float) -> Score:
+    """Score an empty response to one record in a process of its own, and return the score.
 
     Raises ConfigError with what went wrong: a function must score any text.
     """
@@ -70,6 +71,7 @@ def check_rewards(functions: Sequence[RewardFunction], example: Mapping[str, Any
         raise ConfigError(
             f"reward.function failed on the first record and an empty response: {_sentence(score.failure)}"
         )
+    return score
 
 
 def _sentence(text: object) -> str:

@@ -9,10 +9,12 @@ What a cluster can give is known only to Ray and is checked when the placement g
 import math
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from controller.checkpoint import checkpoints_at
+from controller.cluster_address import check_address
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
@@ -20,7 +22,10 @@ from controller.preflight.critic_checks import check_critic, check_reward_model,
 from controller.preflight.effects import check_settings_have_effect
 from controller.preflight.loss_checks import check_kl_correction, check_token_returns
 from controller.preflight.model_support import check_supported_model
+from controller.preflight.model_types import CAUSAL, check_model_type
 from controller.preflight.tracker_checks import check_trackers
+from controller.preflight.validation_checks import check_counted_metric
+from controller.preflight.weights import HEAD, check_weights
 from controller.records import iter_records
 from workers.errors import CheckpointError, ConfigError, DataError
 from workers.rollout.engine_options import check_engine_options
@@ -66,16 +71,20 @@ def _check_run(config: Config) -> None:
             "run.resume=auto."
         )
     _check_resume(config.run.resume)
-    existing = config.run_folder
+    _check_writable(config.run_folder)
+    check_address(config)
+
+
+def _check_writable(folder: Path) -> None:
+    """By writing: permissions say nothing of a disk that is full or read-only, nor of what root may do below /proc."""
+    existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.dir: {config.run_folder} cannot be written, {existing} is not a writable folder.")
-    if config.resources.ray_address.startswith("ray://"):
-        raise ConfigError(
-            f"resources.ray_address={config.resources.ray_address}: Ray Client is not supported; start the run inside "
-            "the cluster with `ray job submit`."
-        )
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".ballast-"):
+            pass
+    except OSError:
+        raise ConfigError(f"run.dir: {folder} cannot be written, {existing} is not a writable folder.") from None
 
 
 def _check_path_lengths(config: Config) -> None:
@@ -202,6 +211,8 @@ def _check_sampling(config: Config) -> None:
             f"validation.samples={samples} at validation.sampling.temperature=0 are {samples} equal responses; "
             "set samples to 1 or the temperature above 0."
         )
+
+    check_counted_metric(config)
 
 
 def _check_overlong(config: Config) -> None:
@@ -350,6 +361,7 @@ def _check_parallel(config: Config, model: ModelFiles) -> None:
 
 
 def _check_model(config: Config, model: ModelFiles) -> None:
+    check_model_type(model.description, "model.path", config.model.path, CAUSAL)
     check_supported_model(config, model.description, "model.path")
     if model.positions is not None and config.max_model_tokens > model.positions:
         raise ConfigError(
@@ -366,11 +378,12 @@ def _check_model(config: Config, model: ModelFiles) -> None:
             f"rollout.tensor_parallel={parallel} neither divides nor is a multiple of the {pairs} key-value heads of "
             f"{config.model.path}."
         )
+    check_weights(model, "model.path", config.model.path, output=HEAD)
 
 
 def _check_reference(config: Config, model: ModelFiles) -> None:
     if config.reference.path:
-        check_same_vocabulary(config, model, "reference.path", config.reference.path)
+        check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 
 
 def _check_data(config: Config, model: ModelFiles) -> None:
@@ -390,11 +403,11 @@ def _check_data(config: Config, model: ModelFiles) -> None:
 
 
 def _check_sources(config: Config) -> None:
-    if bool(config.data.train) == bool(config.data.sources):
-        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
     for path, weight in config.data.sources.items():
         if not (weight > 0 and math.isfinite(weight)):
-            raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight}.")
+            raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight:g}.")
+    if bool(config.data.train) == bool(config.data.sources):
+        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
 
 
 def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) -> None:

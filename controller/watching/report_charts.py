@@ -236,7 +236,9 @@ def _steps_below(axes: Axes) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    """In a line of its own between title and axes, where it covers nothing."""
+    """In a line of its own between title and axes, where it covers nothing; none where nothing has a label."""
+    if not axes.get_legend_handles_labels()[1]:
+        return
     style = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.0, "frameon": False}
     style |= {"ncols": MOST_LINES, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
     axes.legend(fontsize=8.5, labelcolor=INK, **style)  # type: ignore[call-overload]

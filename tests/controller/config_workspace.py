@@ -9,6 +9,7 @@ import pytest
 
 from controller.config import load
 from controller.preflight.checks import check
+from tests.controller.weight_files import qwen2_weights, write_weight_file
 from workers.errors import ConfigError
 
 MODEL = {
@@ -20,6 +21,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "intermediate_size": 704,
     "max_position_embeddings": 128,
+    "eos_token_id": 2,
 }
 
 CONFIG = """\
@@ -59,8 +61,9 @@ def write_workspace(folder: Path) -> Path:
 def write_model(folder: Path, **changes: Any) -> None:
     """The files of a small Qwen2, without weights worth loading."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL | changes))
-    (folder / "model.safetensors").touch()
+    description = MODEL | changes
+    (folder / "config.json").write_text(json.dumps(description))
+    write_weight_file(folder / "model.safetensors", qwen2_weights(description))
     (folder / "tokenizer.json").write_text("{}")
 
 

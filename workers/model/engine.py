@@ -364,7 +364,7 @@ class Engine:
         """Write model and tokenizer in Hugging Face format, in the type of the model's files; collective.
 
         Ranks share the writing, in files of about `file_bytes`, and return when the folder stands; one that was there
-        is replaced. Raises CheckpointError if a rank cannot write.
+        is replaced. Raises OutputError if a rank cannot write.
         """
         reshard(self.module)
         write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)

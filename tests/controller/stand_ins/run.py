@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from controller.config import Config, load
 from controller.fit import Inputs, read_inputs, training
@@ -46,9 +47,7 @@ def write_stand_in_workspace(folder: Path) -> None:
     """A model, a reward model, prompts and a reward function, as a configuration names them."""
     create_model(folder / "model", seed=0)
     create_model(folder / "judge", seed=1)
-    description = json.loads((folder / "judge" / "config.json").read_text())
-    description |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
-    (folder / "judge" / "config.json").write_text(json.dumps(description))
+    AutoModelForSequenceClassification.from_pretrained(folder / "judge", num_labels=1).save_pretrained(folder / "judge")
     records = [json.dumps({"prompt": f"{i}+{i}="}) for i in range(1, 9)]
     (folder / "prompts.jsonl").write_text("\n".join(records))
     (folder / "reward.py").write_text("def reward(response):\n    return 0.0\n")

@@ -99,6 +99,15 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert secret not in page
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_ended_in_its_first_step_has_a_report_without_a_warning(tmp_path: Path) -> None:
+    """Its lengths are there and its times are not, so that the chart of phases has nothing to name."""
+    write_run(tmp_path / "begun", steps=1)
+    metrics = tmp_path / "begun" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[0])
+    assert main([str(tmp_path / "begun")]) == 0
+
+
 def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     """One step, one rank, no validation, and lines that a crash has cut short."""
     folder = tmp_path / "short"
