@@ -45,10 +45,6 @@ TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are built of the modules that `tensor_parallel` shares, and of nothing else that has
 parameters."""
 
-NOT_RELOADED_FAMILIES = ("gpt_oss",)
-"""Model types whose running engines cannot be given new weights: vLLM 0.32 writes their experts and sinks past the
-loaders by which it reloads, so that the old ones would stay."""
-
 KERNEL_FEATURES = {
     "packed": {
         "flash3": frozenset({"sliding_window", "sinks"}),

@@ -40,7 +40,11 @@ def check(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> None:
         ({"attn_logit_softcapping": 50.0}, (GPU, "model.attention=varlen"), "with softcap, which model.attention=varl"),
         ({"attn_logit_softcapping": 50.0}, ("model.layout=padded", "model.attention=sdpa"), "model.layout=padded; set"),
         ({"model_type": "gemma2"}, TENSOR, "of type gemma2 is not shared by policy.parallel.tensor_parallel"),
-        ({"model_type": "gpt_oss"}, (), "of type gpt_oss, whose experts vLLM cannot replace while it runs"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            (),
+            "of type gpt_oss has weights quantized by mxfp4, which are not trained; take them in bfloat16",
+        ),
         ({}, (*RING, GPU, "model.dtype=float32"), "ring needs half precision on GPUs"),
     ],
 )
@@ -57,6 +61,7 @@ def test_what_cannot_be_computed_is_refused_by_name(
         ({"use_sliding_window": False, "sliding_window": 131072}, RING),
         ({"model_type": "mistral", "sliding_window": None}, (*RING, *TENSOR)),
         ({"use_sliding_window": True, "sliding_window": 64}, ()),
+        ({"model_type": "gpt_oss"}, ()),
         ({"attn_logit_softcapping": 50.0}, (GPU,)),
         ({"attn_logit_softcapping": 50.0}, ("model.layout=padded",)),
         ({"layer_types": ["linear_attention"] * 4}, ("model.layout=padded",)),

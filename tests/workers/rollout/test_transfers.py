@@ -26,7 +26,11 @@ LOG_PROB_TOLERANCE = 3e-5  # float32, two implementations
 BUFFER_BYTES = 100_000  # several a model
 CHANGE = 0.01  # deviation of what is added to weights, whose own is 0.2
 BY_DEFAULT = [("qwen2", "apart"), ("qwen2", "colocated"), ("olmoe", "shared_memory"), ("gemma2", "colocated")]
-UNTIED = ("olmoe", "gemma3")  # vLLM's OLMoE does not tie; a tied Gemma 3 without training only repeats itself
+UNTIED = (
+    "olmoe",
+    "gpt_oss",
+    "gemma3",
+)  # vLLM does not tie the first two; a tied Gemma 3 without training only repeats itself
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 256}
 """What vLLM's kernels for CPUs take."""
 
@@ -168,7 +172,7 @@ def test_what_the_policy_learned_is_what_the_engine_samples_with(processes, tmp_
     check_transfer(processes, tmp_path / "model", family, placement)
 
 
-EXPERTS = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
+EXPERTS = ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 OTHERS = [
     *itertools.product(["qwen3", "llama", "mistral", "gemma", "gemma3"], ["apart", "colocated"]),
     *itertools.product(EXPERTS, ["apart", "colocated", "shared_memory"]),
@@ -221,8 +225,7 @@ def refused(path: str, placement: str, left_out: str) -> tuple[str, float]:
         ("qwen2", "apart", "layers.1.self_attn.k_proj.weight", "a part of model.layers.1.self_attn.qkv_proj.weight"),
         ("qwen2", "colocated", "lm_head.weight", "lm_head.weight"),
         ("mixtral", "apart", "layers.0.block_sparse_moe.experts.2.w3.weight", "routed_experts.w13_weight"),
-        # All are sent; vLLM says that it loaded all, and has not: see NOT_RELOADED_FAMILIES.
-        ("gpt_oss", "colocated", "of none", "model.layers.1.mlp.experts.routed_experts.w2_bias"),
+        ("gpt_oss", "colocated", "layers.1.self_attn.sinks", "model.layers.1.attn.sinks"),
     ],
 )
 def test_an_update_that_leaves_a_weight_out_is_refused_by_name(processes, tmp_path, family, placement, left_out, named):
