@@ -5,10 +5,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.workers.model.broken import RunningMean, save_broken_model
-from tests.workers.model.tiny import save_tiny_model
+from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.engine import Engine
+from workers.model.losses import Denominators, sft
 from workers.model.model import load_model
 from workers.model.parity import check_parity, make_probe, measure
 from workers.model.values import load_value_model
@@ -128,8 +129,24 @@ def test_the_probe_goes_beyond_a_short_window_and_within_the_models_positions(tm
     assert probe.sequences.lengths.tolist() == [7, 10, 10]
 
 
-def refusals(path: str, parallel: ParallelConfig) -> str:
-    settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "check_parity": True}
+def trained_weights(path: str, check_parity: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    settings = {"optimizer": OptimizerConfig(learning_rate=1e-2), "total_steps": 2, "device": "cpu"}
+    engine = Engine(ModelConfig(path=path, dtype="float32"), check_parity=check_parity, **settings)
+    sequences = random_sequences(dtype=FLOAT32)
+    for _ in range(2):
+        engine.forward_backward(sequences, [(0, 11)], sft, Denominators.of(sequences))
+        engine.optimizer_step()
+    return dict(engine.named_weights())
+
+
+def test_training_goes_on_to_the_bit_as_if_nothing_had_been_measured(path):
+    measured, expected = trained_weights(path, True), trained_weights(path, False)
+    assert all(torch.equal(weight, expected[name]) for name, weight in measured.items())
+
+
+def refusals(path: str, parallel: ParallelConfig, head: str = "lm") -> str:
+    settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "check_parity": True, "head": head}
     try:
         Engine(ModelConfig(path=path, dtype="float32"), parallel=parallel, **settings)
     except UnsupportedModelError as error:
@@ -150,6 +167,10 @@ def refusals(path: str, parallel: ParallelConfig) -> str:
 )
 def test_every_way_of_sharing_is_proved_and_refused_by_all_ranks_alike(ranks, path, parallel):
     assert ranks.run(refusals, 2, path, parallel) == ["", ""]
+
+
+def test_a_value_head_is_proved_over_ranks_too(ranks, path):
+    assert ranks.run(refusals, 2, path, ParallelConfig(context_parallel=2), "value") == ["", ""]
 
 
 def test_two_ranks_refuse_a_broken_model_alike(ranks, broken):
