@@ -13,6 +13,7 @@ import numpy as np
 from controller.curriculum import checked_order
 from controller.records import Record
 from workers.errors import DataError
+from workers.isolation import named
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
 CHARACTERS_PER_TOKEN = (
@@ -246,7 +247,4 @@ def _rendered(tokenizer: Any, prompt: list[dict[str, Any]], where: str) -> Any:
     try:
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template may raise whatever it likes
-        text = next(iter(str(error).splitlines()), "").rstrip(".")
-        raise DataError(
-            f"{where} is not rendered by the chat template of model.path: {type(error).__name__}: {text}."
-        ) from error
+        raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error

@@ -33,6 +33,7 @@ from controller.data import (
 from controller.data_identity import DataIdentity, data_identity
 from controller.preflight.validation_checks import check_keep_best
 from controller.records import Record, read_records
+from controller.watching.shown_text import counted
 from workers.chat_template import template_of, try_template
 from workers.errors import DataError
 from workers.reward_process import RewardFunction
@@ -100,6 +101,16 @@ def try_inputs(config: Config, say: Say = print) -> Tried:
             check_loss(key, name, timeout_s=config.resources.user_code_timeout_s)
     cost_model = CostModel.from_model_config(config.model_description())
     return Tried(train, held_out, functions, environment, curriculum, cost_model, identity)
+
+
+def tried_lines(config: Config, tried: Tried) -> list[str]:
+    """What was tried, in words, and what only a run finds."""
+    code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
+    return [
+        *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
+        *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
+        "prompts are not counted in tokens: that takes the tokenizer, with which a run begins",
+    ]
 
 
 def read_inputs(config: Config, say: Say = print) -> Inputs:

@@ -96,6 +96,7 @@ CALLS = (
         ["ValueError: no"],
         write=reward("import sys", "print('x', file=sys.stderr); raise ValueError('no')"),
     ),
+    BadInput("raises in lines", ["ValueError: first"], write=reward(body="raise ValueError('first\\nsecond')")),
     BadInput("returns text", ["must return numbers"], write=reward(body="return 'high'")),
 )
 
