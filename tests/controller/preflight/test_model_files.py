@@ -120,6 +120,12 @@ def test_a_folder_that_cannot_be_trained_is_refused_in_one_line(
     assert shown.out == "" and not Path("runs").exists()
 
 
+def test_a_family_may_store_its_output_layer_under_another_name(workspace: Path) -> None:
+    described(model_type="gpt_neox", tie_word_embeddings=False)()
+    write_weight_file(WEIGHTS, {"gpt_neox.embed_in.weight": (32, 256), "embed_out.weight": (32, 256)})
+    assert main(["--config", "config.yaml", "--dry-run"]) == 0
+
+
 def test_a_model_in_several_files_is_read_as_one(workspace: Path) -> None:
     weights = qwen2_weights(MODEL)
     files = {name: f"{number % 2}.safetensors" for number, name in enumerate(weights)}
