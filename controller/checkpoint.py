@@ -80,12 +80,16 @@ def check_same_data(config: "Config", data: dict[str, Any]) -> None:
         return
     folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
     for path in checkpoints_at(folder)[:1]:
-        found = differences(data, read_manifest(path).extra.get("data") or {})
-        if found:
-            raise ConfigError(
-                f"run.resume: {path} was trained on other data: {'; '.join(found)}; set that back, or go on with the "
-                "new data by run.other_data=restart (from its first prompt) or keep_place."
-            )
+        _refuse_other_data(path, data, read_manifest(path).extra.get("data") or {})
+
+
+def _refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> None:
+    found = differences(now, then)
+    if found:
+        raise ConfigError(
+            f"run.resume: {path} was trained on other data: {'; '.join(found)}; set that back, or go on with the new "
+            "data by run.other_data=restart (from its first prompt) or keep_place."
+        )
 
 
 def go_on(config: "Config", roles: "Roles", console: "Console", data: dict[str, Any]) -> Progress:
@@ -105,10 +109,13 @@ def go_on(config: "Config", roles: "Roles", console: "Console", data: dict[str, 
         except (CheckpointError, WorkerError) as error:
             console.say(f"{path} cannot be loaded: {error}")
             continue
+        progress = Progress(**found[0])
+        if config.run.other_data == "refuse":  # checked before the start too, but of the newest one only
+            _refuse_other_data(path, data, progress.data)
         console.say(f"going on from {path}")
         if config.run.resume == "auto":
-            _remove_later(roles, path, found[0]["step"])
-        return _with_data(Progress(**found[0]), data, config, console)
+            _remove_later(roles, path, progress.step)
+        return _with_data(progress, data, config, console)
     if candidates:
         raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")
     return Progress(data=data)

@@ -13,6 +13,7 @@ import numpy as np
 from controller.curriculum import checked_order
 from controller.records import Record
 from workers.errors import DataError
+from workers.isolation import named
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
 CHARACTERS_PER_TOKEN = (
@@ -93,9 +94,9 @@ class PromptDataset:
 
     def _tokenized(self, record: Record, tokenizer: Any, rules: PromptRules, index: int) -> np.ndarray | None:
         """Ids of a prompt within the limit; None for one that is dropped."""
-        written = _characters(record[rules.prompt_key])
-        if rules.over_long != "truncate" and written > CHARACTERS_PER_TOKEN * rules.max_prompt_tokens:
-            self._leave_out(f"{written:,} characters", rules, index)  # tokenizing 60 MB would take minutes
+        prompt = record[rules.prompt_key]
+        if rules.over_long != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
+            self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
             return None
         ids = tokenize_record(record, tokenizer, rules, f"{self.name} record {index}")
         if len(ids) <= rules.max_prompt_tokens:
@@ -185,7 +186,12 @@ class PromptMixture:
         self._dealt[source] += 1
 
 
-def _characters(prompt: Any) -> int:
+def is_too_long(prompt: Any, max_tokens: int) -> bool:
+    """Whether a prompt has so many characters that it is above `max_tokens` with any tokenizer in use."""
+    return characters(prompt) > CHARACTERS_PER_TOKEN * max_tokens
+
+
+def characters(prompt: Any) -> int:
     """Characters of a text, or of the texts of chat messages."""
     if isinstance(prompt, str):
         return len(prompt)
@@ -241,7 +247,4 @@ def _rendered(tokenizer: Any, prompt: list[dict[str, Any]], where: str) -> Any:
     try:
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template may raise whatever it likes
-        text = next(iter(str(error).splitlines()), "").rstrip(".")
-        raise DataError(
-            f"{where} is not rendered by the chat template of model.path: {type(error).__name__}: {text}."
-        ) from error
+        raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error

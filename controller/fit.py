@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from balancing import BalancingError
 from controller.cluster_address import check_cluster, cluster_address
 from controller.config import Config, load, to_yaml
-from controller.inputs import Inputs, read_inputs, try_inputs
+from controller.inputs import Inputs, read_inputs, tried_lines, try_inputs
 from controller.layout import reserved
-from controller.preflight.arguments import parse_arguments
+from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import run_on
 from controller.preflight.describe import describe, warnings
@@ -58,10 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not request.cluster:
                 check_machine(config, dry_run=request.dry_run)
             if request.dry_run:
-                try_inputs(config)
-                print(describe(config))
-                if request.cluster:
-                    print_cluster(config, request.cluster, measured=request.measure)
+                dry_run(config, request)
                 return 0
             check_cluster(config)
             inputs = read_inputs(config)
@@ -74,6 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 1
     return 0
+
+
+def dry_run(config: Config, request: Arguments) -> None:
+    """Print what would run and where, then try what a run tries; raises as that and `print_cluster` do."""
+    print(describe(config))
+    if request.cluster:
+        print_cluster(config, request.cluster, measured=request.measure)
+    sys.stdout.flush()  # users' code may write there from processes of its own
+    print("\n".join(["", "== inputs ==", *tried_lines(config, try_inputs(config))]))
 
 
 def run(config: Config, inputs: Inputs) -> None:

@@ -16,13 +16,24 @@ from typing import Any
 from balancing import CostModel
 from controller.checkpoint import check_same_data
 from controller.config import Config
+from controller.config.file import value_of
 from controller.config.functions import check_environment, check_rewards, requested_columns
 from controller.config.model_files import read_model_files
 from controller.curriculum import IsolatedCurriculum
-from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts, check_prompt, with_system_prompt
+from controller.data import (
+    PromptDataset,
+    PromptMixture,
+    PromptRules,
+    Prompts,
+    characters,
+    check_prompt,
+    is_too_long,
+    with_system_prompt,
+)
 from controller.data_identity import DataIdentity, data_identity
 from controller.preflight.validation_checks import check_keep_best
 from controller.records import Record, read_records
+from controller.watching.shown_text import counted
 from workers.chat_template import template_of, try_template
 from workers.errors import DataError
 from workers.reward_process import RewardFunction
@@ -80,15 +91,26 @@ def try_inputs(config: Config, say: Say = print) -> Tried:
     functions = _reward_functions(config, next(iter(train.values()))[0], say)
     for path, rows in (train | held_out).items():
         _check_records(path, rows, data.prompt_key, functions)
+        _check_lengths(config, path, rows)
     _try_template(config, train | held_out, say)
     environment = _environment(config, next(iter(train.values()))[0], say)
     curriculum = _curriculum(config, train, say)
     if config.algorithm.loss.name == "custom":
         key, name = "algorithm.loss.function", config.algorithm.loss.function
-        with _waiting(say, f"the import of {name}, {key}", TIMEOUT_SETTING):
+        with _waiting(say, f"the import of {name}, {key}", config):
             check_loss(key, name, timeout_s=config.resources.user_code_timeout_s)
     cost_model = CostModel.from_model_config(config.model_description())
     return Tried(train, held_out, functions, environment, curriculum, cost_model, identity)
+
+
+def tried_lines(config: Config, tried: Tried) -> list[str]:
+    """What was tried, in words, and what only a run finds."""
+    code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
+    return [
+        *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
+        *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
+        "prompts are not counted in tokens: that takes the tokenizer, with which a run begins",
+    ]
 
 
 def read_inputs(config: Config, say: Say = print) -> Inputs:
@@ -125,12 +147,12 @@ def _reward_functions(config: Config, example: Record, say: Say) -> list[RewardF
     functions = []
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
-        with _waiting(say, f"the import of {name}, {key}", TIMEOUT_SETTING):
+        with _waiting(say, f"the import of {name}, {key}", config):
             found = find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
         columns = requested_columns(found.signature, example, name)
         functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
     if functions:
-        with _waiting(say, f"{key}, tried on an empty response", "reward.timeout_s"):
+        with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
             score = check_rewards(functions, example, timeout_s=config.reward.timeout_s)
         check_keep_best(config, score.parts)
     return functions
@@ -141,9 +163,9 @@ def _environment(config: Config, example: Record, say: Say) -> bytes:
     key, name = "rollout.environment", config.rollout.environment
     if not name:
         return b""
-    with _waiting(say, f"the import of {name}, {key}", TIMEOUT_SETTING):
+    with _waiting(say, f"the import of {name}, {key}", config):
         packed = find_class(key, name, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
-    with _waiting(say, f"{key}, tried on an empty response", "reward.timeout_s"):
+    with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
         check_environment(packed, example, timeout_s=config.reward.timeout_s)
     return packed
 
@@ -153,9 +175,9 @@ def _curriculum(config: Config, train: Records, say: Say) -> IsolatedCurriculum 
     key, name, timeout_s = "data.curriculum", config.data.curriculum, config.resources.user_code_timeout_s
     if not name:
         return None
-    with _waiting(say, f"the import of {name}, {key}", TIMEOUT_SETTING):
+    with _waiting(say, f"the import of {name}, {key}", config):
         curriculum = IsolatedCurriculum(find_function(key, name, timeout_s=timeout_s).packed, timeout_s)
-    with _waiting(say, f"{key}, tried on the first epoch", TIMEOUT_SETTING):
+    with _waiting(say, f"{key}, tried on the first epoch", config):
         for rows in train.values():
             curriculum(rows, 0)
     return curriculum
@@ -167,6 +189,23 @@ def _check_records(path: str, rows: list[Record], prompt_key: str, functions: Se
         check_prompt(record[prompt_key], f"{path} record {number}")
         if missing := sorted(needed.keys() - record.keys()):
             raise DataError(f"{path}: record {number} lacks {missing}, which {needed[missing[0]]} takes.")
+
+
+def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
+    """What can be said of lengths without a tokenizer: which prompts are too long with any."""
+    data = config.data
+    short = [not is_too_long(row[data.prompt_key], data.max_prompt_tokens) for row in rows]
+    if data.over_long != "truncate" and not any(short):
+        raise DataError(
+            f"{path}: all prompts, {len(rows)}, have many more characters than data.max_prompt_tokens="
+            f"{data.max_prompt_tokens} tokens hold; raise it, set data.over_long=truncate, or give shorter prompts."
+        )
+    if data.over_long == "error" and not all(short):
+        number = short.index(False) + 1
+        raise DataError(
+            f"{path} record {number} has {characters(rows[number - 1][data.prompt_key]):,} characters, more than "
+            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens hold; raise it, or set data.over_long=drop."
+        )
 
 
 def _try_template(config: Config, data: Mapping[str, list[Record]], say: Say) -> None:
@@ -185,7 +224,7 @@ def _try_template(config: Config, data: Mapping[str, list[Record]], say: Say) ->
             f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
         )
     timeout_s = config.resources.user_code_timeout_s
-    with _waiting(say, f"the chat template of model.path={config.model.path}", TIMEOUT_SETTING):
+    with _waiting(say, f"the chat template of model.path={config.model.path}", config):
         try_template(template, tried, config.model.path, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
 
 
@@ -198,9 +237,11 @@ def _check_continuing(config: Config, tokenizer: Any, train: Records) -> None:
 
 
 @contextmanager
-def _waiting(say: Say, what: str, setting: str) -> Iterator[None]:
+def _waiting(say: Say, what: str, config: Config, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
     """Say what is waited for, and which setting ends that, unless it is there in a moment."""
-    timer = threading.Timer(SILENT_SECONDS, say, [f"waiting for {what} (at most {setting})"])
+    timer = threading.Timer(
+        SILENT_SECONDS, say, [f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"]
+    )
     timer.daemon = True
     timer.start()
     try:

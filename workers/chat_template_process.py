@@ -4,7 +4,7 @@ import json
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from workers.isolation import Answer, answering
+from workers.isolation import Answer, answering, named
 
 
 def respond(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
@@ -14,9 +14,8 @@ def respond(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
         try:
             render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special_tokens)
         except Exception as error:
-            text = next(iter(str(error).splitlines()), "").rstrip(".")
-            line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
-            return {"failure": f"raised {type(error).__name__}{line} on prompt {number}: {text}"}, b""
+            line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
+            return {"failure": f"raised {named(error)}{line}, on prompt {number} of those tried"}, b""
     return {}, b""
 
 

@@ -27,7 +27,7 @@ import cloudpickle
 
 from workers.environment import Observation, Text, encode_observation, encode_opening
 from workers.errors import BallastError, EpisodeError
-from workers.isolation import end_with_parent, enter_isolation, start_isolated
+from workers.isolation import end_with_parent, enter_isolation, named, start_isolated
 
 START_SECONDS = 60.0
 LONGEST_ANSWER = 2**26  # bytes of one answer
@@ -222,7 +222,7 @@ def play(environment_class: type, connection: socket.socket) -> None:
             except BallastError as error:
                 answer = json.dumps({"failure": str(error)})
             except (Exception, KeyboardInterrupt, SystemExit) as error:  # of theirs: Ctrl-C is left to the parent
-                answer = json.dumps({"failure": f"{method} raised {type(error).__name__}: {error}"})
+                answer = json.dumps({"failure": f"{method} raised {named(error)}"})
             connection.sendall(answer.encode() + b"\n")
 
 

@@ -71,6 +71,12 @@ def how_it_ended(process: subprocess.Popen[bytes]) -> str:
     return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
+def named(error: BaseException) -> str:
+    """An error of users' code in one line: its type and the first line of its text."""
+    text = next(iter(str(error).splitlines()), "").rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def ask(
     module: str, question: Mapping[str, Any], payload: bytes = b"", *, timeout_s: float, setting: str
 ) -> tuple[Answer, bytes]:

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 
 from workers.errors import DataError
-from workers.isolation import enter_isolation, how_it_ended, start_isolated
+from workers.isolation import enter_isolation, how_it_ended, named, start_isolated
 from workers.score import Score, as_score, weighted
 
 START_SECONDS = 60.0
@@ -229,7 +229,7 @@ async def _result(function: Unpacked, arguments: dict[str, Any], timeout_s: floa
     except TimeoutError:
         raise _FunctionError(f"took more than reward.timeout_s={timeout_s:g} s") from None
     except RAISED as error:
-        raise _FunctionError(f"raised {type(error).__name__}: {error}") from None
+        raise _FunctionError(f"raised {named(error)}") from None
 
 
 def main() -> None:

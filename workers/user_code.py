@@ -21,7 +21,7 @@ from typing import Any, cast
 import cloudpickle
 
 from workers.errors import BallastError, ConfigError
-from workers.isolation import Answer, NoAnswerError, answering, ask
+from workers.isolation import Answer, NoAnswerError, answering, ask, named
 
 TIMEOUT_SETTING = "resources.user_code_timeout_s"
 AS_A_PROGRAM = 'keep what only a program does behind `if __name__ == "__main__":`'
@@ -133,7 +133,7 @@ def _called(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
     try:
         value = cloudpickle.loads(packed)(*arguments)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        return {"failure": f"raised {type(error).__name__}: {_first_line(error)}"}, b""
+        return {"failure": f"raised {named(error)}"}, b""
     return {"value": _plain(value)}, b""
 
 
@@ -161,7 +161,7 @@ def _load_file(key: str, path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, KeyboardInterrupt) as error:
-        raise ConfigError(f"{key}: {path} cannot be imported: {type(error).__name__}: {_first_line(error)}.") from error
+        raise ConfigError(f"{key}: {path} cannot be imported: {named(error)}.") from error
     return module
 
 
@@ -171,9 +171,7 @@ def _load_module(key: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, KeyboardInterrupt) as error:
-        raise ConfigError(
-            f"{key}: module {name!r} cannot be imported: {type(error).__name__}: {_first_line(error)}."
-        ) from error
+        raise ConfigError(f"{key}: module {name!r} cannot be imported: {named(error)}.") from error
 
 
 def _packed(which: str, module: ModuleType, found: Any) -> bytes:
@@ -185,7 +183,7 @@ def _packed(which: str, module: ModuleType, found: Any) -> bytes:
     except Exception as error:
         held = ", ".join(_not_picklable(module)) or "something"
         raise ConfigError(
-            f"{which} cannot be sent to other processes, because {held} cannot be pickled ({_first_line(error)}); make "
+            f"{which} cannot be sent to other processes, because {held} cannot be pickled ({named(error)}); make "
             "it inside the function, at its first call."
         ) from None
 
@@ -215,10 +213,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, range)):
         return [_plain(item) for item in value]
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "").rstrip(".")
 
 
 if __name__ == "__main__":

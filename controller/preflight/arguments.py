@@ -64,7 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of settings")
-    parser.add_argument("--dry-run", action="store_true", help="check, print what would run and where, start nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="read all data, try the reward, print what would run and where; start nothing",
+    )
     parser.add_argument(
         "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement and memory on {FORM}"
     )

@@ -17,7 +17,7 @@ class BadInput:
     """One row, in the folder of `tests.controller.config_workspace`.
 
     words: what the line on stderr must say, in any place. overrides: of the workspace's configuration. write: changes
-    the workspace's files; it is given the folder. code: the exit code.
+    the workspace's files; it is given the folder. code: the exit code. told: what is said on stdout before.
     """
 
     name: str
@@ -25,6 +25,7 @@ class BadInput:
     overrides: Sequence[str] = ()
     write: Callable[[Path], object] | None = None
     code: int = 2
+    told: Sequence[str] = ()
 
 
 def rows(*cases: BadInput) -> pytest.MarkDecorator:
@@ -44,7 +45,9 @@ def check_refused(
         case.write(folder)
     capfd.readouterr()
     code = fit.main([*COMMAND, *options, *case.overrides])
-    check_line(case, code, capfd.readouterr().err)
+    written = capfd.readouterr()
+    check_line(case, code, written.err)
+    assert [word for word in case.told if word not in written.out] == [], written.out
     assert not list(folder.glob("runs/*")), "a refused run has written a folder"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import controller.data
 from controller.config import load
 from controller.inputs import read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
@@ -34,17 +35,19 @@ def refusal(*overrides: str) -> str:
     return f"error: {caught.value}\n"
 
 
-@pytest.mark.parametrize(
-    ("over_long", "words"),
-    [("drop", ["data.max_prompt_tokens"]), ("error", ["6,000,000 characters", "over_long=drop"])],
-)
-def test_a_line_of_megabytes_is_answered_without_being_tokenized(
-    workspace: Path, over_long: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (workspace / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 3_000_000}))
-    monkeypatch.setattr("controller.data.tokenize_record", lambda *_: pytest.fail("it was tokenized"))
-    line = refusal("data.train=long.jsonl", f"data.over_long={over_long}")
-    check_line(BadInput(over_long, words), 2, line)
+    records = [{"prompt": "1+" * 3_000_000}, {"prompt": "1+1="}]
+    (workspace / "long.jsonl").write_text("\n".join(map(json.dumps, records)))
+    tokenized: list[object] = []
+    whole = controller.data.tokenize
+    monkeypatch.setattr(
+        "controller.data.tokenize",
+        lambda tokenizer, prompt, *, where: tokenized.append(prompt) or whole(tokenizer, prompt, where=where),
+    )
+    (source,) = read_inputs(load(None, [*SETTINGS, "data.validation=''", "data.train=long.jsonl"])).sources
+    assert (len(source), source.dropped, tokenized) == (1, 1, ["1+1="])
 
 
 def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Path) -> None:

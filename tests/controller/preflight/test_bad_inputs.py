@@ -10,7 +10,7 @@ from controller.preflight.machine import check_machine, visible_gpus
 from tests.controller.bad_inputs import BadInput, check_refused, rows
 from workers.errors import ConfigError
 
-RECORD = '{"prompt": "1+1=", "solution": "2"}\n'
+MEGABYTES = f'{{"prompt": "{"1+" * 3_000_000}", "solution": "2"}}'
 
 
 def append(file: str, text: str) -> object:
@@ -45,6 +45,19 @@ DATA = (
         "nested hundreds deep",
         ["train.jsonl:2", "nested more than 100 deep"],
         write=append("train.jsonl", '{"prompt": "x", "solution": ' + "[" * 400 + "]" * 400 + "}"),
+    ),
+    BadInput(
+        "megabytes in every line",
+        ["train.jsonl: all prompts, 1, have many more characters", "data.over_long=truncate"],
+        write=lambda folder: (folder / "train.jsonl").write_text(
+            f'{{"prompt": "{"1+" * 3_000_000}", "solution": "2"}}'
+        ),
+    ),
+    BadInput(
+        "megabytes in a line",
+        ["train.jsonl record 2 has 6,000,000 characters", "data.over_long=drop"],
+        ["data.over_long=error"],
+        append("train.jsonl", MEGABYTES),
     ),
     BadInput(
         "torn validation data",

@@ -96,6 +96,7 @@ CALLS = (
         ["ValueError: no"],
         write=reward("import sys", "print('x', file=sys.stderr); raise ValueError('no')"),
     ),
+    BadInput("raises in lines", ["ValueError: first"], write=reward(body="raise ValueError('first\\nsecond')")),
     BadInput("returns text", ["must return numbers"], write=reward(body="return 'high'")),
 )
 
@@ -155,12 +156,12 @@ TEMPLATES = (
     BadInput(
         "raises", ["chat template", "no user may speak"], write=template("{{ raise_exception('no user may speak') }}")
     ),
-    BadInput("divides by zero", ["chat template", "ZeroDivisionError"], write=template("{{ 1 / 0 }}")),
     BadInput(
         "never ends",
         ["chat template of model.path=model took more than resources.user_code_timeout_s=3 s"],
         ["resources.user_code_timeout_s=3"],
         template(ENDLESS),
+        told=["waiting for the chat template of model.path=model (at most resources.user_code_timeout_s=3 s)\n"],
     ),
 )
 
@@ -193,7 +194,7 @@ def test_a_chat_template_that_does_not_render_the_first_prompts_is_refused(
     check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
 
 
-@rows(IMPORTS[0], TEMPLATES[0])
+@rows(IMPORTS[0])
 def test_a_run_refuses_what_a_dry_run_refuses(
     case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

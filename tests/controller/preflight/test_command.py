@@ -63,6 +63,8 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
     assert process.returncode == 0, process.stderr
     assert "policy: 1 actor, " in process.stdout
     assert "the run: 3 steps, 6 optimiser steps" in process.stdout
+    assert "train.jsonl: 1 record\n" in process.stdout
+    assert "reward.py:reward: tried on the first record and an empty response" in process.stdout
     assert process.stdout.endswith("heavy: []\n")
     assert not (tmp_path / "runs").exists()
 
