@@ -22,7 +22,7 @@ from controller.parity import parity_lines
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import run_on
-from controller.preflight.describe import describe
+from controller.preflight.describe import describe, warnings
 from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.machine import check_machine
 from controller.recovery import recovering, what_is_left
@@ -90,6 +90,8 @@ def run(config: Config, inputs: Inputs) -> None:
     from controller.watching.console import Console
 
     console = Console()
+    for warning in warnings(config):
+        console.say(f"warning: {warning}")
     for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
             if count:

@@ -20,7 +20,7 @@ class ModelFiles:
     """What settings must agree with; a size is None where config.json does not say.
 
     folder: where they are. description: config.json. positions: longest sequence the model takes. chat_template:
-    whether the tokenizer has one.
+    whether the tokenizer has one. end_of_sequence: whether a file names a token that ends a response.
     """
 
     folder: Path
@@ -30,6 +30,7 @@ class ModelFiles:
     key_value_heads: int | None
     vocabulary: int | None
     chat_template: bool
+    end_of_sequence: bool
 
 
 def read_model_files(path: str, key: str) -> ModelFiles:
@@ -53,6 +54,7 @@ def read_model_files(path: str, key: str) -> ModelFiles:
         key_value_heads=text.get("num_key_value_heads") or heads,
         vocabulary=text.get("vocab_size"),
         chat_template=_has_chat_template(folder, key),
+        end_of_sequence=_has_end_of_sequence(folder, key, text),
     )
 
 
@@ -111,6 +113,17 @@ def _positions(text: dict[str, Any]) -> int | None:
     if positions is None or factor is None:
         return positions
     return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
+
+
+def _has_end_of_sequence(folder: Path, key: str, text: dict[str, Any]) -> bool:
+    """Whether one of the files from which engines take it names one: the model's, of generation, or the tokenizer's."""
+    places = (
+        ("generation_config.json", "eos_token_id"),
+        ("tokenizer_config.json", "eos_token"),
+        ("special_tokens_map.json", "eos_token"),
+    )
+    named = [read_json(folder / file, key).get(name) for file, name in places if (folder / file).is_file()]
+    return any(value is not None for value in [text.get("eos_token_id"), *named])
 
 
 def _has_chat_template(folder: Path, key: str) -> bool:

@@ -21,6 +21,7 @@ from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
 from controller.preflight.effects import check_settings_have_effect
 from controller.preflight.loss_checks import check_kl_correction, check_token_returns
+from controller.preflight.model_sizes import check_model_sizes
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.model_types import CAUSAL, check_model_type
 from controller.preflight.tracker_checks import check_trackers
@@ -379,6 +380,7 @@ def _check_model(config: Config, model: ModelFiles) -> None:
             f"{config.model.path}."
         )
     check_weights(model, "model.path", config.model.path, output=HEAD)
+    check_model_sizes(config, model)
 
 
 def _check_reference(config: Config, model: ModelFiles) -> None:

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from controller.config import Config, to_yaml
 from controller.config.file import Setting, settings
+from controller.config.model_files import read_model_files
 from controller.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
 from controller.watching.shown_text import counted
 
@@ -108,8 +109,18 @@ def _cap_line(config: Config, key: str, cap: int) -> str:
     )
 
 
+def warnings(config: Config) -> list[str]:
+    """What a run is told at its start, too: it can work, and is most likely not what was meant."""
+    if read_model_files(config.model.path, "model.path").end_of_sequence:
+        return []
+    return [
+        f"model.path={config.model.path} names no end-of-sequence token (eos_token of its tokenizer, eos_token_id of "
+        "generation_config.json): every response runs to rollout.sampling.max_new_tokens"
+    ]
+
+
 def _notes(config: Config) -> list[str]:
-    sampling, notes = config.rollout.sampling, []
+    sampling, notes = config.rollout.sampling, warnings(config)
     if not config.uses_gpus and config.model.dtype == "bfloat16":
         notes.append(
             "model.dtype=bfloat16 on CPU: log-probs of engines and trainer differ by rounding, up to about 0.5"

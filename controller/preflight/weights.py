@@ -31,9 +31,9 @@ def check_weights(model: ModelFiles, key: str, path: str, *, output: str = "") -
     if known:
         _check_family(model, found, f"{key}={path}")
     _check_vocabulary(model, found, f"{key}={path}")
-    # Other families may tie what their file does not say.
-    tied = output == HEAD and model.description.get("tie_word_embeddings", not known)
-    if output and not tied and f"{output}.weight" not in found:
+    # Other families may tie it without a word in their file, or store it under another name.
+    elsewhere = output == HEAD and (not known or model.description.get("tie_word_embeddings"))
+    if output and not elsewhere and f"{output}.weight" not in found:
         raise ConfigError(f"{key}={path}: the weight files have no {output}.weight; take a folder that has one.")
 
 

@@ -12,6 +12,12 @@ from controller.preflight.describe import describe, settings_page
 from tests.controller.config_workspace import write_workspace
 
 
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, which model.path starts from."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return load(write_workspace(tmp_path))

@@ -5,8 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from controller.config.model_files import read_model_files
 from controller.fit import main
+from controller.preflight.model_shape import FAMILIES
+from controller.preflight.weights import HEAD, check_weights
 from tests.controller.config_workspace import MODEL, write_model
 from tests.controller.weight_files import qwen2_weights, write_weight_file
 
@@ -120,6 +124,12 @@ def test_a_folder_that_cannot_be_trained_is_refused_in_one_line(
     assert shown.out == "" and not Path("runs").exists()
 
 
+def test_a_family_may_store_its_output_layer_under_another_name(workspace: Path) -> None:
+    described(model_type="gpt_neox", tie_word_embeddings=False)()
+    write_weight_file(WEIGHTS, {"gpt_neox.embed_in.weight": (32, 256), "embed_out.weight": (32, 256)})
+    assert main(["--config", "config.yaml", "--dry-run"]) == 0
+
+
 def test_a_model_in_several_files_is_read_as_one(workspace: Path) -> None:
     weights = qwen2_weights(MODEL)
     files = {name: f"{number % 2}.safetensors" for number, name in enumerate(weights)}
@@ -153,3 +163,15 @@ def test_every_model_is_looked_at(workspace: Path, capsys: pytest.CaptureFixture
     (workspace / "other" / "config.json").write_text(json.dumps(MODEL | judge))
     assert main(["--config", "config.yaml", "reward.model.path=other"]) == 2
     assert "reward.model.path=other: the weight files have no score.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_is_what_is_expected(tmp_path: Path, family: str) -> None:
+    """Names and shapes of every family that is compared weight by weight, as the installed transformers writes them."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 32, "pad_token_id": None, "moe_intermediate_size": 8}
+    sizes |= {"num_local_experts" if family == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"shared_expert_intermediate_size": 8}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check_weights(read_model_files(str(tmp_path), "model.path"), "model.path", family, output=HEAD)
