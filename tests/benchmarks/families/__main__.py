@@ -34,8 +34,9 @@ def main() -> None:
     pool = RankPool(1 if options.engines else 2)
     ways = {"vLLM": _send} if options.engines else {name: _comparison(name) for name in RUNS}
     for family in options.only or causal_families():
-        kept.add(family, measure(pool, family, ways))
-        sys.stdout.writelines(f"{family} {name}: {outcome}\n" for name, outcome in kept.found[family].items())
+        outcomes = measure(pool, family, ways)
+        kept.add(family, outcomes)
+        sys.stdout.writelines(f"{family} {name}: {outcome}\n" for name, outcome in outcomes.items())
         sys.stdout.flush()
     pool.stop()
     if options.output:
