@@ -57,9 +57,10 @@ class _Mixer:
         module.forward = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if len(self.lengths) < 2:
+        everything: dict[Any, Any] = {**dict(enumerate(arguments)), **named}
+        # Inside another mixer only one segment comes along.
+        if len(self.lengths) < 2 or not any(map(self._is_of_row, everything.values())):
             return self._forward(*arguments, **named)
-        everything = {**dict(enumerate(arguments)), **named}
         parts = {name: self._split(value) for name, value in everything.items()}
         outputs = []
         for index in range(len(self.lengths)):
@@ -70,9 +71,10 @@ class _Mixer:
 
     def _split(self, value: Any) -> Any:
         """One for each segment: its tokens of a tensor [1, T, ...], or the same for all."""
-        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == sum(self.lengths):
-            return value.split(self.lengths, dim=1)
-        return [value] * len(self.lengths)
+        return value.split(self.lengths, dim=1) if self._is_of_row(value) else [value] * len(self.lengths)
+
+    def _is_of_row(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == sum(self.lengths)
 
 
 class _Tell:

@@ -22,7 +22,7 @@ pass of one sequence at a time.
 A number is the largest difference of a token's log-prob in nats; gradients agree too. Ulysses and ring share each
 sequence between two ranks ([context parallelism](parallelism.md)); they need the packed layout. For the last column
 all weights are changed and sent to a running engine of vLLM {vllm}, whose log-probs are then compared with the
-trainer's; it is empty where vLLM has no such family.
+trainer's; it is empty where vLLM has no such family, or where this was not measured (`--engines`).
 
 A run with a model that is refused ends before its first sample, with a message that names the reason and the setting to
 change:
@@ -52,6 +52,7 @@ SHORT = {
     "ring attention is causal only": "windows, caps or sinks",
     "carries a state from token to token, which": "state",
     "carries a state from token to token by": "state in no module of its own",
+    "the update brought nothing for": "vLLM does not replace its weights",
     "share parameters": "layers share parameters",
     "raises": "its code raises, as seen at load",
 }
