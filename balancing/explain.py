@@ -116,7 +116,7 @@ def _about_long_sequence(finding: Finding, plan: "Plan") -> str:
 
 def _about_few_sequences(finding: Finding, plan: "Plan") -> str:
     numbers = finding.numbers
-    sequences = plan.mini_batches[int(numbers["mini_batch"])].sequences
+    sequences = len(plan.mini_batches[int(numbers["mini_batch"])].rows)
     return (
         f"{_waiting(finding)}: mini-batch {numbers['mini_batch']:.0f} holds {sequences} for {plan.ranks} ranks; "
         f"{numbers['empty']:.0f} have nothing to do in {_place(finding)}."

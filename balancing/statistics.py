@@ -1,4 +1,4 @@
-"""Figures of a plan, and the same figures for the batch as it was given."""
+"""Figures of a plan; the same figures for the batch as it was given, and after Karmarkar-Karp alone."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancing.alignment import round_up
+from balancing.differenced import differenced
 from balancing.padded import take_in_order
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ def plan_statistics(plan: "Plan") -> dict[str, float]:
     """Plain floats by name; `before` is the given order, dealt to ranks in runs of equal count and cut at the cap.
 
     tokens_per_rank/{min,max,mean,difference} and tokens_per_rank_before/...: real tokens of a rank in the whole batch.
+    imbalance_karmarkar_karp/...: after largest differencing over ranks, and over each rank's micro-batches, as many as
+    planned, whatever caps say; all else is what refinement adds. from_karmarkar_karp: share of mini-batches whose plan
+    was refined from there; the others end better from another start (schedule.py).
     imbalance/ranks: max / mean - 1 of the workload of ranks. imbalance/micro_steps: the time of synchronous
     micro-steps (sum over steps of the heaviest rank) over workload / ranks, - 1. imbalance_before/...: before.
     idle_share, idle_share_before: share of ranks' time spent waiting in micro-steps.
@@ -36,6 +40,8 @@ def plan_statistics(plan: "Plan") -> dict[str, float]:
         **_token_spread("tokens_per_rank_before", before, plan.lengths),
         **_waiting("", predicted_grids(plan)),
         **_waiting("_before", grids(before, plan.workloads)),
+        **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan) for part in plan.mini_batches]),
+        "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
         **_filling(after, plan),
     }
 
@@ -98,12 +104,25 @@ def _token_spread(name: str, mini_batches: list[Rows], lengths: NDArray[np.int64
     }
 
 
-def _waiting(suffix: str, mini_batches: list[NDArray[np.float64]]) -> dict[str, float]:
+def _after_karmarkar_karp(mini_batch: "MiniBatch", plan: "Plan") -> NDArray[np.float64]:
+    """float64 [steps, ranks]: the workload of every micro-batch after largest differencing alone, no cap looked at."""
+    weights = np.sort(plan.workloads[mini_batch.rows])[::-1]
+    return differenced(weights, plan.ranks, mini_batch.steps).sums(weights).reshape(mini_batch.steps, -1)
+
+
+def _imbalance(suffix: str, mini_batches: list[NDArray[np.float64]]) -> dict[str, float]:
     per_rank = np.sum([grid.sum(axis=0) for grid in mini_batches], axis=0)
-    time, ideal = step_time(mini_batches), ideal_time(mini_batches)
+    ideal = ideal_time(mini_batches)
     return {
         f"imbalance{suffix}/ranks": float(per_rank.max()) / ideal - 1.0,
-        f"imbalance{suffix}/micro_steps": time / ideal - 1.0,
+        f"imbalance{suffix}/micro_steps": step_time(mini_batches) / ideal - 1.0,
+    }
+
+
+def _waiting(suffix: str, mini_batches: list[NDArray[np.float64]]) -> dict[str, float]:
+    time, ideal = step_time(mini_batches), ideal_time(mini_batches)
+    return {
+        **_imbalance(suffix, mini_batches),
         f"idle_share{suffix}": max(0.0, 1.0 - ideal / time),
         f"predicted_time{suffix}/total": time,
         f"predicted_time{suffix}/longest_micro_step": float(max(grid.max() for grid in mini_batches)),

@@ -187,7 +187,7 @@ def _random_plan(generator: np.random.Generator) -> Plan:
         min_count=int(generator.integers(1, 4)),
         multiple_of=int(generator.integers(1, 3)),
         cost_model=COST_MODEL if generator.random() < 0.5 else None,
-        algorithm=generator.choice(["load_balance"] * 4 + ["none", "verl", "roll", "mindspeed_rl"]).item(),
+        algorithm=generator.choice(["karmarkar_karp"] * 4 + ["none", "verl", "roll", "mindspeed_rl"]).item(),
         order=generator.choice(["descending", "small_ends"]).item(),
         layout=generator.choice(["packed", "packed", "padded"]).item(),
         length_multiple=multiple,
