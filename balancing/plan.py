@@ -217,9 +217,12 @@ class Plan:
         """
         return [part.predicted_times(self.workloads, self.layout).max(axis=1) for part in self.mini_batches]
 
-    def statistics(self) -> dict[str, float]:
-        """What the plan bought, by name; see `balancing.statistics.plan_statistics`."""
-        return plan_statistics(self)
+    def statistics(self, width: int | None = None) -> dict[str, float]:
+        """What the plan bought, by name; see `balancing.statistics.plan_statistics`.
+
+        width: tokens of a row of the tensor that would hold the batch padded, where somebody knows it.
+        """
+        return plan_statistics(self, width)
 
     def explain(self) -> str:
         """Why the plan takes the time it takes, and what would shorten it; see `balancing.explain`."""

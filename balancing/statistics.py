@@ -18,7 +18,7 @@ Rows = list[list[NDArray[np.int64]]]
 """rows[s][r]: int64, the sequences of rank r in micro-step s of one mini-batch."""
 
 
-def plan_statistics(plan: "Plan") -> dict[str, float]:
+def plan_statistics(plan: "Plan", width: int | None = None) -> dict[str, float]:
     """Plain floats by name; `before` is the given order, dealt to ranks in runs of equal count and cut at the cap.
 
     tokens_per_rank/{min,max,mean,difference} and tokens_per_rank_before/...: real tokens of a rank in the whole batch.
@@ -31,7 +31,10 @@ def plan_statistics(plan: "Plan") -> dict[str, float]:
     predicted_time/{total,longest_micro_step} and predicted_time_before/...: sum and maximum over micro-steps of the
     heaviest rank, in the cost model's unit; padding, which `padding_share` tells, is not counted.
     cap_fill: mean share of max_tokens that a micro-batch takes, empty ones included. padding_share: share of
-    computed tokens that are not real ones. micro_batches: their number per rank. empty_micro_batches: over ranks.
+    computed tokens that are not real ones. padding_removed/longest_row: share of the cells of a tensor, its rows as
+    wide as the longest sequence, that is not computed; padding_removed/width: of one with rows of `width` tokens,
+    as systems pad that do not look at lengths; left out without `width`. micro_batches: their number per rank.
+    empty_micro_batches: over ranks.
     """
     after = [rows_of(mini_batch) for mini_batch in plan.mini_batches]
     before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
@@ -43,6 +46,7 @@ def plan_statistics(plan: "Plan") -> dict[str, float]:
         **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan) for part in plan.mini_batches]),
         "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
         **_filling(after, plan),
+        **_padding_removed(after, plan, width),
     }
 
 
@@ -136,6 +140,16 @@ def _filling(mini_batches: list[Rows], plan: "Plan") -> dict[str, float]:
         "padding_share": 1.0 - float(plan.lengths.sum()) / float(taken.sum()),
         "micro_batches": float(sum(len(rows) for rows in mini_batches)),
         "empty_micro_batches": float((taken == 0).sum()),
+    }
+
+
+def _padding_removed(mini_batches: list[Rows], plan: "Plan", width: int | None) -> dict[str, float]:
+    computed = float(_taken(mini_batches, plan).sum())
+    widths = {"longest_row": int(plan.lengths.max()), "width": width}
+    return {
+        f"padding_removed/{name}": 1.0 - computed / (len(plan.lengths) * cells)
+        for name, cells in widths.items()
+        if cells is not None
     }
 
 

@@ -198,7 +198,11 @@ class Trainer:
             if learns:
                 self.send_weights()
         # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
-        return metrics | prefixed("balance", plan.statistics()) | prefixed("policy", results(updated | mismatch))
+        return (
+            metrics
+            | prefixed("balance", plan.statistics(self.config.longest_sequence))
+            | prefixed("policy", results(updated | mismatch))
+        )
 
     def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
         """Record what the micro-steps took, by actor, and plan from now on with what they teach."""

@@ -181,10 +181,11 @@ class AlgorithmConfig:
 @dataclass
 class BalanceConfig:
     algorithm: str = setting(
-        "load_balance",
-        "How sequences are dealt to ranks and micro-batches: `load_balance` plans all ranks and micro-steps at once, "
+        "karmarkar_karp",
+        "How sequences are dealt to ranks and micro-batches: `karmarkar_karp` (or `load_balance`, another name of "
+        "it) shares them by largest differencing and refines that over all ranks and micro-steps under the caps; "
         "`none` keeps the order drawn; the others balance rank by rank as those systems do, with the caps kept.",
-        choices=("load_balance", "none", "verl", "roll", "mindspeed_rl"),
+        choices=("karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"),
     )
     refit: str = setting(
         "auto",

@@ -130,11 +130,16 @@ def lengths(run: RunFolder) -> list[tuple[str, Draw]]:
 
 
 def balance(run: RunFolder) -> list[Panel | tuple[str, Draw]]:
-    """Imbalance before and after, and where the time of a step goes."""
-    before, after = (run.curve(f"balance/imbalance{when}/micro_steps") for when in ("_before", ""))
+    """Imbalance in the given order, after Karmarkar-Karp and as planned, and where the time of a step goes."""
+    whens = ("_before", "_karmarkar_karp", "")
+    before, alone, after = (run.curve(f"balance/imbalance{when}/micro_steps") for when in whens)
     imbalance = Panel(
         "Imbalance of micro-steps",
-        [Line("in the given order", before, ROSE, dashed=True), Line("as planned", after, GREEN)],
+        [
+            Line("in the given order", before, ROSE, dashed=True),
+            Line("after Karmarkar-Karp alone", alone, AMBER, dashed=True),
+            Line("as planned", after, GREEN),
+        ],
         percent=True,
         from_zero=True,
     )

@@ -98,6 +98,7 @@ def test_an_even_plan_is_explained_in_few_words():
     text = explain(plan_batch([7] * 8, ranks=4, max_tokens=14))
     assert text == (
         "8 sequences of 56 tokens on 4 ranks: 1 mini-batch, 1 micro-step.\n"
+        "Imbalance: 0.00% in the given order, 0.00% after Karmarkar-Karp alone, without caps, 0.00% as planned.\n"
         "The step takes 0.00% longer than if no rank ever waited (at best 0.00% in as many micro-steps); "
         "ranks wait 0.00% of the time.\n"
         "\n"

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import BalancingError, CostModel, Plan, plan_batch
+from balancing.bounds import step_time_bound
+from balancing.distributions import DEFAULT_CAP, draw
 from balancing.errors import CountError, LengthError, MiniBatchError, OptionError, OverCapError
+from tests.benchmarks.balancing.plans import COST_MODEL, Batch, geometrically_distributed, just_above_half
 
 QUADRATIC = CostModel(1000.0, 1.0)
 SEVEN_BILLION = CostModel(4.2e10, 6e5)
@@ -389,3 +392,26 @@ def test_groups_are_counted_where_they_have_a_loss_token():
     assert [part.groups for part in plan_batch([5] * 6, **arguments).mini_batches] == [None, None]
     with pytest.raises(LengthError, match="groups holds 2 values for 6 lengths"):
         plan_batch([5] * 6, **arguments, groups=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "seed", "number", "most"),
+    [
+        (
+            lambda seed: draw("geometric", 4096, seed),
+            73,
+            1,
+            0.023,
+        ),  # 0.025 from longest-first
+        (just_above_half, 1, 0, 0.006),  # 0.012
+        (geometrically_distributed, 5, 0, 0.006),  # 0.052
+    ],
+)
+def test_v10_hard_mini_batches_come_near_their_bound(make, seed, number, most):
+    batch = Batch.of(make(seed), 32, DEFAULT_CAP, seed)
+    lengths = batch.lengths[batch.mini_batches[number]]
+    plan = plan_batch(lengths, ranks=32, max_tokens=DEFAULT_CAP, cost_model=COST_MODEL)
+    bound = step_time_bound(
+        lengths, plan.workloads, ranks=32, steps=plan.mini_batches[0].steps, max_tokens=DEFAULT_CAP, max_sequences=4096
+    ).time
+    assert (plan.predicted_times()[0].sum() - bound) / (plan.workloads.sum() / 32) < most
