@@ -29,6 +29,15 @@ class PolicyWorker(TrainedWorker):
         """
         return self.train(batch, plan, make_policy_loss(loss))
 
+    @dispatch(Split.ALL)
+    def save_adapters(self, path: str) -> None:
+        """Write the adapters alone in peft's format; rank zero writes, all take part in gathering.
+
+        Raises CheckpointError if it cannot be written, ConfigError for a policy without adapters.
+        """
+        self.engine.save_adapters(path)
+        self.free_cached_memory()
+
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
         """All weights as one uint8 array of safetensors bytes, on rank zero; the others take part in gathering."""
