@@ -88,6 +88,7 @@ class Trainer:
         self.config, self.roles = config, roles
         self.validation, self.writer, self.console, self.live = validation, writer, console, live
         self.progress = progress or Progress()
+        self.complete = replace(self.progress)  # as it was after the last complete step
         self.timeline = TimelineRecorder(live.phase)
         self.refit = Refit(cost_model, enabled=config.refits_cost_model)
         self.refit.load_state(self.progress.refit)
@@ -103,7 +104,6 @@ class Trainer:
 
         An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
         """
-        self.complete = replace(self.progress)  # as it was after the last complete step
         with self.interrupts:
             try:
                 return self.train()
@@ -253,10 +253,14 @@ class Trainer:
                 self.checkpoints.begin(self.complete)
 
     def save(self, name: str) -> None:
-        """The model and tokenizer in Hugging Face format, in the run's folder."""
+        """The model and tokenizer in Hugging Face format, in the run's folder; adapters also by themselves, beside it:
+        `model-30`, `adapters-30`."""
         with self.timeline.phase("save"), self.console.phase("saving"):
             self.roles.sleep_engines()  # whole weights are gathered for it
             self.roles.policy.save_pretrained(str((self.writer.folder / name).resolve()))
+            if self.config.model.lora.rank:
+                adapters = name.replace("model", "adapters", 1)
+                self.roles.policy.save_adapters(str((self.writer.folder / adapters).resolve()))
 
     def send_weights(self) -> None:
         """New weights to every engine, under the next version."""

@@ -172,7 +172,7 @@ class StandInEngine:
         self.data_parallel_groups: list[Any] = []
         self.clock = SimpleNamespace(take=list)
         self._trains = settings["optimizer"] is not None
-        self.steps = 0
+        self.steps, self.total_steps = 0, settings["total_steps"]
         with self._pass("build"):
             world.ledger.take(world.gpus, world.actor, "states", beside=("states",))
 
@@ -188,6 +188,10 @@ class StandInEngine:
     def log_probs(self, sequences: Any, micro_batches: Any) -> tuple[torch.Tensor, Metrics]:
         with self._pass("log_probs"):
             return torch.full((sequences.num_tokens,), -1.0), {"entropy": Metric.mean(1.0, 1, "tokens")}
+
+    def log_probs_and_entropies(self, sequences: Any, micro_batches: Any) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        log_probs, metrics = self.log_probs(sequences, micro_batches)
+        return log_probs, torch.ones(sequences.num_tokens), metrics
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -222,6 +226,10 @@ class StandInEngine:
 
     def save_pretrained(self, path: str) -> None:
         with self._pass("save"):
+            Path(path).mkdir(parents=True, exist_ok=True)
+
+    def save_adapters(self, path: str) -> None:
+        with self._pass("save adapters"):
             Path(path).mkdir(parents=True, exist_ok=True)
 
     def save_checkpoint(self, path: str, *, step: int, extra: dict[str, Any], score: float | None = None) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from controller.layout import Pool
 from controller.preflight.checks import check
 from controller.recovery import recovering
 from controller.rollout.fleet import RestartBudget
-from controller.trainer import Outcome
+from controller.trainer import Outcome, Trainer
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
 from tests.controller.stand_ins.local_ray import LocalRay
 from tests.end_to_end.trouble import Listening
+from workers.config import ModelConfig
 from workers.reward import RewardWorker
 from workers.rollout.worker import RolloutWorker
 
@@ -49,7 +50,7 @@ def write_stand_in_workspace(folder: Path) -> None:
     description = json.loads((folder / "judge" / "config.json").read_text())
     description |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
     (folder / "judge" / "config.json").write_text(json.dumps(description))
-    records = [json.dumps({"prompt": f"{i}+{i}="}) for i in range(1, 9)]
+    records = [json.dumps({"prompt": f"{i}+{i}=", "level": i, "source": f"table {i}"}) for i in range(1, 9)]
     (folder / "prompts.jsonl").write_text("\n".join(records))
     (folder / "reward.py").write_text("def reward(response):\n    return 0.0\n")
 
@@ -74,6 +75,7 @@ class StandIns:
 
         import workers.rollout.gpu_transfer
 
+        self._monkeypatch = monkeypatch
         self.world = world = World()
         world.ray = LocalRay({RewardWorker: StandInReward})
         world.ray.install(monkeypatch)
@@ -108,7 +110,28 @@ class StandIns:
             self._first_gpu += count
         return LocalReservation(gpus)
 
-    def run(self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs) -> StandInRun:
+    def compute(self, dtype: str = "auto") -> None:
+        """From now on the training engine is the real one, of one rank, on this process's CPU, in `dtype`."""
+        from torch.distributed import distributed_c10d  # `torch.distributed` has stand-ins for some of it
+
+        from workers.model.engine import Engine
+
+        if not torch.distributed.is_initialized():
+            distributed_c10d.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+        def make(model: ModelConfig, **settings: Any) -> Engine:
+            return Engine(replace(model, dtype=dtype), **settings | {"device": "cpu"})
+
+        broadcast = distributed_c10d.broadcast_object_list
+        self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+        self._monkeypatch.setattr("workers.model_worker.Engine", make)
+
+    def run(
+        self,
+        overrides: Sequence[str],
+        read: Callable[[Config], Inputs] = read_inputs,
+        drive: Callable[[Trainer], Outcome] = Trainer.fit,
+    ) -> StandInRun:
         config = load(None, [*SETTINGS, *overrides])
         check(config)
         inputs, console = read(config), Listening()
@@ -117,7 +140,7 @@ class StandIns:
             self._first_gpu = 0
             self.world.ledger.forget()
             with training(config, inputs, console, budget) as trainer:
-                return trainer.fit()
+                return drive(trainer)
 
         return StandInRun(self.world, config, recovering(attempt, config, console.say), console.said)
 
