@@ -32,7 +32,7 @@ from controller.preflight.checks import check
 from controller.preflight.cluster import run_on
 from controller.preflight.describe import describe
 from controller.preflight.describe_cluster import print_cluster
-from controller.records import Record, read_records
+from controller.records import Record, check_loss_columns, read_records
 from controller.recovery import recovering
 from controller.rollout.fleet import RestartBudget
 from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError
@@ -98,6 +98,8 @@ def read_inputs(config: Config) -> Inputs:
     for path, rows in (records | held_out).items():
         for function in functions:
             _check_columns(path, rows, function)
+    for path, rows in records.items():
+        check_loss_columns(path, rows, config.loss_columns)
     cost_model = CostModel.from_model_config(config.model_description())
     curriculum = load_function("data.curriculum", data.curriculum) if data.curriculum else None
 
