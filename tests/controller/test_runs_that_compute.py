@@ -135,7 +135,9 @@ def test_a_trainer_trains_without_fit_and_knows_its_last_complete_step(run: Run)
 def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_entropies(
     run: Run, batches: list[RemoteBatch]
 ) -> None:
-    run(*custom("looks"), "algorithm.loss.columns=level, source", "algorithm.loss.old_entropies=true")
+    several_micro_batches = "policy.max_tokens=24"
+    columns = ("algorithm.loss.columns=level, source", "algorithm.loss.old_entropies=true")
+    run(*custom("looks"), *columns, several_micro_batches)
     seen = sys.modules["losses_of_a_user"].SEEN
     assert [(sequence.meta["step"], sequence.meta["steps"], sequence.meta["epoch"]) for sequence in seen] == [
         (step, 2, 0) for step in (1, 2) for _ in range(4)
