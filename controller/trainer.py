@@ -108,14 +108,14 @@ class Trainer:
         """
         with self.interrupts:
             try:
-                return self.train()
+                return self._train()
             except KeyboardInterrupt:
                 if self.config.run.checkpoint_every and not self.interrupts.held:
                     self.checkpoints.at_stop(self.complete)
                 raise
 
-    def train(self) -> Outcome:
-        """`fit`, to its end."""
+    def _train(self) -> Outcome:
+        """`fit`, to its end; `fit` alone holds interrupts off, and leaves a checkpoint when one stops the run."""
         run, every, progress = self.config.run, self.config.validation.every, self.progress
         if progress.step:
             self.roles.send_weights(progress.weight_version)

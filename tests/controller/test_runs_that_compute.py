@@ -64,7 +64,7 @@ def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
 @pytest.fixture
 def run(stand_ins: StandIns, tmp_path: Path) -> Run:
     settings = [f"run.dir={tmp_path}", "policy.ranks=1", "data.validation=''", "rollout.placement=colocated"]
-    return lambda *overrides, **how: stand_ins.run([*settings, *overrides], **how)
+    return lambda *overrides: stand_ins.run([*settings, *overrides])
 
 
 @pytest.fixture
@@ -120,16 +120,6 @@ def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
 def log_probs_by(module: torch.nn.Module, sequences: Sequences) -> torch.Tensor:
     with torch.no_grad():
         return torch.cat([log_probs for log_probs, _ in unpacked_log_probs(module, sequences)])
-
-
-def test_a_trainer_trains_without_fit_and_knows_its_last_complete_step(run: Run) -> None:
-    trainers = []
-
-    def drive(trainer: Trainer):
-        trainers.append(trainer)
-        return trainer.train()
-
-    assert run(drive=drive).outcome.last_step == trainers[0].complete.step == 2
 
 
 def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_entropies(

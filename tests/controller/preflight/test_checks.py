@@ -261,7 +261,7 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (
             ("rollout.overlap=true", "policy.forward_max_tokens=4096"),
-            "policy.forward_max_tokens=4096 has no effect without batch.mini_batches above 1 (and no ratios to the",
+            "policy.forward_max_tokens=4096 has no effect without batch.mini_batches or batch.epochs above 1 (and no",
         ),
         (
             ("rollout.placement=colocated",),

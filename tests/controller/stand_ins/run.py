@@ -16,7 +16,7 @@ from controller.layout import Pool
 from controller.preflight.checks import check
 from controller.recovery import recovering
 from controller.rollout.fleet import RestartBudget
-from controller.trainer import Outcome, Trainer
+from controller.trainer import Outcome
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
 from tests.controller.stand_ins.local_ray import LocalRay
@@ -126,12 +126,7 @@ class StandIns:
         self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
         self._monkeypatch.setattr("workers.model_worker.Engine", make)
 
-    def run(
-        self,
-        overrides: Sequence[str],
-        read: Callable[[Config], Inputs] = read_inputs,
-        drive: Callable[[Trainer], Outcome] = Trainer.fit,
-    ) -> StandInRun:
+    def run(self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs) -> StandInRun:
         config = load(None, [*SETTINGS, *overrides])
         check(config)
         inputs, console = read(config), Listening()
@@ -140,7 +135,7 @@ class StandIns:
             self._first_gpu = 0
             self.world.ledger.forget()
             with training(config, inputs, console, budget) as trainer:
-                return drive(trainer)
+                return trainer.fit()
 
         return StandInRun(self.world, config, recovering(attempt, config, console.say), console.said)
 
