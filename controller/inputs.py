@@ -32,7 +32,7 @@ from controller.data import (
 )
 from controller.data_identity import DataIdentity, data_identity
 from controller.preflight.validation_checks import check_keep_best
-from controller.records import Record, read_records
+from controller.records import Record, check_loss_columns, read_records
 from controller.watching.shown_text import counted
 from workers.chat_template import template_of, try_template
 from workers.errors import DataError
@@ -92,6 +92,8 @@ def try_inputs(config: Config, say: Say = print) -> Tried:
     for path, rows in (train | held_out).items():
         _check_records(path, rows, data.prompt_key, functions)
         _check_lengths(config, path, rows)
+    for path, rows in train.items():
+        check_loss_columns(path, rows, config.loss_columns)
     _try_template(config, train | held_out, say)
     environment = _environment(config, next(iter(train.values()))[0], say)
     curriculum = _curriculum(config, train, say)

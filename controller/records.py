@@ -7,8 +7,9 @@ Nothing is executed on reading.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,21 @@ def read_records(path: str, prompt_key: str) -> list[Record]:
     if not records:
         raise DataError(f"{path} has no records.")
     return records
+
+
+def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str]) -> None:
+    """Raise DataError unless every record has the columns `names`, each of numbers alone or of no number."""
+    for name in names:
+        kinds: dict[bool, int] = {}
+        for number, record in enumerate(records, start=1):
+            if name not in record:
+                raise DataError(f"{path}: record {number} lacks {name!r}, which algorithm.loss.columns names.")
+            kinds.setdefault(isinstance(record[name], Real), number)
+        if len(kinds) == 2:
+            raise DataError(
+                f"{path}: {name!r} of algorithm.loss.columns is a number in record {kinds[True]} and not in record "
+                f"{kinds[False]}; give all records the one or the other."
+            )
 
 
 def iter_records(path: str, prompt_key: str) -> Iterator[Record]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from balancing import CostModel
+from balancing import CostModel, Plan
 from controller.checkpoint import Progress
 from controller.checkpoint_writer import CheckpointWriter
 from controller.collector import Collector
@@ -34,8 +34,10 @@ from controller.watching.console import Console
 from controller.watching.live import Live
 from controller.watching.metrics import RunWriter, Stopwatch, staleness, throughput
 from controller.watching.spans import TimelineRecorder
+from controller.worker_group import WorkerGroup
+from workers.config import LossConfig, ValueLossConfig
 from workers.errors import ConfigError
-from workers.metrics import Metrics, results
+from workers.metrics import Metric, Metrics, merge, results
 from workers.model.timing import MicroStepTime
 from workers.remote_batch import RemoteBatch
 
@@ -88,6 +90,7 @@ class Trainer:
         self.config, self.roles = config, roles
         self.validation, self.writer, self.console, self.live = validation, writer, console, live
         self.progress = progress or Progress()
+        self.complete = replace(self.progress)  # as it was after the last complete step
         self.timeline = TimelineRecorder(live.phase)
         self.refit = Refit(cost_model, enabled=config.refits_cost_model)
         self.refit.load_state(self.progress.refit)
@@ -104,17 +107,16 @@ class Trainer:
 
         An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
         """
-        self.complete = replace(self.progress)  # as it was after the last complete step
         with self.interrupts:
             try:
-                return self.train()
+                return self._train()
             except KeyboardInterrupt:
                 if self.config.run.checkpoint_every and not self.interrupts.held:
                     self.checkpoints.at_stop(self.complete)
                 raise
 
-    def train(self) -> Outcome:
-        """`fit`, to its end."""
+    def _train(self) -> Outcome:
+        """`fit`, to its end; `fit` alone holds interrupts off, and leaves a checkpoint when one stops the run."""
         run, every, progress = self.config.run, self.config.validation.every, self.progress
         # Also those that the engines have from the files: what does not go over, or goes over wrongly, shows now.
         self.roles.send_weights(progress.weight_version)
@@ -166,7 +168,7 @@ class Trainer:
         self.timeline.phases(watch.spans)
         self.timeline.weight_loads(self.roles.take_weight_loads())
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
-        metrics |= throughput(rollout.batch, batch, watch.seconds)
+        metrics |= throughput(rollout.batch, batch, watch.seconds, self.config.batch.epochs)
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)
         return metrics | self.roles.rollouts.budget.metrics()
@@ -174,10 +176,10 @@ class Trainer:
     def learn(self, rollout: Rollout, batch: RemoteBatch, step: int, watch: Stopwatch) -> dict[str, float]:
         """Plan, log-probs, advantages, update with `batch` of the rollout, weights to the engines."""
         self.writer.lengths(step, batch["length"])
+        batch = batch.with_meta(step=step, steps=self.config.run.steps)
         with watch.phase("plan"):
-            drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self.config.run.seed, step)
-            plan = self.planner.plan(batch, drawn, self.config.policy.max_tokens)
-            batch = with_group_tokens(batch, drawn)
+            drawn = self.draw_epochs(len(batch), step)
+            plans = [self.planner.plan(batch, epoch, self.config.policy.max_tokens) for epoch in drawn]
         with watch.phase("log_probs"), self.console.phase("log-probs"):
             self.roles.sleep_engines()
             batch, mismatch = self.with_log_probs(batch, step)
@@ -188,7 +190,7 @@ class Trainer:
         with watch.phase("update"), self.console.phase("update"):
             metrics |= self.update_critic(batch, drawn)
             learns = step > self.config.critic.warmup_steps
-            updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss) if learns else {}
+            updated = update(self.roles.policy, batch, drawn, plans, self.config.algorithm.loss) if learns else {}
         if not mismatch:
             self.mismatch.judge(step, updated)
         with watch.phase("rollout"), self.console.phase("rollout"):
@@ -198,11 +200,15 @@ class Trainer:
             if learns:
                 self.send_weights()
         # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
-        return (
-            metrics
-            | prefixed("balance", plan.statistics(self.config.longest_sequence))
-            | prefixed("policy", results(updated | mismatch))
-        )
+        statistics = mean_statistics(plans, self.config.longest_sequence)
+        return metrics | prefixed("balance", statistics) | prefixed("policy", results(updated | mismatch))
+
+    def draw_epochs(self, sequences: int, step: int) -> list[list[np.ndarray]]:
+        """The mini-batches of every pass over the step's samples."""
+        settings, seed = self.config.batch, self.config.run.seed
+        return [
+            draw_mini_batches(sequences, settings.mini_batches, seed, step, epoch) for epoch in range(settings.epochs)
+        ]
 
     def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
         """Record what the micro-steps took, by actor, and plan from now on with what they teach."""
@@ -213,12 +219,12 @@ class Trainer:
         self.planner.cost_model, self.progress.refit = self.refit.cost_model, self.refit.state()
         return prefixed("balance", error)
 
-    def update_critic(self, batch: RemoteBatch, mini_batches: list[np.ndarray]) -> dict[str, float]:
-        """The critic's optimiser steps, on the policy's mini-batches; nothing without a critic."""
+    def update_critic(self, batch: RemoteBatch, drawn: list[list[np.ndarray]]) -> dict[str, float]:
+        """The critic's optimiser steps, on the policy's mini-batches of every epoch; nothing without a critic."""
         if self.roles.critic is None:
             return {}
-        plan = self.planner.plan(batch, mini_batches, self.config.critic_max_tokens)
-        updated = self.roles.critic.update(batch, plan, self.config.critic.loss)
+        plans = [self.planner.plan(batch, epoch, self.config.critic_max_tokens) for epoch in drawn]
+        updated = update(self.roles.critic, batch, drawn, plans, self.config.critic.loss)
         return prefixed("critic", {name: value for name, value in results(updated).items() if name in CRITIC_METRICS})
 
     def looks_ahead(self, step: int) -> bool:
@@ -233,9 +239,10 @@ class Trainer:
     def with_log_probs(self, batch: RemoteBatch, step: int) -> tuple[RemoteBatch, Metrics]:
         """Old log-probs, where they are needed before the first update, and the reference's, where there is a KL.
 
-        With one mini-batch the only update starts from the very policy that sampled: the old log-probs are those of
-        the update's own forward pass, and a separate one would compute the same numbers again, but for the first steps
-        (`controller.mismatch`). Samples that are a version old come with the log-probs of the policy that sampled them.
+        With one optimiser step the only update starts from the very policy that sampled: the old log-probs are those
+        of the update's own forward pass, and a separate one would compute the same numbers again, but for the first
+        steps (`controller.mismatch`). Samples that are a version old come with the log-probs of the policy that sampled
+        them.
 
         Raises MismatchError if a pass shows that engines and trainer differ by more than they may.
         """
@@ -244,12 +251,18 @@ class Trainer:
         if config.old_log_probs == "sampler":
             batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
         proof = self.mismatch.proof(batch["weight_version"], batch["newest_weight_version"], version)
-        if config.old_log_probs == "forward_pass" or proof is not Proof.NONE:
-            passed = self.roles.policy.log_probs(batch, self.planner.whole(batch, config.forward_max_tokens))
+        if config.has_forward_pass or proof is not Proof.NONE:
+            plan = self.planner.whole(batch, config.forward_max_tokens)
+            entropies = config.algorithm.loss.old_entropies
+            read = self.roles.policy.log_probs_and_entropies if entropies else self.roles.policy.log_probs
+            passed = read(batch, plan)
             self.mismatch.judge(step, passed.metrics, proof)
+            if config.has_forward_pass:
+                mismatch = {name: metric for name, metric in passed.metrics.items() if name in (MEAN, LARGEST)}
             if config.old_log_probs == "forward_pass":
                 batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
-                mismatch = {name: metric for name, metric in passed.metrics.items() if name in (MEAN, LARGEST)}
+            if entropies:
+                batch = batch.with_tokens(old_entropies=passed.tokens["entropies"])
         if self.config.uses_reference:
             plan = self.planner.whole(batch, self.config.reference_max_tokens)
             batch = batch.with_tokens(reference_log_probs=self.roles.reference_log_probs(batch, plan))
@@ -265,10 +278,14 @@ class Trainer:
                 self.checkpoints.begin(self.complete)
 
     def save(self, name: str) -> None:
-        """The model and tokenizer in Hugging Face format, in the run's folder."""
+        """The model and tokenizer in Hugging Face format, in the run's folder; adapters also by themselves, beside it:
+        `model-30`, `adapters-30`."""
         with self.timeline.phase("save"), self.console.phase("saving"):
             self.roles.sleep_engines()  # whole weights are gathered for it
             self.roles.policy.save_pretrained(str((self.writer.folder / name).resolve()))
+            if self.config.model.lora.rank:
+                adapters = name.replace("model", "adapters", 1)
+                self.roles.policy.save_adapters(str((self.writer.folder / adapters).resolve()))
 
     def send_weights(self) -> None:
         """New weights to every engine, under the next version."""
@@ -301,6 +318,29 @@ class Trainer:
             self.progress.best = metrics[name]
             if step:  # at step 0 it is the model that the run was given
                 self.save("model-best")
+
+
+def update(
+    group: WorkerGroup,
+    batch: RemoteBatch,
+    drawn: Sequence[Sequence[np.ndarray]],
+    plans: Sequence[Plan],
+    loss: LossConfig | ValueLossConfig,
+) -> Metrics:
+    """The optimiser steps of one role: epoch by epoch, on its mini-batches `drawn` and by its plan."""
+    parts = []
+    for epoch, (mini_batches, plan) in enumerate(zip(drawn, plans, strict=True)):
+        part = with_group_tokens(batch, mini_batches).with_meta(epoch=epoch)
+        updated = group.update(part, plan, loss)
+        # A sum over ranks and micro-batches, but a mean over mini-batches, and so over epochs.
+        parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
+    return merge(parts)
+
+
+def mean_statistics(plans: Sequence[Plan], width: int) -> dict[str, float]:
+    """The statistics of an epoch's plan, mean over epochs. width: tokens of the longest possible sequence."""
+    found = [plan.statistics(width) for plan in plans]
+    return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
 
 
 def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -104,7 +104,7 @@ class OptimizerConfig:
     schedule: str = setting("constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine"))
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
     total_steps: int = setting(
-        0, "Optimiser steps until `linear` or `cosine` end; 0 takes run.steps times batch.mini_batches.", minimum=0
+        0, "Optimiser steps until `linear` or `cosine` end; 0 takes those that run.steps and batch make.", minimum=0
     )
     final_learning_rate_ratio: float = setting(
         0.0, "Share of the peak learning rate at which `linear` and `cosine` end and stay.", minimum=0, maximum=1
@@ -396,6 +396,16 @@ class LossConfig:
     )
     function: str = setting(
         "", "A loss of your own, `module:function`, decorated with `workers.model.losses.policy_loss`."
+    )
+    columns: str = setting(
+        "",
+        "Columns of the training records that a loss of your own reads, by name, as in `level,source`: of numbers as "
+        "tensors, of anything else as objects.",
+    )
+    old_entropies: bool = setting(
+        False,
+        "Give a loss of your own the entropy of every token before the first update, as the column `old_entropies`; a "
+        "forward pass of its own where there is none.",
     )
     clip_low: float = setting(
         0.2, "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).", minimum=0, maximum=1

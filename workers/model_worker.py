@@ -68,6 +68,14 @@ class ModelWorker(Worker):
         self.free_cached_memory()
         return token_block(sequences, {"log_probs": log_probs.numpy()}), metrics
 
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs", "entropies"))
+    def log_probs_and_entropies(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
+        """Forward-only pass: `log_probs`, and `entropies` in nats, float32, each as `log_probs` gives them."""
+        sequences = sequences_from(batch)
+        log_probs, entropies, metrics = self.engine.log_probs_and_entropies(sequences, micro_batches_of(plan))
+        self.free_cached_memory()
+        return token_block(sequences, {"log_probs": log_probs.numpy(), "entropies": entropies.numpy()}), metrics
+
     @dispatch(Split.PLAN, Join.ROWS)
     def kl(self, batch: DataProto, plan: RankPlan, estimator: str) -> np.ndarray:
         """Estimated KL of each sequence, nats, float64 [B]; the batch has `old_log_probs` and `reference_log_probs`."""
@@ -85,7 +93,7 @@ class ModelWorker(Worker):
 
 
 def sequences_from(batch: DataProto) -> Sequences:
-    """The ragged columns of a DataProto, concatenated, beside its per-sequence numbers.
+    """The ragged columns of a DataProto, concatenated, beside its per-sequence numbers and objects, and its meta data.
 
     Raises DataError if there is no `input_ids` column, which defines the ragged axis.
     """
@@ -96,7 +104,7 @@ def sequences_from(batch: DataProto) -> Sequences:
     tokens = {name: column.values() for name, column in columns.items() if column.is_nested}
     tokens["input_ids"] = tokens["input_ids"].to(torch.int64)
     rows = {name: column for name, column in columns.items() if not column.is_nested}
-    return Sequences(lengths=lengths, tokens=tokens, columns=rows)
+    return Sequences(lengths, tokens, rows, objects=batch.non_tensor_batch, meta=batch.meta_info)
 
 
 def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:

@@ -48,6 +48,15 @@ class PolicyWorker(TrainedWorker):
         advantages = whiten(returns, self.engine.data_parallel_groups, self.device)
         return token_block(sequences, {"advantages": token_column(sequences.tokens["loss_mask"], advantages)}), {}
 
+    @dispatch(Split.ALL)
+    def save_adapters(self, path: str) -> None:
+        """Write the adapters alone in peft's format; rank zero writes, all take part in gathering.
+
+        Raises CheckpointError if it cannot be written, ConfigError for a policy without adapters.
+        """
+        self.engine.save_adapters(path)
+        self.free_cached_memory()
+
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
         """All weights as one uint8 array of safetensors bytes, on rank zero; the others take part in gathering."""

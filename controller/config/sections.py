@@ -94,7 +94,15 @@ class BatchConfig:
     prompts_per_step: int = setting(
         32, "Prompts of a step; each is sampled rollout.samples_per_prompt times.", minimum=1
     )
-    mini_batches: int = setting(1, "Optimiser steps of a step; each takes its share of the sequences.", minimum=1)
+    mini_batches: int = setting(
+        1, "Optimiser steps of a pass over a step's samples; each takes its share of the sequences.", minimum=1
+    )
+    epochs: int = setting(
+        1,
+        "Passes over a step's samples, of the policy and the critic, each in mini-batches that are drawn anew; old "
+        "log-probs and values are those from before the first.",
+        minimum=1,
+    )
 
 
 @dataclass

@@ -18,6 +18,7 @@ from controller.cluster_address import check_address
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
+from controller.preflight.column_checks import check_column_names, check_columns_are_there
 from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
 from controller.preflight.effects import check_settings_have_effect
 from controller.preflight.loss_checks import check_kl_correction, check_token_returns
@@ -168,10 +169,16 @@ def _check_loss(config: Config) -> None:
     loss = config.algorithm.loss
     if loss.name == "custom":
         check_function("algorithm.loss.function", loss.function, in_file=False)
+        check_column_names(config.loss_columns)
     if loss.name in ("clip_cov", "kl_cov") and config.old_log_probs == "update":
         raise ConfigError(
             f"algorithm.loss.name={loss.name} chooses tokens by their old log-probs, which one update a step does not "
-            "compute; set batch.mini_batches to 2 or more."
+            "compute; set batch.mini_batches or batch.epochs to 2 or more."
+        )
+    if config.batch.epochs > 1 and loss.name == "reinforce":
+        raise ConfigError(
+            f"algorithm.loss.name=reinforce takes samples for the policy's own, which they are not any more after the "
+            f"first of batch.epochs={config.batch.epochs}; set epochs to 1, or another loss."
         )
     if config.rollout.overlap and loss.name == "reinforce" and not loss.rollout_correction.is_on:
         raise ConfigError(
@@ -196,7 +203,7 @@ def _check_optimizer(config: Config) -> None:
     if warmup > total or (warmup == total and config.policy.optimizer.schedule != "constant"):
         raise ConfigError(
             f"policy.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the run "
-            "(policy.optimizer.total_steps, or run.steps * batch.mini_batches); lower it."
+            "(policy.optimizer.total_steps, or run.steps * batch.mini_batches * batch.epochs); lower it."
         )
 
 
@@ -395,6 +402,8 @@ def _check_data(config: Config, model: ModelFiles) -> None:
         paths.append(("data.validation", config.data.validation))
     for key, path in paths:
         record = first_record(key, path, config.data.prompt_key)
+        if key != "data.validation":
+            check_columns_are_there(config, f"{key}: the first record of {path}", record)
         _check_prompt(config, model, f"{key}: the prompts of {path}", record[config.data.prompt_key])
         if config.data.source_key and config.data.source_key not in record:
             raise ConfigError(

@@ -64,7 +64,7 @@ def _check_warmup(config: Config) -> None:
     if warmup > total or (warmup == total and critic.optimizer.schedule != "constant"):
         raise ConfigError(
             f"critic.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the critic "
-            "(critic.optimizer.total_steps, or run.steps * batch.mini_batches); lower it."
+            "(critic.optimizer.total_steps, or run.steps * batch.mini_batches * batch.epochs); lower it."
         )
 
 

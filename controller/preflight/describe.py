@@ -84,13 +84,14 @@ def _sizes(config: Config) -> list[str]:
     sizes = config.mini_batch_sizes
     spread = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[-1]} to {sizes[0]}"
     tokens = config.sequences_per_step * config.longest_sequence
+    passes = f", in each of {config.batch.epochs} epochs" if config.batch.epochs > 1 else ""
     return [
         f"a step: {config.batch.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = "
         f"{config.sequences_per_step} sequences, at most {tokens:,} tokens",
-        f"a mini-batch: {spread} sequences over {counted(config.policy.ranks, 'rank')}; {len(sizes)} a step",
+        f"a mini-batch: {spread} sequences over {counted(config.policy.ranks, 'rank')}; {len(sizes)} a step{passes}",
         f"a sequence: at most {config.data.max_prompt_tokens} + {config.longest_response} = "
         f"{config.longest_sequence} tokens; engines take {config.max_model_tokens}",
-        f"the run: {config.run.steps} steps, {config.run.steps * config.batch.mini_batches} optimiser steps, "
+        f"the run: {config.run.steps} steps, {config.run.steps * config.updates_per_step} optimiser steps, "
         f"written to {config.run_folder}",
     ]
 

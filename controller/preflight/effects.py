@@ -16,9 +16,9 @@ LOSS_SETTING_READERS = {
 
 NO_EFFECT_WITHOUT = (
     (
-        "batch.mini_batches above 1 or rollout.overlap (the only update of a step starts where the samples came from: "
-        "all ratios are 1)",
-        lambda c: c.batch.mini_batches > 1 or c.old_log_probs == "sampler",
+        "batch.mini_batches above 1, batch.epochs above 1 or rollout.overlap (the only update of a step starts where "
+        "the samples came from: all ratios are 1)",
+        lambda c: c.updates_per_step > 1 or c.old_log_probs == "sampler",
         (
             "algorithm.loss.clip_low",
             "algorithm.loss.clip_high",
@@ -27,13 +27,13 @@ NO_EFFECT_WITHOUT = (
         ),
     ),
     (
-        "batch.mini_batches above 1 (the only update of a step starts at the old values)",
-        lambda c: c.batch.mini_batches > 1,
+        "batch.mini_batches or batch.epochs above 1 (the only update of a step starts at the old values)",
+        lambda c: c.updates_per_step > 1,
         ("critic.loss.clip",),
     ),
     (
-        "batch.mini_batches above 1 (and no ratios to the sampler's log-probs)",
-        lambda c: c.old_log_probs == "forward_pass",
+        "batch.mini_batches or batch.epochs above 1 (and no ratios to the sampler's log-probs)",
+        lambda c: c.has_forward_pass,
         ("policy.forward_max_tokens",),
     ),
     *(
@@ -67,7 +67,7 @@ NO_EFFECT_WITHOUT = (
     (
         "algorithm.loss.name=custom",
         lambda c: c.algorithm.loss.name == "custom",
-        ("algorithm.loss.function",),
+        ("algorithm.loss.function", "algorithm.loss.columns", "algorithm.loss.old_entropies"),
     ),
     (
         "algorithm.loss.aggregation=sequence_mean_token_sum_norm",

@@ -95,17 +95,19 @@ def staleness(sampled_with: np.ndarray, current: int) -> dict[str, float]:
     return {"rollout/staleness_mean": float(age.mean()), "rollout/staleness_max": float(age.max())}
 
 
-def throughput(generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[str, float]) -> dict[str, float]:
+def throughput(
+    generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1
+) -> dict[str, float]:
     """Tokens of a step's rollout and update, and tokens/s: of the step, of its wait for samples, and of its update,
-    from `seconds` by phase."""
+    from `seconds` by phase. epochs: times that the update reads its tokens."""
     rates = {
         "tokens/rollout": float(generated["response_tokens"].sum()),
         "throughput/tokens_per_s": float(generated["length"].sum()) / seconds["step"],
         "throughput/rollout_tokens_per_s": float(generated["response_tokens"].sum()) / seconds["rollout"],
     }
     if "update" in seconds:
-        rates["tokens/update"] = float(trained["length"].sum())
-        rates["throughput/update_tokens_per_s"] = float(trained["length"].sum()) / seconds["update"]
+        rates["tokens/update"] = float(epochs * trained["length"].sum())
+        rates["throughput/update_tokens_per_s"] = rates["tokens/update"] / seconds["update"]
     return rates
 
 

@@ -68,6 +68,14 @@ def test_a_step_is_generation_sleep_passes_and_new_weights_before_the_kv_cache(r
     assert second == [*first, *ended]
 
 
+def test_every_epoch_makes_its_optimiser_steps_of_policy_and_critic(run: Run) -> None:
+    epochs = ("batch.epochs=3", "batch.mini_batches=2")
+    finished = run(*COLOCATED, *ROLES["warm-up"], *epochs)
+    engines = [finished.world.ray.actors[f"{role} dp=0"].instance.engine for role in ("policy", "critic")]
+    assert [engine.steps for engine in engines] == [1 * 3 * 2, 2 * 3 * 2]  # the policy rests in the first of two steps
+    assert [engine.total_steps for engine in engines] == [1 * 3 * 2, 2 * 3 * 2]
+
+
 def test_a_run_begins_with_engines_that_start_alone_and_sleep_until_the_policy_sends_its_weights(run: Run) -> None:
     finished = run(*COLOCATED, "data.validation=''")
     events = finished.world.ledger.of("policy dp=0", "rollout 0")

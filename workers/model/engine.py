@@ -27,7 +27,7 @@ from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
 from workers.model.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.compile import compile_layers
-from workers.model.export import FILE_BYTES, stored_dtype, write_model
+from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.input_checks import check_sequences, check_tokenizer, max_positions
 from workers.model.layout import LaidOut, Layout
 from workers.model.loading import Source
@@ -164,11 +164,22 @@ class Engine:
         twice.
         """
 
-        def read(predictions: Any) -> tuple[Tensor, Statistics]:
-            return predictions.log_probs, {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
-
         self._check_head("lm")
-        return self._forward_only("log_probs", sequences, micro_batches, read)
+        (log_probs,), metrics = self._forward_only("log_probs", sequences, micro_batches, ("log_probs",), _measure)
+        return log_probs, metrics
+
+    @torch.no_grad()
+    def log_probs_and_entropies(
+        self, sequences: Sequences, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[Tensor, Tensor, Metrics]:
+        """`log_probs` and, of the same forward pass, the entropy of the distribution of each of these tokens, in nats.
+
+        Both are float32 [T] on the CPU, 0 where nothing is predicted; metrics and errors are those of `log_probs`.
+        """
+        self._check_head("lm")
+        kept = ("log_probs", "entropy")
+        (log_probs, entropies), metrics = self._forward_only("log_probs", sequences, micro_batches, kept, _measure)
+        return log_probs, entropies, metrics
 
     @torch.no_grad()
     def values(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
@@ -177,9 +188,10 @@ class Engine:
         Its metric is `values`, their mean. Raises ConfigError for an engine without a value head.
         """
         self._check_head("value")
-        return self._forward_only(
-            "values", sequences, micro_batches, lambda found: (found.values, {"values": mean(found.values)})
+        (values,), metrics = self._forward_only(
+            "values", sequences, micro_batches, ("values",), lambda found: {"values": mean(found.values)}
         )
+        return values, metrics
 
     @torch.no_grad()
     def scores(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -203,22 +215,23 @@ class Engine:
         name: str,
         sequences: Sequences,
         micro_batches: Sequence[MicroBatch],
-        read: Callable[[Any], tuple[Tensor, Statistics]],
-    ) -> tuple[Tensor, Metrics]:
-        """name: of the pass. read: predictions of a micro-batch -> (what is kept of them [N], statistics)."""
+        kept: Sequence[str],
+        measure: Callable[[Any], Statistics],
+    ) -> tuple[list[Tensor], Metrics]:
+        """name: of the pass. kept: of the predictions of a micro-batch, each [N], given back as [T]."""
         check_sequences(sequences, self.vocabulary, self.positions)
         _check_micro_batches(micro_batches, len(sequences), complete=True)
-        result = torch.zeros(sequences.num_tokens, dtype=torch.float32)
+        results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
         for start, stop in micro_batches:
             with self.clock.micro_step(name, sequences.lengths[start:stop]):
                 predictions, row = self._predict(sequences.slice(start, stop))
                 first = int(sequences.lengths[:start].sum())
-                kept, measured = read(predictions)
-                result[first + row.loss_positions] = kept.float().cpu()
-            statistics.append(measured)
+                for result, column in zip(results, kept, strict=True):
+                    result[first + row.loss_positions] = getattr(predictions, column).float().cpu()
+                statistics.append(measure(predictions))
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
-        return result, to_metrics(statistics)
+        return results, to_metrics(statistics)
 
     def _check_head(self, head: str) -> None:
         if self.head != head:
@@ -317,15 +330,15 @@ class Engine:
             yield
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks return when they stand."""
+        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks return when they stand.
+
+        A folder that was there is replaced. Raises CheckpointError, on every rank alike, if rank 0 cannot write.
+        """
         self._check_adapters("save adapters")
         reshard(self.module)
-        keep = dist.get_rank() == 0
-        every = adapter_weights(self.module.model, self.device)
+        every, keep = adapter_weights(self.module.model, self.device), dist.get_rank() == 0
         weights = {name: weight.cpu() for name, weight in every if keep}
-        if keep:
-            write_adapters(self.module.model, weights, Path(path))
-        dist.barrier()
+        write_folder(Path(path), lambda folder: write_adapters(self.module.model, weights, folder))
 
     def _check_adapters(self, what: str) -> None:
         if not self.has_adapters:
@@ -396,6 +409,10 @@ class Engine:
             else:
                 module.set_requires_all_reduce(last, recurse=False)
             module.set_reshard_after_backward(last or self.reshard_after_forward, recurse=False)
+
+
+def _measure(predictions: Any) -> Statistics:
+    return {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
 
 
 def _check_micro_batches(micro_batches: Sequence[MicroBatch], rows: int, *, complete: bool) -> None:

@@ -86,6 +86,24 @@ def write_model(
             shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
 
 
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """`write(folder)` on rank 0 in place of `path`; collective, all ranks return when it stands.
+
+    A folder that was there is replaced when the new one is complete. Raises CheckpointError, on every rank alike, if
+    rank 0 cannot write.
+    """
+
+    def finish() -> None:
+        unfinished = Path(_make_unfinished(path))
+        try:
+            write(unfinished)
+            _replace(path, unfinished)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
+
+    _on_rank_zero(finish, path)
+
+
 def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: Path, dtype: torch.dtype) -> None:
     """Gather a file to each of the first ranks; then they all write at the same time."""
     mine: dict[str, Tensor] = {}

@@ -11,6 +11,8 @@ from workers.errors import ConfigError
 CONFIGS = Path(__file__).parents[3] / "configs"
 KL_LOSS = "algorithm.loss.kl_coefficient=0.1"
 
+CUSTOM = ("algorithm.loss.name=custom", "algorithm.loss.function=workers.model.losses.token_ratio:cispo")
+
 
 @pytest.fixture
 def workspace(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -43,6 +45,10 @@ def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
         ("algorithm.loss.kl_coefficient=0.1", "reference.path=model", "reference.forward_max_tokens=96"),
         ("policy.max_tokens=96", "rollout.max_model_tokens=128"),
         ("batch.mini_batches=16",),
+        ("batch.mini_batches=1", "batch.epochs=2", "algorithm.loss.clip_low=0.1", "policy.forward_max_tokens=96"),
+        ("batch.mini_batches=1", "batch.epochs=2", "algorithm.loss.name=clip_cov"),
+        (*CUSTOM, "algorithm.loss.columns=solution", "algorithm.loss.old_entropies=true"),
+        (*CUSTOM, "batch.mini_batches=1", "algorithm.loss.old_entropies=true", "policy.forward_max_tokens=96"),
         ("resources.device=cuda", "policy.cpu_offload=true", "rollout.replicas=2"),
         ("resources.device=cuda", "rollout.placement=apart", "rollout.replicas=3", "rollout.tensor_parallel=4"),
         ("validation.sampling.temperature=0",),
@@ -132,6 +138,29 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "algorithm.groups_without_signal=drop with algorithm.advantage=reinforce_plus_plus leaves out",
         ),
         (("algorithm.loss.function=losses:mine",), "algorithm.loss.function=losses:mine has no effect without"),
+        (("algorithm.loss.columns=solution",), "algorithm.loss.columns=solution has no effect without"),
+        (("algorithm.loss.old_entropies=true",), "algorithm.loss.old_entropies=True has no effect without"),
+        (
+            (*CUSTOM, "algorithm.loss.columns=level"),
+            "data.train: the first record of train.jsonl has no column 'level', which algorithm.loss.columns names.",
+        ),
+        (
+            (*CUSTOM, "algorithm.loss.columns=reward"),
+            "algorithm.loss.columns: a batch has a column 'reward' of its own; rename that of the records.",
+        ),
+        (
+            (*CUSTOM, "algorithm.loss.columns=solution, solution"),
+            "algorithm.loss.columns names 'solution' twice; name it once.",
+        ),
+        (
+            ("batch.epochs=2", "algorithm.loss.name=reinforce"),
+            "algorithm.loss.name=reinforce takes samples for the policy's own, which they are not any more after the "
+            "first of batch.epochs=2",
+        ),
+        (
+            ("batch.epochs=2", "policy.optimizer.warmup_steps=41"),
+            "policy.optimizer.warmup_steps=41 is more than the 40 optimiser steps of the run",
+        ),
         (("algorithm.loss.name=custom",), "algorithm.loss.function='' must be module:function."),
         (
             ("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:mine"),
@@ -253,7 +282,7 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (
             ("rollout.overlap=true", "policy.forward_max_tokens=4096"),
-            "policy.forward_max_tokens=4096 has no effect without batch.mini_batches above 1 (and no ratios to the",
+            "policy.forward_max_tokens=4096 has no effect without batch.mini_batches or batch.epochs above 1 (and no",
         ),
         (
             ("rollout.placement=colocated",),

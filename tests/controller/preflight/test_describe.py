@@ -72,6 +72,12 @@ def test_a_cap_on_sequences_bounds_the_room_of_a_micro_batch(tmp_path: Path) -> 
     assert "room for at least 3 such" in describe(with_overrides(tmp_path, "policy.max_sequences=3"))
 
 
+def test_every_epoch_is_counted_in_the_optimiser_steps_of_a_run(tmp_path: Path) -> None:
+    page = describe(with_overrides(tmp_path, "run.steps=10", "batch.mini_batches=2", "batch.epochs=3"))
+    assert "; 2 a step, in each of 3 epochs" in page
+    assert "the run: 10 steps, 60 optimiser steps" in page
+
+
 def test_the_settings_page_has_every_key() -> None:
     page = settings_page()
     for setting in settings(Config()):

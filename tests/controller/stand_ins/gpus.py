@@ -181,7 +181,7 @@ class StandInEngine:
         self.data_parallel_groups: list[Any] = []
         self.clock = SimpleNamespace(take=list)
         self._trains = settings["optimizer"] is not None
-        self.steps = 0
+        self.steps, self.total_steps = 0, settings["total_steps"]
         if self._trains and world.actor.startswith("policy"):
             world.log_prob = FIRST_LOG_PROB
         with self._pass("build"):
@@ -214,6 +214,10 @@ class StandInEngine:
             "rollout_mismatch_mean": Metric.mean(float(found.sum()), len(found), "tokens"),
             "rollout_mismatch_max": Metric.max(float(found.max())),
         }
+
+    def log_probs_and_entropies(self, sequences: Any, micro_batches: Any) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        log_probs, metrics = self.log_probs(sequences, micro_batches)
+        return log_probs, torch.ones(sequences.num_tokens), metrics
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -250,6 +254,10 @@ class StandInEngine:
 
     def save_pretrained(self, path: str) -> None:
         with self._pass("save"):
+            Path(path).mkdir(parents=True, exist_ok=True)
+
+    def save_adapters(self, path: str) -> None:
+        with self._pass("save adapters"):
             Path(path).mkdir(parents=True, exist_ok=True)
 
     def save_checkpoint(self, path: str, *, step: int, extra: dict[str, Any], score: float | None = None) -> None:

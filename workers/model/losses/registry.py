@@ -52,6 +52,7 @@ class PolicyLoss:
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
+OF_CUSTOM_LOSSES = ("function", "columns", "old_entropies")  # settings that only a loss of the user's own reads
 
 
 def policy_loss(
@@ -196,7 +197,7 @@ def _check_settings_have_effect(config: LossConfig) -> None:
     used = POLICY_LOSS_SETTINGS.get(config.name)
     if used is None:  # registered by a user: it may read any of them
         return
-    particular = {name for names in POLICY_LOSS_SETTINGS.values() for name in names} | {"function"}
+    particular = {name for names in POLICY_LOSS_SETTINGS.values() for name in names} | set(OF_CUSTOM_LOSSES)
     for field in fields(config):
         if field.name in particular - set(used) and getattr(config, field.name) != field.default:
             raise ConfigError(
