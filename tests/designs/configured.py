@@ -26,6 +26,7 @@ from controller.roles import _learning, _model_arguments
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.loss_cases import in_order
 from tests.workers.model.ranks import RankPool
+from tests.workers.model.test_plan_invariance import CountedCalls
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from tests.workers.test_critic import as_proto
 from workers.dispatch import RankCoordinates
@@ -48,6 +49,8 @@ SMALL = up_to(40)  # tokens of the longest of `random_sequences()`, and a few
 def write_designs_workspace(folder: Path) -> str:
     """Everything that a configuration names, with a real tiny model; returns the path of its config.yaml."""
     file = write_workspace(folder)
+    (folder / "losses.py").write_text(LOSSES)
+    save_tiny_model(folder / "windowed", "mistral windowed")
     for left in (folder / "model").iterdir():
         left.unlink()
     save_tiny_model(folder / "model", max_position_embeddings=4096)
@@ -80,15 +83,38 @@ def micro_batches(plan: Plan) -> list[list[list[int]]]:
     return [[rows.tolist() for rows in step.ranks] for part in plan.mini_batches for step in part.micro_steps]
 
 
+LOSSES = """\
+from workers.model.losses import per_sequence_loss, policy_loss
+
+
+@policy_loss("whole_row", aggregation="token_mean")
+def whole_row(predictions, config):
+    return -predictions["advantages"] * predictions.log_probs, {}
+
+
+@policy_loss("by_sequence", aggregation="token_mean")
+@per_sequence_loss
+def by_sequence(sequence, config):
+    return -sequence["advantages"] * sequence.log_probs, {}
+
+
+@policy_loss("mean_of_means", aggregation="sequence_mean_token_mean")
+def mean_of_means(predictions, config):
+    return -predictions["advantages"] * predictions.log_probs, {}
+"""
+
+
 @dataclass(frozen=True)
 class Result:
     """log_probs: by row of the batch, float32 [L]. metrics: of the update. weights: whole, after the update, by name.
-    cells: by rank and micro-batch, the ids that its embedding read in the forward pass before the update."""
+    cells: by rank and micro-batch, the ids that its embedding read in the forward pass before the update.
+    collectives: of rank 0 in that pass, how often each operator of torch.distributed was called."""
 
     log_probs: dict[int, np.ndarray]
     metrics: dict[str, float]
     weights: dict[str, Tensor]
     cells: list[list[list[int]]]
+    collectives: dict[str, int]
 
 
 def compute(ranks: RankPool, file: str, *overrides: str, sequences: Sequences | None = None) -> Result:
@@ -100,7 +126,8 @@ def compute(ranks: RankPool, file: str, *overrides: str, sequences: Sequences | 
     leaders = [part for part in parts if part["leads"]]
     metrics: Metrics = merge(part["metrics"] for part in leaders)
     log_probs = {row: values for part in leaders for row, values in part["log_probs"].items()}
-    return Result(log_probs, results(metrics), parts[0]["weights"], [part["cells"] for part in parts])
+    first, cells = parts[0], [part["cells"] for part in parts]
+    return Result(log_probs, results(metrics), first["weights"], cells, first["collectives"])
 
 
 def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | None) -> dict[str, Any]:
@@ -120,7 +147,7 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | Non
     batch = with_group_tokens(batch, drawn)
     whole = replace(whole, columns=whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])})
     forward = planner.whole(batch, config.forward_max_tokens).for_rank(worker.coordinates.dp)
-    with recorded_cells(worker.engine.module) as cells:
+    with recorded_cells(worker.engine.module) as cells, CountedCalls() as counted:
         block, _ = worker.log_probs(as_proto(in_order(whole, forward.rows.tolist())), forward)
     update = planner.plan(batch, drawn, config.policy.max_tokens).for_rank(worker.coordinates.dp)
     metrics = worker.update(as_proto(in_order(whole, update.rows.tolist())), update, config.algorithm.loss)
@@ -130,6 +157,7 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | Non
         "metrics": metrics,
         "weights": {name: weight.clone() for name, weight in worker.engine.named_weights()},
         "cells": cells,
+        "collectives": {name: count for name, count in counted.counts.items() if "c10d" in name},
     }
 
 

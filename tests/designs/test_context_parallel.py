@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.controller.config_workspace import refusal
-from tests.designs.configured import SMALL, Result, compute
+from tests.designs.configured import SMALL, Result, compute, configuration
 from tests.workers.model.ranks import RankPool
 
 METHODS = ("ulysses", "ring")
@@ -45,3 +45,17 @@ def test_c2_ring_has_no_such_limit_and_key_value_heads_are_repeated(ranks: RankP
     for method, size in (("ring", 3), ("ulysses", 4)):
         result = compute(ranks, file, *SMALL, *shared(method, size))
         assert result.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-9)
+
+
+def test_c3_ring_is_causal_only(file: str) -> None:
+    assert "ulysses" in refusal(*SMALL, *shared("ring"), "model.path=windowed")
+    configuration(file, *SMALL, *shared("ulysses"), "model.path=windowed")
+
+
+def test_c4_ulysses_goes_to_whole_sequences_of_a_share_of_the_heads_and_back(ranks: RankPool, file: str) -> None:
+    """Two layers, and in each: queries, keys and values there, outputs back. Ring sends keys and values round."""
+    exchanged = {}
+    for method in METHODS:
+        found = compute(ranks, file, *SMALL, *shared(method)).collectives
+        exchanged[method] = sum(count for name, count in found.items() if "all_to_all" in name)
+    assert exchanged["ulysses"] >= 2 * 2 and exchanged["ring"] == 0

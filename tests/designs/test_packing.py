@@ -106,3 +106,14 @@ def test_p12_no_micro_batch_exceeds_its_cap(ranks: RankPool, file: str, layout: 
     caps = ("policy.max_tokens=64", "policy.forward_max_tokens=44", "policy.ranks=1")
     result = compute(ranks, file, *SMALL, *caps, f"model.layout={layout}")
     assert len(result.cells[0]) > 2 and max(map(len, result.cells[0])) <= 44
+
+
+def test_p6_a_custom_loss_sees_the_row_or_whole_sequences_and_says_its_normaliser(ranks: RankPool, file: str) -> None:
+    """Both forms give one loss; another normaliser gives another."""
+    custom = ("policy.ranks=1", "algorithm.loss.name=custom")
+    row, by_sequence, mean_of_means = (
+        compute(ranks, file, *SMALL, *custom, f"algorithm.loss.function=losses.py:{name}").metrics["loss"]
+        for name in ("whole_row", "by_sequence", "mean_of_means")
+    )
+    assert by_sequence == pytest.approx(row, rel=1e-9)
+    assert mean_of_means != pytest.approx(row, rel=1e-3)
