@@ -176,7 +176,8 @@ class Trainer:
         self.writer.lengths(step, batch["length"])
         with watch.phase("plan"):
             drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self.config.run.seed, step)
-            plan = self.planner.plan(batch, drawn, self.config.policy.max_tokens)
+            drawn = self.planner.redealt(batch, drawn)
+            plan = self.planner.plan(batch, drawn, "policy.update")
             batch = with_group_tokens(batch, drawn)
         with watch.phase("log_probs"), self.console.phase("log-probs"):
             self.roles.sleep_engines()
@@ -213,7 +214,7 @@ class Trainer:
         """The critic's optimiser steps, on the policy's mini-batches; nothing without a critic."""
         if self.roles.critic is None:
             return {}
-        plan = self.planner.plan(batch, mini_batches, self.config.critic_max_tokens)
+        plan = self.planner.plan(batch, mini_batches, "critic.update")
         updated = self.roles.critic.update(batch, plan, self.config.critic.loss)
         return prefixed("critic", {name: value for name, value in results(updated).items() if name in CRITIC_METRICS})
 
@@ -241,13 +242,13 @@ class Trainer:
             batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
         proof = self.mismatch.proof(batch["weight_version"], batch["newest_weight_version"], version)
         if config.old_log_probs == "forward_pass" or proof is not Proof.NONE:
-            passed = self.roles.policy.log_probs(batch, self.planner.whole(batch, config.forward_max_tokens))
+            passed = self.roles.policy.log_probs(batch, self.planner.whole(batch, "policy.log_probs"))
             self.mismatch.judge(step, passed.metrics, proof)
             if config.old_log_probs == "forward_pass":
                 batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
                 mismatch = {name: metric for name, metric in passed.metrics.items() if name in (MEAN, LARGEST)}
         if self.config.uses_reference:
-            plan = self.planner.whole(batch, self.config.reference_max_tokens)
+            plan = self.planner.whole(batch, "reference.log_probs")
             batch = batch.with_tokens(reference_log_probs=self.roles.reference_log_probs(batch, plan))
         return batch, mismatch
 

@@ -156,7 +156,21 @@ class PolicyConfig:
     forward_max_tokens: int = setting(
         0, "Cap on packed tokens of a forward-only micro-batch; 0 takes policy.max_tokens.", minimum=0
     )
-    max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 is no cap.", minimum=0)
+    max_sequences: int = setting(
+        0, "Cap on sequences of a training micro-batch; 0 is no cap, else 2 or more is advised.", minimum=0
+    )
+    forward_max_sequences: int = setting(
+        0, "Cap on sequences of a forward-only micro-batch; 0 takes policy.max_sequences.", minimum=0
+    )
+    min_micro_batches: int = setting(
+        1,
+        "Least number of micro-batches of a rank in each mini-batch, of the policy and of the critic; raise it where "
+        "memory is short.",
+        minimum=1,
+    )
+    forward_min_micro_batches: int = setting(
+        1, "Least number of micro-batches of a rank in a forward-only pass of any training role.", minimum=1
+    )
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
     threads: int = setting(0, "CPU threads of a worker; 0 divides the node's cores by the role's workers.", minimum=0)
@@ -180,6 +194,9 @@ class ReferenceConfig:
         "", "Model of the reference; empty takes model.path, or with model.lora the policy without its adapters."
     )
     forward_max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
+    forward_max_sequences: int = setting(
+        0, "Cap on sequences of a micro-batch; 0 takes policy.max_sequences.", minimum=0
+    )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
@@ -342,6 +359,7 @@ class RewardModelConfig:
     )
     weight: float = setting(1.0, "Weight of its score in the reward.")
     max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
+    max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 takes policy.max_sequences.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
@@ -378,6 +396,12 @@ class CriticConfig:
     )
     forward_max_tokens: int = setting(
         0, "Cap on packed tokens of a forward-only micro-batch; 0 takes critic.max_tokens.", minimum=0
+    )
+    max_sequences: int = setting(
+        0, "Cap on sequences of a training micro-batch; 0 takes policy.max_sequences.", minimum=0
+    )
+    forward_max_sequences: int = setting(
+        0, "Cap on sequences of a forward-only micro-batch; 0 takes critic.max_sequences.", minimum=0
     )
     warmup_steps: int = setting(0, "First steps of a run, in which only the critic learns.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")

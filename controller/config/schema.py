@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from controller.config.file import read
+from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.sections import (
     AlgorithmConfig,
@@ -159,15 +160,44 @@ class Config:
     @property
     def caps(self) -> dict[str, int]:
         """Every cap on packed tokens that holds in this run, by key."""
-        caps = {"policy.max_tokens": self.policy.max_tokens, "policy.forward_max_tokens": self.forward_max_tokens}
+        return {limits.cap: limits.max_tokens for limits in self.limits.values()}
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """What the micro-batches of every pass of this run keep, by role and pass, as in `policy.update`."""
+        policy, critic, most = self.policy, self.critic, self.policy.max_sequences
+        found = {
+            "policy.update": self._training("policy.max_tokens", policy.max_tokens, most),
+            "policy.log_probs": self._forward(
+                "policy.forward_max_tokens", self.forward_max_tokens, policy.forward_max_sequences or most
+            ),
+        }
         if self.uses_reference:
-            caps["reference.forward_max_tokens"] = self.reference_max_tokens
+            sequences = self.reference.forward_max_sequences or most
+            found["reference.log_probs"] = self._forward(
+                "reference.forward_max_tokens", self.reference_max_tokens, sequences
+            )
         if self.uses_critic:
-            caps["critic.max_tokens"] = self.critic_max_tokens
-            caps["critic.forward_max_tokens"] = self.critic_forward_max_tokens
+            most_of_critic = critic.max_sequences or most
+            found["critic.update"] = self._training("critic.max_tokens", self.critic_max_tokens, most_of_critic)
+            found["critic.values"] = self._forward(
+                "critic.forward_max_tokens",
+                self.critic_forward_max_tokens,
+                critic.forward_max_sequences or most_of_critic,
+            )
         if self.uses_reward_model:
-            caps["reward.model.max_tokens"] = self.reward_model_max_tokens
-        return caps
+            found["reward_model.scores"] = self._forward(
+                "reward.model.max_tokens", self.reward_model_max_tokens, self.reward.model.max_sequences or most
+            )
+        return found
+
+    def _training(self, cap: str, tokens: int, sequences: int) -> Limits:
+        return Limits(cap, tokens, sequences, self.policy.min_micro_batches, self.model.layout, self.length_multiple)
+
+    def _forward(self, cap: str, tokens: int, sequences: int) -> Limits:
+        return Limits(
+            cap, tokens, sequences, self.policy.forward_min_micro_batches, self.model.layout, self.length_multiple
+        )
 
     @property
     def total_optimizer_steps(self) -> int:

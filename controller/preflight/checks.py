@@ -18,6 +18,7 @@ from controller.cluster_address import check_address
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
+from controller.preflight.count_checks import check_counts
 from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
 from controller.preflight.effects import check_settings_have_effect
 from controller.preflight.loss_checks import check_kl_correction, check_token_returns
@@ -39,6 +40,7 @@ def check(config: Config) -> None:
     check_settings_have_effect(config)
     _check_run(config)
     _check_batch(config)
+    check_counts(config)
     _check_loss(config)
     check_kl_correction(config)
     check_token_returns(config)

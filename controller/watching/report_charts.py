@@ -15,11 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from balancing import BalancingError, CostModel, Plan, plan_batch
-from balancing.alignment import group_cap
 from balancing.gantt import INK, WAITING, Chart, to_svg
 from balancing.statistics import predicted_grids
 from controller.config import Config
 from controller.mini_batches import draw_mini_batches
+from controller.plan_arguments import plan_arguments
 from controller.watching.run_folder import Curve, RunFolder
 
 BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c2566a", "#8069b0", "#7d8491"
@@ -150,9 +150,10 @@ def policy(run: RunFolder) -> list[Panel]:
 def gantt(run: RunFolder, config: Config) -> tuple[int, str] | None:
     """The last step and its Gantt charts, in the given order and as planned; None where there is nothing to compare.
 
-    The plan is made again from the recorded lengths, with the settings, the seed and the costs of the run.
+    The plan is made again from the recorded lengths, with the settings, the seed and the costs of the run. Groups are
+    not recorded, so that mini-batches dealt anew (balance.redeal_groups) cannot be made again.
     """
-    if not run.lengths or config.policy.ranks == 1:
+    if not run.lengths or config.policy.ranks == 1 or config.balance.redeal_groups:
         return None
     step = max(run.lengths)
     try:
@@ -167,17 +168,12 @@ def gantt(run: RunFolder, config: Config) -> tuple[int, str] | None:
 
 
 def _plan(run: RunFolder, config: Config, step: int, algorithm: str) -> Plan:
-    policy, found = config.policy, run.lengths[step]
+    found = run.lengths[step]
     return plan_batch(
         found,
-        ranks=policy.ranks,
         mini_batches=draw_mini_batches(len(found), config.batch.mini_batches, config.run.seed, step),
-        max_tokens=group_cap(policy.max_tokens, policy.parallel.context_parallel),
-        max_sequences=policy.max_sequences or None,
         cost_model=CostModel(*run.costs.get(step, (1.0, 0.0))),
-        algorithm=algorithm,  # type: ignore[arg-type]
-        layout=config.model.layout,  # type: ignore[arg-type]
-        length_multiple=config.length_multiple,
+        **plan_arguments(config, "policy.update") | {"algorithm": algorithm},
     )
 
 

@@ -1,11 +1,14 @@
 """D: dynamic batching in the padded layout, from a configuration."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, compute, configuration, micro_batches, plan_of, up_to
 from tests.workers.model.ranks import RankPool
+from workers.errors import ConfigError
 
 PADDED = ("model.layout=padded", "batch.mini_batches=1")
 
@@ -32,3 +35,21 @@ def test_d3_widths_are_multiples(ranks: RankPool, file: str) -> None:
     cells = compute(ranks, file, *overrides).cells[0]
     assert all(len(batch) % 16 == 0 for batch in cells)
     assert np.gcd.reduce([len(batch) for batch in cells]) % 16 == 0
+
+
+@pytest.mark.parametrize(("multiple", "count"), [(1, 3), (2, 4), (4, 4)])
+def test_d5_counts_are_a_multiple_as_pipelines_need(file: str, multiple: int, count: int) -> None:
+    """The published lengths and cap: micro-batches are split until their count divides."""
+    how = ("policy.ranks=2", "policy.max_tokens=12", "model.length_multiple=2", "balance.algorithm=roll")
+    config = configuration(file, *up_to(8), *PADDED, *how, f"balance.count_multiple={multiple}")
+    lengths = [7, 6, 8, 5, 1, 3, 8, 6]
+    for of in ("policy.update", "policy.log_probs"):
+        assert len(micro_batches(plan_of(config, lengths, of=of))) == count
+
+
+def test_d5_a_multiple_that_a_mini_batch_cannot_fill_is_refused_with_the_reason(file: str) -> None:
+    said = refusal("batch.mini_batches=2", "balance.count_multiple=100")
+    assert "balance.count_multiple=100 ask for 100 micro-batches" in said
+    config = configuration(file, *SMALL, *PADDED, "policy.ranks=1", "balance.count_multiple=4")
+    with pytest.raises(ConfigError, match=r"^policy.update: 3 sequences cannot fill 4 .*balance.count_multiple"):
+        plan_of(config, [5, 5, 5])

@@ -74,6 +74,22 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (("reference.path=model",), "reference.path=model has no effect without algorithm.loss.kl_coefficient above 0"),
         (("reference.forward_max_tokens=99",), "reference.forward_max_tokens=99 has no effect without"),
         (
+            ("batch.mini_batches=1", "policy.forward_max_sequences=2"),
+            "policy.forward_max_sequences=2 has no effect without batch.mini_batches above 1",
+        ),
+        (
+            ("batch.mini_batches=1", "policy.forward_min_micro_batches=2"),
+            "policy.forward_min_micro_batches=2 has no effect without a forward-only pass",
+        ),
+        (
+            ("batch.mini_batches=1", "balance.redeal_groups=true"),
+            "balance.redeal_groups=True has no effect without batch.mini_batches above 1",
+        ),
+        (
+            ("balance.algorithm=verl", "balance.order=small_ends"),
+            "balance.order=small_ends has no effect without balance.algorithm=karmarkar_karp",
+        ),
+        (
             ("algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4", "reference.cpu_offload=true"),
             "reference.cpu_offload=True has no effect without a reference of its own",
         ),
