@@ -108,14 +108,20 @@ class Config:
 
     @property
     def length_multiple(self) -> int:
-        """Tokens that a sequence is padded to a multiple of, for kernels and for the ranks that share it."""
+        """Tokens that a sequence is padded to a multiple of in training, for kernels and the ranks that share it."""
+        return self._multiple(self.model.length_multiple)
+
+    def _multiple(self, of_kernels: int) -> int:
         # Here, because the balancing package takes longer to import than all else that a mistyped key needs.
         from balancing.alignment import length_multiple
 
         parallel = self.policy.parallel
-        return math.lcm(
-            self.model.length_multiple, length_multiple(parallel.context_parallel, parallel.tensor_parallel)
-        )
+        return math.lcm(of_kernels, length_multiple(parallel.context_parallel, parallel.tensor_parallel))
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether ranks share sequences or layers."""
+        return self.policy.parallel.context_parallel * self.policy.parallel.tensor_parallel > 1
 
     @property
     def old_log_probs(self) -> str:
@@ -192,12 +198,14 @@ class Config:
         return found
 
     def _training(self, cap: str, tokens: int, sequences: int) -> Limits:
-        return Limits(cap, tokens, sequences, self.policy.min_micro_batches, self.model.layout, self.length_multiple)
+        return self._limits(cap, tokens, sequences, self.policy.min_micro_batches, forward=False)
 
     def _forward(self, cap: str, tokens: int, sequences: int) -> Limits:
-        return Limits(
-            cap, tokens, sequences, self.policy.forward_min_micro_batches, self.model.layout, self.length_multiple
-        )
+        return self._limits(cap, tokens, sequences, self.policy.forward_min_micro_batches, forward=True)
+
+    def _limits(self, cap: str, tokens: int, sequences: int, count: int, *, forward: bool) -> Limits:
+        layout, multiple = self.model.rows(forward=forward)
+        return Limits(cap, tokens, sequences, count, layout, self._multiple(multiple))
 
     @property
     def total_optimizer_steps(self) -> int:

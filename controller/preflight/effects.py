@@ -39,7 +39,7 @@ NO_EFFECT_WITHOUT = (
     (
         "a forward-only pass: batch.mini_batches above 1, a KL, a critic or a reward model",
         lambda c: c.old_log_probs == "forward_pass" or c.uses_reference or c.uses_critic or c.uses_reward_model,
-        ("policy.forward_min_micro_batches",),
+        ("policy.forward_min_micro_batches", "model.forward_layout", "model.forward_length_multiple"),
     ),
     (
         "batch.mini_batches above 1",

@@ -236,8 +236,8 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (("policy.parallel.tensor_parallel=4",), "policy.parallel.tensor_parallel=4 does not divide the 2 key-value"),
         (
-            ("policy.parallel.tensor_parallel=2", "model.layout=padded"),
-            "model.layout=padded does not share sequences between ranks",
+            ("policy.parallel.tensor_parallel=2", "model.layout=padded", "model.attention=eager"),
+            "model.attention=eager is transformers' own, for padded rows, and not for ranks that share",
         ),
         (("policy.parallel.tensor_parallel=2", "model.lora.rank=8"), "adapters are not shared between ranks"),
         (
@@ -288,8 +288,13 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (("model.attention=flash",), "model.attention=flash is a CUDA kernel"),
         (("model.attention=flash3",), "model.attention=flash3 is a CUDA kernel"),
         (("model.compile=true",), "model.compile=True has no effect without GPUs"),
-        (("model.attention=eager",), "model.attention=eager is not for model.layout=packed"),
-        (("model.attention=varlen", "model.layout=padded"), "model.attention=varlen is not for model.layout=padded"),
+        (("model.attention=eager",), "model.attention=eager is transformers' own, for padded rows, and not for packed"),
+        (
+            ("model.attention=eager", "model.layout=padded", "model.forward_layout=packed"),
+            "model.attention=eager is transformers' own, for padded rows, and not for packed",
+        ),
+        (("model.attention=varlen", "model.layout=padded"), "model.attention=varlen is a CUDA kernel"),
+        (("model.forward_length_multiple=64", "policy.max_tokens=96"), "policy.forward_max_tokens=96 is below"),
         (
             ("resources.device=cuda", "model.attention=varlen", "model.dtype=float32"),
             "model.attention=varlen takes half precision only",
