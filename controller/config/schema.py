@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from controller.config.file import read
+from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.sections import (
     AlgorithmConfig,
@@ -107,14 +108,20 @@ class Config:
 
     @property
     def length_multiple(self) -> int:
-        """Tokens that a sequence is padded to a multiple of, for kernels and for the ranks that share it."""
+        """Tokens that a sequence is padded to a multiple of in training, for kernels and the ranks that share it."""
+        return self._multiple(self.model.length_multiple)
+
+    def _multiple(self, of_kernels: int) -> int:
         # Here, because the balancing package takes longer to import than all else that a mistyped key needs.
         from balancing.alignment import length_multiple
 
         parallel = self.policy.parallel
-        return math.lcm(
-            self.model.length_multiple, length_multiple(parallel.context_parallel, parallel.tensor_parallel)
-        )
+        return math.lcm(of_kernels, length_multiple(parallel.context_parallel, parallel.tensor_parallel))
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether ranks share sequences or layers."""
+        return self.policy.parallel.context_parallel * self.policy.parallel.tensor_parallel > 1
 
     @property
     def old_log_probs(self) -> str:
@@ -174,15 +181,46 @@ class Config:
     @property
     def caps(self) -> dict[str, int]:
         """Every cap on packed tokens that holds in this run, by key."""
-        caps = {"policy.max_tokens": self.policy.max_tokens, "policy.forward_max_tokens": self.forward_max_tokens}
+        return {limits.cap: limits.max_tokens for limits in self.limits.values()}
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """What the micro-batches of every pass of this run keep, by role and pass, as in `policy.update`."""
+        policy, critic, most = self.policy, self.critic, self.policy.max_sequences
+        found = {
+            "policy.update": self._training("policy.max_tokens", policy.max_tokens, most),
+            "policy.log_probs": self._forward(
+                "policy.forward_max_tokens", self.forward_max_tokens, policy.forward_max_sequences or most
+            ),
+        }
         if self.uses_reference:
-            caps["reference.forward_max_tokens"] = self.reference_max_tokens
+            sequences = self.reference.forward_max_sequences or most
+            found["reference.log_probs"] = self._forward(
+                "reference.forward_max_tokens", self.reference_max_tokens, sequences
+            )
         if self.uses_critic:
-            caps["critic.max_tokens"] = self.critic_max_tokens
-            caps["critic.forward_max_tokens"] = self.critic_forward_max_tokens
+            most_of_critic = critic.max_sequences or most
+            found["critic.update"] = self._training("critic.max_tokens", self.critic_max_tokens, most_of_critic)
+            found["critic.values"] = self._forward(
+                "critic.forward_max_tokens",
+                self.critic_forward_max_tokens,
+                critic.forward_max_sequences or most_of_critic,
+            )
         if self.uses_reward_model:
-            caps["reward.model.max_tokens"] = self.reward_model_max_tokens
-        return caps
+            found["reward_model.scores"] = self._forward(
+                "reward.model.max_tokens", self.reward_model_max_tokens, self.reward.model.max_sequences or most
+            )
+        return found
+
+    def _training(self, cap: str, tokens: int, sequences: int) -> Limits:
+        return self._limits(cap, tokens, sequences, self.policy.min_micro_batches, forward=False)
+
+    def _forward(self, cap: str, tokens: int, sequences: int) -> Limits:
+        return self._limits(cap, tokens, sequences, self.policy.forward_min_micro_batches, forward=True)
+
+    def _limits(self, cap: str, tokens: int, sequences: int, count: int, *, forward: bool) -> Limits:
+        layout, multiple = self.model.rows(forward=forward)
+        return Limits(cap, tokens, sequences, count, layout, self._multiple(multiple))
 
     @property
     def total_optimizer_steps(self) -> int:
