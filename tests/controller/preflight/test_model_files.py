@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from controller.config import load
 from controller.config.model_files import read_model_files
 from controller.fit import main
+from controller.preflight.checks import check
 from controller.preflight.model_shape import FAMILIES
 from controller.preflight.weights import HEAD, check_weights
 from tests.controller.config_workspace import MODEL, write_model
@@ -127,7 +129,7 @@ def test_a_folder_that_cannot_be_trained_is_refused_in_one_line(
 def test_a_family_may_store_its_output_layer_under_another_name(workspace: Path) -> None:
     described(model_type="gpt_neox", tie_word_embeddings=False)()
     write_weight_file(WEIGHTS, {"gpt_neox.embed_in.weight": (32, 256), "embed_out.weight": (32, 256)})
-    assert main(["--config", "config.yaml", "--dry-run"]) == 0
+    check(load("config.yaml", []))
 
 
 def test_a_model_in_several_files_is_read_as_one(workspace: Path) -> None:
@@ -137,13 +139,13 @@ def test_a_model_in_several_files_is_read_as_one(workspace: Path) -> None:
     WEIGHTS.unlink()
     for file in ("0.safetensors", "1.safetensors"):
         write_weight_file(WEIGHTS.with_name(file), {n: shape for n, shape in weights.items() if files[n] == file})
-    assert main(["--config", "config.yaml", "--dry-run"]) == 0
+    check(load("config.yaml", []))
 
 
 @pytest.mark.parametrize("changes", [{"auto_map": {"AutoModel": "own.Model"}}, {"architectures": ["Qwen2ForCausalLM"]}])
 def test_a_known_family_is_taken_whatever_code_lies_beside_it(workspace: Path, changes: dict[str, object]) -> None:
     described(**changes)()
-    assert main(["--config", "config.yaml", "--dry-run"]) == 0
+    check(load("config.yaml", []))
 
 
 def test_every_model_is_looked_at(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
