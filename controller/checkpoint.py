@@ -15,8 +15,8 @@ from workers.errors import CheckpointError, WorkerError
 from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest, remove
 
 if TYPE_CHECKING:
-    from controller.config import Config
-    from controller.roles import Roles
+    from controller.config import TrainingConfig
+    from controller.roles import TrainingRoles
     from controller.watching.console import Console
 
 FOLDER = Path("checkpoints") / "policy"
@@ -68,7 +68,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     return [found for found, _ in reversed(complete(path / FOLDER))]
 
 
-def go_on(config: "Config", roles: "Roles", console: "Console") -> Progress:
+def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console") -> Progress:
     """Load the newest good checkpoint that run.resume asks for; a fresh Progress where it asks for none.
 
     One that cannot be loaded is named and the one before it is taken. Raises CheckpointError if there are some and none
@@ -93,7 +93,7 @@ def go_on(config: "Config", roles: "Roles", console: "Console") -> Progress:
     return Progress()
 
 
-def _remove_later(roles: "Roles", path: Path, step: int) -> None:
+def _remove_later(roles: "TrainingRoles", path: Path, step: int) -> None:
     """Checkpoints of later steps, which could not be loaded or lack a role's part, would be in the way of new ones."""
     for role in roles.trained:
         for found, manifest in complete(role_path(path, role).parent):

@@ -136,7 +136,7 @@ class PromptDataset:
             return self._checked(self._curriculum([record for _, record, _ in self._prompts], epoch), epoch)
         if not self._shuffle:
             return np.arange(len(self._prompts))
-        return np.random.default_rng((self._seed, DATA_ORDER, epoch)).permutation(len(self._prompts))
+        return epoch_order(self._seed, epoch, len(self._prompts))
 
     def _checked(self, order: Sequence[int], epoch: int) -> np.ndarray:
         numbers = np.asarray(order)
@@ -148,6 +148,11 @@ class PromptDataset:
                 f"data.curriculum returned record {outside[0]} for epoch {epoch}, of {len(self._prompts)} records."
             )
         return numbers
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """A random order of `count` records, the same for the same seed and epoch: int64 [count]."""
+    return np.random.default_rng((seed, DATA_ORDER, epoch)).permutation(count)
 
 
 class PromptMixture:

@@ -5,18 +5,15 @@
 Nothing heavy is imported before the configuration has been checked.
 """
 
-import math
-import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from balancing import BalancingError, CostModel
-from controller.config import Config, load, to_yaml
+from balancing import CostModel
+from controller.config import Config, load
 from controller.config.functions import (
     check_environment,
     check_rewards,
@@ -26,7 +23,6 @@ from controller.config.functions import (
     requested_columns,
 )
 from controller.data import PromptDataset, PromptMixture, PromptRules, Prompts
-from controller.layout import reserved
 from controller.preflight.arguments import parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import run_on
@@ -35,12 +31,15 @@ from controller.preflight.describe_cluster import print_cluster
 from controller.records import Record, read_records
 from controller.recovery import recovering
 from controller.rollout.fleet import RestartBudget
-from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError
+from controller.session import exit_code, ray_session, report, session
+from workers.errors import DataError
 from workers.reward_process import RewardFunction
 
 if TYPE_CHECKING:
+    from controller.roles import Roles
     from controller.trainer import Trainer
     from controller.watching.console import Console
+    from controller.watching.live import Live
 
 
 @dataclass(frozen=True)
@@ -63,29 +62,21 @@ class Inputs:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        try:
-            request = parse_arguments(arguments)
-            config = load(request.config, request.overrides)
-            if request.cluster:
-                run_on(config, request.cluster)
-            check(config)
-            if request.dry_run:
-                print(describe(config))
-                if request.cluster:
-                    print_cluster(config, request.cluster, measured=request.measure)
-                return 0
-            inputs = read_inputs(config)
-        except (ConfigError, DataError, UnsupportedModelError, BalancingError) as error:
-            return _fail(error, 2)
-        run(config, inputs)
-    except (BallastError, BalancingError, OSError) as error:
-        return _fail(error, 1)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code(partial(_prepare, arguments))
+
+
+def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
+    request = parse_arguments(arguments)
+    config = load(request.config, request.overrides)
+    if request.cluster:
+        run_on(config, request.cluster)
+    check(config)
+    if request.dry_run:
+        print(describe(config))
+        if request.cluster:
+            print_cluster(config, request.cluster, measured=request.measure)
+        return None
+    return partial(run, config, read_inputs(config))
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -162,18 +153,7 @@ def run(config: Config, inputs: Inputs) -> None:
 
     with ray_session(config, console):
         recovering(attempt, config, console.say)
-    _report(config, console)
-    console.say(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
-
-
-def _report(config: Config, console: "Console") -> None:
-    """The run's report; a run that has ended well does not fail for the lack of it."""
-    from controller.watching.report import write_report
-
-    try:
-        write_report(config.run_folder)
-    except (BallastError, OSError) as error:
-        console.say(f"no report was written: {error}")
+    report(config, console)
 
 
 @contextmanager
@@ -184,78 +164,27 @@ def training(
 
     budget: what the run has restarted before; None is nothing.
     """
-    from controller.checkpoint import go_on
     from controller.roles import start_roles
     from controller.trainer import Trainer
-    from controller.watching.live import Live
-    from controller.watching.metrics import RunWriter
-    from controller.watching.trackers.opening import open_trackers
-    from controller.watching.trackers.ray_metrics import RayMetrics
 
     budget = budget or RestartBudget(config.run.max_restarts)
-    exported = RayMetrics(config.run.name)
-    live = Live(exported.export)
-    starting = start_roles(config, inputs.reward_functions, console, budget, live=live, environment=inputs.environment)
-    with exported, live.entering("start", starting) as roles:
-        progress = go_on(config, roles, console)
-        trackers = open_trackers(config, progress, console.say, exported)
-        # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
-        with RunWriter(
-            config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
-        ) as writer:
-            yield Trainer(
-                config,
-                roles,
-                inputs.prompts,
-                inputs.validation,
-                cost_model=inputs.cost_model,
-                writer=writer,
-                console=console,
-                live=live,
-                progress=progress,
-            )
 
+    def start(live: "Live") -> AbstractContextManager["Roles"]:
+        functions = inputs.reward_functions
+        return start_roles(config, functions, console, budget, live=live, environment=inputs.environment)
 
-@contextmanager
-def ray_session(config: Config, console: "Console") -> Iterator[None]:
-    """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
-    import ray
-
-    # "local", because without an address Ray would join whatever cluster was last started on this machine.
-    address = config.resources.ray_address or os.environ.get("RAY_ADDRESS") or "local"
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address == "local":
-        cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
-        options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
-    console.say("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
-    try:
-        context = ray.init(address=address, **options)
-    except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
-        if address == "local":
-            raise ResourceError(f"a local Ray did not start: {error}; is the machine overloaded?") from error
-        raise ResourceError(
-            f"Ray at {address} could not be reached: {error}; check resources.ray_address or RAY_ADDRESS, and that "
-            "both sides use the same token (RAY_AUTH_MODE)."
-        ) from error
-    signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
-    if context.dashboard_url:
-        console.say(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
-    try:
-        yield
-    finally:
-        with suppress(KeyboardInterrupt):
-            ray.shutdown()
-
-
-def _fail(error: Exception, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return code
-
-
-def interrupt(signum: int, frame: Any) -> None:
-    """SIGTERM (what `ray job stop` sends) ends a run as Ctrl-C does."""
-    del signum, frame
-    raise KeyboardInterrupt
+    with session(config, start, console) as started:
+        yield Trainer(
+            config,
+            started.roles,
+            inputs.prompts,
+            inputs.validation,
+            cost_model=inputs.cost_model,
+            writer=started.writer,
+            console=console,
+            live=started.live,
+            progress=started.progress,
+        )
 
 
 if __name__ == "__main__":

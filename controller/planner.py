@@ -7,14 +7,14 @@ import numpy as np
 from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
 from balancing.plan import PlanAlgorithm
-from controller.config import Config
+from controller.config import TrainingConfig
 from workers.remote_batch import RemoteBatch
 
 
 class Planner:
     """Plans for the data-parallel ranks of the training roles, which all share the policy's."""
 
-    def __init__(self, config: Config, cost_model: CostModel) -> None:
+    def __init__(self, config: TrainingConfig, cost_model: CostModel) -> None:
         """`cost_model`: FLOPs of a sequence, which a plan balances."""
         self.config, self.cost_model = config, cost_model
 

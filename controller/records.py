@@ -17,20 +17,22 @@ from workers.errors import DataError
 Record = dict[str, Any]
 
 
-def read_records(path: str, prompt_key: str) -> list[Record]:
-    """All records. Raises DataError naming the file and record of what is not a record with a prompt."""
+def read_records(path: str, prompt_key: str = "") -> list[Record]:
+    """All records. Raises DataError naming the file and record of what is not a record, or one without `prompt_key`."""
     records = list(iter_records(path, prompt_key))
     if not records:
         raise DataError(f"{path} has no records.")
     return records
 
 
-def iter_records(path: str, prompt_key: str) -> Iterator[Record]:
+def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
     """The records one after another, read as they are asked for; raises as `read_records`."""
     for file in data_files(Path(path)):
         try:
             for where, record in READERS[file.suffix](file):
-                if not isinstance(record, dict) or prompt_key not in record:
+                if not isinstance(record, dict):
+                    raise DataError(f"{where} is not a record, a mapping of columns.")
+                if prompt_key and prompt_key not in record:
                     raise DataError(f"{where} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
                 yield record
         except OSError as error:

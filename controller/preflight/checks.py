@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.checkpoint import checkpoints_at
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
@@ -28,10 +28,10 @@ from workers.rollout.engine_options import check_engine_options
 def check(config: Config) -> None:
     """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second."""
     check_settings_have_effect(config)
-    _check_run(config)
+    check_run(config)
     _check_batch(config)
     _check_loss(config)
-    _check_optimizer(config)
+    check_warmup(config, config.total_optimizer_steps, "run.steps * batch.mini_batches")
     _check_sampling(config)
     check_engine_options(config.rollout.engine)
     _check_environment(config)
@@ -40,7 +40,7 @@ def check(config: Config) -> None:
     _check_devices(config)
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
-    _check_parallel(config, model)
+    check_parallel(config, model)
     _check_reference(config, model)
     check_critic(config, model)
     check_reward_model(config, model)
@@ -49,7 +49,8 @@ def check(config: Config) -> None:
     check_trackers(config)
 
 
-def _check_run(config: Config) -> None:
+def check_run(config: TrainingConfig) -> None:
+    """The run's name, folder, checkpoint to go on from and cluster."""
     if not re.fullmatch(r"\w[\w.=+-]*", config.run.name):
         raise ConfigError(
             f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
@@ -166,12 +167,13 @@ def _check_loss(config: Config) -> None:
         )
 
 
-def _check_optimizer(config: Config) -> None:
-    warmup, total = config.policy.optimizer.warmup_steps, config.total_optimizer_steps
+def check_warmup(config: TrainingConfig, total: int, follows: str) -> None:
+    """Warm-up ends before the schedule does; `follows` says what `total`, its optimiser steps, follow from."""
+    warmup = config.policy.optimizer.warmup_steps
     if warmup > total or (warmup == total and config.policy.optimizer.schedule != "constant"):
         raise ConfigError(
             f"policy.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the run "
-            "(policy.optimizer.total_steps, or run.steps * batch.mini_batches); lower it."
+            f"(policy.optimizer.total_steps, or {follows}); lower it."
         )
 
 
@@ -230,6 +232,18 @@ def _check_caps(config: Config) -> None:
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
         f"{_response_limit(config)}={config.longest_response} = {longest} tokens"
     )
+    check_caps_hold(config, parts)
+    if config.max_model_tokens < config.needed_model_tokens:
+        raise ConfigError(
+            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
+            f"data.max_prompt_tokens and {_response_limit(config)} (or that of validation.sampling) allow; raise it or "
+            "leave it at 0."
+        )
+
+
+def check_caps_hold(config: TrainingConfig, parts: str) -> None:
+    """Every cap holds the longest possible sequence; `parts` says what makes its length."""
+    longest = config.longest_sequence
     multiple, sharing = config.length_multiple, config.policy.parallel.context_parallel
     if longest % multiple:
         longest += multiple - longest % multiple
@@ -240,12 +254,6 @@ def _check_caps(config: Config) -> None:
             raise ConfigError(
                 f"{key}={cap}{times} is below the longest possible sequence, {parts}; raise the cap or lower either."
             )
-    if config.max_model_tokens < config.needed_model_tokens:
-        raise ConfigError(
-            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
-            f"data.max_prompt_tokens and {_response_limit(config)} (or that of validation.sampling) allow; raise it or "
-            "leave it at 0."
-        )
 
 
 def _check_devices(config: Config) -> None:
@@ -278,13 +286,14 @@ def _check_devices(config: Config) -> None:
             f"{config.training_workers} of the policy that they share; lower them, raise policy.ranks, or set "
             "rollout.placement=apart."
         )
-    _check_attention(config)
+    check_attention(config)
 
 
 ATTENTION_KERNELS = {"packed": ("auto", "varlen", "flash3", "flash", "sdpa"), "padded": ("auto", "sdpa", "eager")}
 
 
-def _check_attention(config: Config) -> None:
+def check_attention(config: TrainingConfig) -> None:
+    """model.attention is a kernel of the layout, the device and the type."""
     kernel, layout = config.model.attention, config.model.layout
     kernels = ATTENTION_KERNELS[layout]
     if kernel not in kernels:
@@ -301,7 +310,8 @@ def _check_attention(config: Config) -> None:
         )
 
 
-def _check_parallel(config: Config, model: ModelFiles) -> None:
+def check_parallel(config: TrainingConfig, model: ModelFiles) -> None:
+    """Sequences and layers can be shared as policy.parallel asks."""
     parallel = config.policy.parallel
     cp, tp = parallel.context_parallel, parallel.tensor_parallel
     if config.policy.ranks % parallel.replicate:
@@ -396,7 +406,7 @@ def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) ->
         raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages; remove it.")
 
 
-def first_record(key: str, path: str, prompt_key: str) -> dict[str, Any]:
+def first_record(key: str, path: str, prompt_key: str = "") -> dict[str, Any]:
     """The first record of a data set. Raises ConfigError, naming `key`, if there is none with a prompt."""
     try:
         record = next(iter_records(path, prompt_key), None)

@@ -2,7 +2,7 @@
 
 import math
 
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.model_support import check_supported_model
 from workers.errors import ConfigError
@@ -66,7 +66,7 @@ def _check_warmup(config: Config) -> None:
         )
 
 
-def check_same_vocabulary(config: Config, policy: ModelFiles, key: str, path: str) -> None:
+def check_same_vocabulary(config: TrainingConfig, policy: ModelFiles, key: str, path: str) -> None:
     """Raise ConfigError unless the model at `path`, named by setting `key`, can read the policy's sequences."""
     model = read_model_files(path, key)
     check_supported_model(config, model.description, key)

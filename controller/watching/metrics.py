@@ -103,9 +103,18 @@ def throughput(generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[st
         "throughput/rollout_tokens_per_s": float(generated["response_tokens"].sum()) / seconds["rollout"],
     }
     if "update" in seconds:
-        rates["tokens/update"] = float(trained["length"].sum())
-        rates["throughput/update_tokens_per_s"] = float(trained["length"].sum()) / seconds["update"]
+        rates |= update_throughput(trained, seconds) | {"throughput/tokens_per_s": rates["throughput/tokens_per_s"]}
     return rates
+
+
+def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens of a step's update, and tokens/s of it and of the step, from `seconds` by phase."""
+    tokens = float(trained["length"].sum())
+    return {
+        "tokens/update": tokens,
+        "throughput/update_tokens_per_s": tokens / seconds["update"],
+        "throughput/tokens_per_s": tokens / seconds["step"],
+    }
 
 
 class Stopwatch:
