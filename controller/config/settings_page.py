@@ -16,7 +16,7 @@ HEAD = """\
 # {title}
 
 Made from the dataclasses in {sources} by
-`python -m controller.config.settings_page{argument} > docs/{file}`; a test holds this page to them. In YAML a dot nests:
+`python -m controller.config.settings_page{argument} > docs/{file}`; a test holds this page to them. In YAML dots nest:
 `policy.optimizer.beta1` is `policy: {{optimizer: {{beta1: ...}}}}`. Any setting can be given behind the command, as in
 `policy.max_tokens=16384`. A setting that would do nothing in a combination is refused.
 """
