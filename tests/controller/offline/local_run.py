@@ -34,7 +34,7 @@ SETTINGS = (
 )
 OF_COMMAND = {
     "sft": ("data.response_key=chosen", "batch.sequences_per_step=6"),
-    "preferences": ("batch.pairs_per_step=5",),
+    "preferences": ("batch.pairs_per_step=5", "loss.beta=1.0"),
 }
 
 
@@ -61,13 +61,18 @@ class LocalRuns:
         )
 
     def run(self, name: str, run: str, *overrides: str) -> Outcome:
-        """One run, from its configuration to its outcome, written to `runs/RUN`."""
-        command = COMMANDS[name]
-        given = [*SETTINGS, *OF_COMMAND[name], f"run.name={run}", *overrides]
-        config = load_as(command.schema, None, given)
-        check_offline(config)
-        with command.training(config, command.read_inputs(config), Listening()) as trainer:
-            return trainer.fit()
+        """See `run_offline`."""
+        return run_offline(name, run, *overrides)
+
+
+def run_offline(name: str, run: str, *overrides: str) -> Outcome:
+    """One run in the working directory, from its configuration to its outcome, written to `runs/RUN`."""
+    command = COMMANDS[name]
+    given = [*SETTINGS, *OF_COMMAND[name], f"run.name={run}", *overrides]
+    config = load_as(command.schema, None, given)
+    check_offline(config)
+    with command.training(config, command.read_inputs(config), Listening()) as trainer:
+        return trainer.fit()
 
 
 @pytest.fixture
