@@ -30,9 +30,9 @@ def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
     for file in data_files(Path(path)):
         try:
             for where, record in READERS[file.suffix](file):
-                if not isinstance(record, dict):
-                    raise DataError(f"{where} is not a record, a mapping of columns.")
-                if prompt_key and prompt_key not in record:
+                if not isinstance(record, dict) and not prompt_key:
+                    raise DataError(f"{where} is not a record, which gives each column's value by its name.")
+                if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
                     raise DataError(f"{where} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
                 yield record
         except OSError as error:

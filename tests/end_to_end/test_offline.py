@@ -41,7 +41,9 @@ def test_curves_do_not_depend_on_ranks_layout_and_sharing(
     write_offline_workspace(tmp_path)
     curves = []
     for number, plan in enumerate(PLANS.values()):
-        outcome = run_offline(command, f"run-{number}", "data.validation=held_out.jsonl", *plan)
+        # Ray's processes began in another working directory.
+        places = [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'runs'}"]
+        outcome = run_offline(command, f"run-{number}", "data.validation=held_out.jsonl", *places, *plan)
         curves.append([*(step["policy/loss"] for step in outcome.steps), outcome.after["loss"]])
     assert abs(curves[0][-1] - curves[0][0]) > 1e-3, "the steps change what is to be compared"
     for curve in curves[1:]:
