@@ -88,7 +88,6 @@ EVERYWHERE: tuple[Row, ...] = (
 """Rows of every command: (what is needed, whether it is there, keys or sections that do nothing without it)."""
 
 NO_EFFECT_WITHOUT: tuple[Row, ...] = (
-    *EVERYWHERE,
     (
         "batch.mini_batches above 1 or rollout.overlap (the only update of a step starts where the samples came from: "
         "all ratios are 1)",
@@ -221,6 +220,7 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: not c.data.curriculum,
         ("data.shuffle",),
     ),
+    *EVERYWHERE,
 )
 """Rows of reinforcement learning."""
 

@@ -17,25 +17,24 @@ from controller.preflight.tracker_checks import check_trackers
 from workers.errors import ConfigError
 
 ROWS: tuple[Row, ...] = (
-    *EVERYWHERE,
     ("run.steps=0 (it ends the run first)", lambda c: not c.run.steps, ("run.epochs",)),
     (
         "policy.optimizer.schedule=linear or cosine",
         lambda c: c.policy.optimizer.schedule != "constant",
         ("policy.optimizer.total_steps", "policy.optimizer.final_learning_rate_ratio"),
     ),
+    *EVERYWHERE,
 )
 SFT_ROWS: tuple[Row, ...] = (
-    *ROWS,
     ("data.validation", lambda c: bool(c.data.validation), ("policy.forward_max_tokens",)),
     (
         "loss.aggregation=sequence_mean_token_sum_norm",
         lambda c: c.loss.aggregation == "sequence_mean_token_sum_norm",
         ("loss.constant_length",),
     ),
+    *ROWS,
 )
 PREFERENCES_ROWS: tuple[Row, ...] = (
-    *ROWS,
     ("loss.name=simpo", lambda c: c.loss.name == "simpo", ("loss.margin",)),
     ("loss.name=dpo or simpo", lambda c: c.loss.name != "ipo", ("loss.label_smoothing",)),
     ("loss.name=dpo or ipo", lambda c: c.uses_reference, ("reference.",)),
@@ -44,6 +43,7 @@ PREFERENCES_ROWS: tuple[Row, ...] = (
         lambda c: c.starts_reference or not c.uses_reference,
         ("reference.cpu_offload",),
     ),
+    *ROWS,
 )
 
 
