@@ -46,12 +46,14 @@ soak: setup
 	$(BIN)/python -m tests.benchmarks.soak --output docs/soak.md
 	$(BIN)/python -m tests.benchmarks.soak --engine-processes --steps 40
 
-# Minutes each, on a machine that has nothing else to do; all but the first write their page. Not among them:
+# Minutes each, on a machine that has nothing else to do; most write their page. Not among them:
 # tests.benchmarks.algorithms, which takes hours, and tests.gpu.benchmark, which needs a GPU.
 bench: setup
 	$(BIN)/python -m tests.benchmarks.dispatch
 	$(BIN)/python -m tests.benchmarks.balancing --output docs/balancing-benchmark.md
 	$(BIN)/python -m tests.benchmarks.engine
+	$(BIN)/python -m tests.benchmarks.families
+	$(BIN)/python -m tests.benchmarks.families --engines --output docs/models.md
 	$(WARM_START)
 	$(BIN)/python -m tests.benchmarks.step --output docs/step-benchmark.md
 

@@ -101,8 +101,8 @@ def less_padded(plan: "Plan") -> Iterator[Candidate]:
 
 def faster(plan: "Plan") -> Iterator[Candidate]:
     """What may shorten the step: everything that the plan's settings leave to try."""
-    if plan.settings.algorithm != "load_balance":
-        yield Candidate('algorithm="load_balance"', {"algorithm": "load_balance"})
+    if plan.settings.algorithm != "karmarkar_karp":
+        yield Candidate('algorithm="karmarkar_karp"', {"algorithm": "karmarkar_karp"})
     yield from _higher_caps(plan)
     if plan.settings.min_count > 1 or plan.settings.multiple_of > 1:
         yield Candidate("min_count=1, multiple_of=1", {"min_count": 1, "multiple_of": 1})

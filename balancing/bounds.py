@@ -61,11 +61,11 @@ def step_time_bound(
         v_1 + ... + v_j + (W - K_j) / ranks
 
     W: all workload, so j = 0 is workload / ranks. v_i: what the i-th longest micro-step lasts at least, because of
-    long sequences (`_forced_levels`). K_j: the most workload that j * ranks micro-batches hold (`_most_workload`).
+    long sequences (`forced_levels`). K_j: the most workload that j * ranks micro-batches hold (`_most_workload`).
     What the j longest micro-steps cannot do, the others do, at best evenly.
     Caps are those of the packed layout; the padded one is no faster.
     """
-    forced = _forced_levels(sizes, weights, ranks, steps, max_tokens, max_sequences)
+    forced = forced_levels(sizes, weights, ranks, steps, max_tokens, max_sequences)
     micro_batches = np.arange(len(forced) + 1) * ranks
     left = np.maximum(weights.sum() - _most_workload(sizes, weights, micro_batches, max_tokens), 0.0)
     times = np.concatenate([[0.0], np.cumsum(forced)]) + left / ranks
@@ -73,7 +73,7 @@ def step_time_bound(
     return StepTimeBound(float(times[long_steps]), long_steps)
 
 
-def _forced_levels(
+def forced_levels(
     sizes: NDArray[np.int64],
     weights: NDArray[np.float64],
     ranks: int,

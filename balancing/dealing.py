@@ -1,16 +1,19 @@
 """Dealing: all micro-batches of a mini-batch, sorted by weight, one row of `ranks` for each micro-step.
 
-    sequences -> ranks * steps micro-batches of equal weight -> sorted, dealt into rows -> exchanges within each row
+    sequences --+-- Karmarkar-Karp: ranks, then micro-batches --+--> exchanges --> sorted, dealt --> exchanges
+                +-- longest first, and other ways to fill ------+    of all        into rows         within each row
 
-Sorted neighbours differ least, and neighbours wait for one another.
+Karmarkar-Karp (differenced.py) is the start, the others (packing.py) where its micro-batches cannot be brought under
+the caps. Sorted neighbours differ least, and neighbours wait for one another.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from balancing.differenced import differenced, mended
 from balancing.errors import CountError
 from balancing.exchange import TOLERANCE
 from balancing.grouping import Floats, Grouping, Integers
@@ -26,6 +29,8 @@ from balancing.packing import (
 )
 
 Order = Literal["descending", "small_ends"]
+Start = Literal["karmarkar_karp", "longest_first", "longest_with_others", "none", "verl", "roll", "mindspeed_rl"]
+"""What a schedule was refined from: a way to fill micro-batches, or the algorithm of a plan that is not refined."""
 
 STEPS_TRIED = 8
 """Numbers of micro-steps from the lower bound upwards that are tried before that of best-fit-decreasing is taken."""
@@ -48,6 +53,7 @@ class Schedule:
 
     grouping: Grouping
     steps: int
+    start: Start
 
     def loads(self, weights: Floats) -> Floats:
         """float64 [steps, ranks]."""
@@ -70,7 +76,7 @@ def checked_steps(needed: int, fewest_on_a_rank: int, sequences: int, request: R
 
 
 def dealt(sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """In as few steps as packing succeeds with."""
+    """In as few steps as a start succeeds with, Karmarkar-Karp before others."""
     for steps in _steps_to_try(sizes, request):
         schedule = dealt_into(sizes, weights, request, steps)
         if schedule is not None:
@@ -90,6 +96,25 @@ def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
 
 def dealt_into(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
     """Micro-batches of equal weight, the heaviest `ranks` in the first step, and so on; None where they do not fit."""
+    by_differencing = from_karmarkar_karp(sizes, weights, request, steps)
+    return by_differencing or from_longest_first(sizes, weights, request, steps)
+
+
+def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
+    """Refined from Karmarkar-Karp; None in the padded layout, or where caps cannot be kept from there."""
+    count, caps = steps * request.ranks, request.caps
+    if caps.padded or len(sizes) < count:
+        return None
+    start = differenced(weights, request.ranks, steps)
+    group_of = mended(sizes, weights, start.group_of, count, caps.max_tokens, caps.max_sequences)
+    if (group_of < 0).any():
+        return None
+    packed = evened(Grouping(group_of, count), weights, sizes, caps)
+    return evened_steps(in_rows(packed, sizes, weights, request, steps, "karmarkar_karp"), sizes, weights, request)
+
+
+def from_longest_first(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
+    """Refined from longest-first, or from what else finds room; None where nothing does."""
     count = min(steps * request.ranks, len(sizes))
     if request.caps.padded:
         packed: Grouping | None = pack_evenly(sizes, weights, request.caps, CountRule(count))
@@ -97,10 +122,15 @@ def dealt_into(sizes: Integers, weights: Floats, request: Request, steps: int) -
         packed = pack_into(sizes, weights, request.caps, count)
     if packed is None or packed.count > steps * request.ranks:
         return None
+    schedule = in_rows(packed, sizes, weights, request, steps, "longest_first")
+    return schedule if request.caps.padded else evened_steps(schedule, sizes, weights, request)
+
+
+def in_rows(packed: Grouping, sizes: Integers, weights: Floats, request: Request, steps: int, start: Start) -> Schedule:
+    """Micro-batches sorted by weight and dealt into steps."""
     packed = heaviest_first(packed, sizes, computed(packed, weights, request), np.arange(len(sizes)))
     places = _places(packed.count, steps, request.ranks)
-    schedule = Schedule(packed.renumbered(places, steps * request.ranks), steps)
-    return schedule if request.caps.padded else evened_steps(schedule, sizes, weights, request)
+    return Schedule(packed.renumbered(places, steps * request.ranks), steps, start)
 
 
 def computed(grouping: Grouping, weights: Floats, request: Request) -> Floats:
@@ -117,7 +147,7 @@ def evened_steps(schedule: Schedule, sizes: Integers, weights: Floats, request: 
         ranks = Grouping(group_of[rows] - step * request.ranks, request.ranks)
         even = evened(ranks, weights[rows], sizes[rows], request.caps, only_heaviest=True)
         group_of[rows] = even.group_of + step * request.ranks
-    return Schedule(Grouping(group_of, schedule.grouping.count), schedule.steps)
+    return replace(schedule, grouping=Grouping(group_of, schedule.grouping.count))
 
 
 def _places(groups: int, steps: int, ranks: int) -> Integers:

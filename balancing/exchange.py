@@ -56,6 +56,7 @@ def even_out_arrays(
     only_heaviest: bool = False,
     target: float = 0.0,
     effort: int = EFFORT,
+    base: Floats | None = None,
 ) -> Integers:
     """Lower the heaviest groups by exchanges until they are even or no exchange helps.
 
@@ -64,18 +65,21 @@ def even_out_arrays(
     only_heaviest: stop once the heaviest group cannot be lowered; otherwise go on with the next heaviest.
     target: a load at which a group is light enough, where the caller knows a bound above the mean.
     effort: groups and bundles looked at before the search ends, and `EFFORT_EACH` more for each sequence.
+    base: float64 [count], what each group weighs besides its sequences; None for nothing.
     Returns a new int64 [n]; groups keep `limits`, and none that held a sequence is empty.
     """
     order = np.argsort(-weights, kind="stable")
     descending = weights[order]
-    level = max(float(weights.sum()) / count * (1 + TOLERANCE), target)
+    own = np.zeros(count) if base is None else base
     if only_heaviest and len(weights):
-        level = max(level, float(descending[0]))
+        level = max(float(weights.sum()) / count * (1 + TOLERANCE), target, float(descending[0]))
+    else:
+        level = max(_mean_without_giants(descending, own) * (1 + TOLERANCE), target)
     evened = exchange_until_even(
         descending,
         sizes[order].astype(np.float64),
         group_of[order],
-        count,
+        own,
         float(limits.max_tokens),
         float(limits.max_sequences),
         limits.equal_size,
@@ -88,12 +92,25 @@ def even_out_arrays(
     return result
 
 
+def _mean_without_giants(descending: Floats, base: Floats) -> float:
+    """The mean over groups, leaving out each of the heaviest sequences that outweighs the mean of what is then left.
+
+    Such a sequence is best alone, and what evens out beside it is lighter than the mean over all.
+    """
+    count = len(base)
+    alone = descending[: count - 1]
+    left = descending.sum() + base.sum() - np.concatenate([[0.0], np.cumsum(alone)])
+    means = left / (count - np.arange(len(left)))
+    giants = int(np.argmin(np.append(alone > means[:-1], False))) if not base.any() else 0
+    return float(means[giants])
+
+
 @compiled
 def exchange_until_even(
     weights: Floats,
     sizes: Floats,
     group_of: Integers,
-    count: int,
+    base: Floats,
     max_tokens: float,
     max_sequences: float,
     equal_size: bool,
@@ -102,8 +119,9 @@ def exchange_until_even(
     effort: int,
 ) -> Integers:
     """The search of `even_out_arrays`, over sequences in descending order of weight; groups up to `level` are left."""
-    groups = thread(weights, sizes, group_of, count)
-    is_open = groups.counts > 1  # alone: whatever it is exchanged with, the pair's maximum stays
+    groups, count = thread(weights, sizes, group_of, base), len(base)
+    # Alone, and with no lighter base to go to: whatever it is exchanged with, the pair's maximum stays.
+    is_open = (groups.counts > 1) | (base > base.min())
     partners = count if only_heaviest else PARTNERS
     failures = 0
     for _ in range(20 * count + 200):

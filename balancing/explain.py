@@ -85,8 +85,18 @@ def _headline(plan: "Plan", result: Explanation) -> str:
     return (
         f"{len(plan.lengths):,} sequences of {plan.lengths.sum():,} tokens on {_count(plan.ranks, 'rank')}: "
         f"{_count(len(plan.mini_batches), 'mini-batch')}, {_count(steps, 'micro-step')}.\n"
+        f"{_three_imbalances(plan)}\n"
         f"The step takes {result.over_ideal:.2%} longer than if no rank ever waited (at best {result.bound:.2%} in as "
         f"many micro-steps); ranks wait {result.waiting:.2%} of the time."
+    )
+
+
+def _three_imbalances(plan: "Plan") -> str:
+    statistics = plan.statistics()
+    given, alone, planned = (statistics[f"imbalance{when}/micro_steps"] for when in ("_before", "_karmarkar_karp", ""))
+    return (
+        f"Imbalance: {given:.2%} in the given order, {alone:.2%} after Karmarkar-Karp alone, without caps, "
+        f"{planned:.2%} as planned."
     )
 
 
@@ -116,7 +126,7 @@ def _about_long_sequence(finding: Finding, plan: "Plan") -> str:
 
 def _about_few_sequences(finding: Finding, plan: "Plan") -> str:
     numbers = finding.numbers
-    sequences = plan.mini_batches[int(numbers["mini_batch"])].sequences
+    sequences = len(plan.mini_batches[int(numbers["mini_batch"])].rows)
     return (
         f"{_waiting(finding)}: mini-batch {numbers['mini_batch']:.0f} holds {sequences} for {plan.ranks} ranks; "
         f"{numbers['empty']:.0f} have nothing to do in {_place(finding)}."

@@ -93,9 +93,9 @@ def findings(plan: "Plan") -> list[Finding]:
 
 def _cause(step: _Step, plan: "Plan") -> Cause:
     """The first that applies: causes that no cap could change come before caps."""
-    if plan.mini_batches[step.mini_batch].sequences < plan.ranks:
+    if len(plan.mini_batches[step.mini_batch].rows) < plan.ranks:
         return Cause.FEW_SEQUENCES
-    if plan.settings.algorithm != "load_balance":
+    if plan.settings.algorithm != "karmarkar_karp":
         return Cause.GIVEN_ORDER if plan.settings.algorithm == "none" else Cause.RANK_BY_RANK
     if any(len(rows) == 0 for rows in step.rows):
         return Cause.EMPTY_MICRO_BATCHES

@@ -12,7 +12,8 @@ from itertools import product
 import numpy as np
 
 from balancing.bounds import StepTimeBound, step_time_bound
-from balancing.dealing import Request, Schedule, dealt_into, evened_steps
+from balancing.dealing import Request, Schedule, evened_steps, from_longest_first
+from balancing.differenced import mended
 from balancing.exchange import TOLERANCE
 from balancing.filling import fill_to_level
 from balancing.grouping import Floats, Grouping, Integers
@@ -25,14 +26,14 @@ MOST_LONG_TOGETHER = 4
 """Long sequences in one micro-batch up to which a micro-step is filled with as many of them as fit."""
 
 
-def filled_first(sizes: Integers, weights: Floats, request: Request, dealt: Schedule) -> Schedule:
+def filled_first(sizes: Integers, weights: Floats, request: Request, dealt: Schedule, bound: float) -> Schedule:
     """The best of `dealt` and schedules whose first steps are filled to a level of their own before the rest is dealt.
 
     Filled are, first with one long sequence in a micro-batch, then with as many as fit: the steps that long sequences
     hold up by the bound; or every step but the last.
     """
     best, lowest = dealt, dealt.time(weights)
-    enough = _bound(sizes, weights, request, dealt.steps).time * (1 + GOOD_ENOUGH)
+    enough = bound * (1 + GOOD_ENOUGH)
     for several, every_step in product((False, True), (False, True)):
         if lowest <= enough:
             break
@@ -47,7 +48,8 @@ def filled_first(sizes: Integers, weights: Floats, request: Request, dealt: Sche
     return best
 
 
-def _bound(sizes: Integers, weights: Floats, request: Request, steps: int) -> StepTimeBound:
+def time_bound(sizes: Integers, weights: Floats, request: Request, steps: int) -> StepTimeBound:
+    """Of the time of these sequences in so many steps; see `bounds.step_time_bound`."""
     return step_time_bound(
         sizes,
         weights,
@@ -85,27 +87,30 @@ class _Filling:
         """The least time for what is left in the steps that are left."""
         if len(self.left) == 0:
             return StepTimeBound(0.0, 0)
-        return _bound(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
+        return time_bound(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
 
     def least_time(self) -> float:
         """The least time of the whole, with what is filled so far."""
         return self._time + self.bound_of_rest().time
 
     def rest_dealt(self) -> Schedule | None:
-        """What is left, dealt into the steps that are left; None where it does not fit, or leaves a rank empty."""
-        if len(self.left) < self.steps_left * self._request.ranks:
+        """What is left, dealt into the steps that are left; None where it does not fit."""
+        rest = self._rest()
+        if rest is None:
             return None
-        sizes, weights = self._sizes[self.left], self._weights[self.left]
-        dealt = dealt_into(sizes, weights, self._request, self.steps_left)
-        if dealt is None:
-            return None
-        filled = (self._steps - self.steps_left) * self._request.ranks
         group_of = self._group_of.copy()
-        group_of[self.left] = dealt.grouping.group_of + filled
-        whole = Schedule(Grouping(group_of, self._steps * self._request.ranks), self._steps)
-        if (whole.grouping.sizes() == 0).any():
-            return None
-        return evened_steps(whole, self._sizes, self._weights, self._request)
+        group_of[self.left] = rest + (self._steps - self.steps_left) * self._request.ranks
+        count, caps = self._steps * self._request.ranks, self._request.caps
+        group_of = mended(self._sizes, self._weights, group_of, count, caps.max_tokens, caps.max_sequences)
+        schedule = Schedule(Grouping(group_of, count), self._steps, "longest_with_others")
+        return evened_steps(schedule, self._sizes, self._weights, self._request)
+
+    def _rest(self) -> Integers | None:
+        """int64, the micro-batch of each sequence that is left; each has one of its own where there are as many."""
+        if len(self.left) <= self.steps_left * self._request.ranks:
+            return np.arange(len(self.left))
+        dealt = from_longest_first(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
+        return None if dealt is None else dealt.grouping.group_of
 
     def _fair_share(self) -> float:
         return float(self._weights[self.left].sum()) / (self._request.ranks * self.steps_left)

@@ -44,6 +44,10 @@ class PaddedDeal:
         """Share of the cells of a batch padded to its longest row that are not computed."""
         return 1.0 - self.tokens / self.given_tokens
 
+    def padding_removed_of(self, width: int) -> float:
+        """The same of a batch whose rows are all `width` cells wide, as a tensor of the longest allowed is."""
+        return 1.0 - self.tokens / (sum(map(len, self.ranks)) * width)
+
 
 def deal_padded(
     lengths: ArrayLike,

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.alignment import round_up
-from balancing.dealing import Order, Request, Schedule
+from balancing.dealing import Order, Request, Schedule, Start
 from balancing.errors import OptionError
 from balancing.grouping import Grouping
 from balancing.packing import Caps, CountRule, Layout
@@ -42,7 +42,8 @@ from balancing.validation import (
 )
 from balancing.workload import CostModel
 
-PlanAlgorithm = Literal["load_balance", "none", "verl", "roll", "mindspeed_rl"]
+PlanAlgorithm = Literal["karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"]
+"""`load_balance` is another name of `karmarkar_karp`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +59,16 @@ class MiniBatch:
 
     rows: int64 [sequences], in order of micro-step, then rank, ascending in each micro-batch.
     bounds: int64 [steps * ranks + 1]; micro-batch `step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
-    tokens, loss_tokens, sequences, groups: over all ranks, what losses divide by whatever the plan; groups may be None,
-    where nobody named them.
+    start: what it was refined from; the algorithm, where it was not.
+    tokens, loss_tokens, sequences, groups: over all ranks, what losses divide by whatever the plan. Sequences and
+    groups are those with a loss token: a mean of sequence means (GRPO, 1/|o_i| of each) has no term for the others.
+    groups may be None, where nobody named them.
     """
 
     rows: NDArray[np.int64] = field(repr=False)
     bounds: NDArray[np.int64] = field(repr=False)
     steps: int
+    start: Start
     tokens: int
     loss_tokens: int
     sequences: int
@@ -142,7 +146,9 @@ class Settings:
             if value is not None or name != "max_sequences":
                 object.__setattr__(self, name, positive_integer(value, name))
         one_of(self.layout, "layout", ("packed", "padded"))
-        one_of(self.algorithm, "algorithm", ("load_balance", "none", *PUBLISHED))
+        if self.algorithm == "load_balance":
+            object.__setattr__(self, "algorithm", "karmarkar_karp")
+        one_of(self.algorithm, "algorithm", ("karmarkar_karp", "none", *PUBLISHED))
         one_of(self.order, "order", ("descending", "small_ends"))
 
     def request(self, sequences: int) -> Request:
@@ -211,9 +217,12 @@ class Plan:
         """
         return [part.predicted_times(self.workloads, self.layout).max(axis=1) for part in self.mini_batches]
 
-    def statistics(self) -> dict[str, float]:
-        """What the plan bought, by name; see `balancing.statistics.plan_statistics`."""
-        return plan_statistics(self)
+    def statistics(self, width: int | None = None) -> dict[str, float]:
+        """What the plan bought, by name; see `balancing.statistics.plan_statistics`.
+
+        width: tokens of a row of the tensor that would hold the batch padded, where somebody knows it.
+        """
+        return plan_statistics(self, width)
 
     def explain(self) -> str:
         """Why the plan takes the time it takes, and what would shorten it; see `balancing.explain`."""
@@ -233,7 +242,7 @@ def plan_batch(
     min_count: int = 1,
     multiple_of: int = 1,
     cost_model: CostModel | None = None,
-    algorithm: PlanAlgorithm = "load_balance",
+    algorithm: PlanAlgorithm = "karmarkar_karp",
     order: Order = "descending",
     allow_empty: bool = True,
     layout: Layout = "packed",
@@ -250,9 +259,10 @@ def plan_batch(
     sequence is a good one. loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, tokens that the loss counts;
     None takes lengths. max_sequences: cap on sequences of a micro-batch. min_count: least number of micro-batches of a
     rank in each mini-batch. multiple_of: what that number must divide by. cost_model: what is evened, None for tokens.
-    algorithm: `load_balance`; `none`: given order, an equal count of sequences for each rank, cut at the caps; or
+    algorithm: `karmarkar_karp` (or `load_balance`): largest differencing over ranks and micro-batches, refined under
+    the caps (schedule.py); `none`: given order, an equal count of sequences for each rank, cut at the caps; or
     rank by rank as another system does, `verl`, `roll`, `mindspeed_rl` (published.py), with the caps kept.
-    order: micro-steps of `load_balance` by descending workload, or with small ones at both ends (pipelines).
+    order: micro-steps of `karmarkar_karp` by descending workload, or with small ones at both ends (pipelines).
     allow_empty: a rank may have an empty micro-batch where sequences are fewer than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
     groups: n whole numbers >= 0, the group of each sequence, counted in every mini-batch for losses that divide by it.
@@ -287,23 +297,28 @@ def _mini_batch(
     in_loss: NDArray[np.int64],
     group_of: NDArray[np.int64] | None,
 ) -> MiniBatch:
-    schedule, ordered = _schedule(rows, sizes, workloads, settings)
+    schedule, ordered = _schedule(rows, tokens, sizes, workloads, settings)
     micro_batch = schedule.grouping.group_of
     bounds = np.concatenate([[0], np.cumsum(schedule.grouping.sizes())])
     in_order = ordered[np.lexsort((ordered, micro_batch))]
-    groups = None if group_of is None else len(np.unique(group_of[rows[in_loss[rows] > 0]]))
-    counts = (int(tokens[rows].sum()), int(in_loss[rows].sum()), len(rows), groups)
-    return MiniBatch(in_order, bounds, schedule.steps, *counts)
+    learned = rows[in_loss[rows] > 0]
+    groups = None if group_of is None else len(np.unique(group_of[learned]))
+    counts = (int(tokens[rows].sum()), int(in_loss[rows].sum()), len(learned), groups)
+    return MiniBatch(in_order, bounds, schedule.steps, schedule.start, *counts)
 
 
 def _schedule(
-    rows: NDArray[np.int64], sizes: NDArray[np.int64], workloads: NDArray[np.float64], settings: Settings
+    rows: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    workloads: NDArray[np.float64],
+    settings: Settings,
 ) -> tuple[Schedule, NDArray[np.int64]]:
     """The schedule of one mini-batch, and the rows that its numbers stand for."""
     request = settings.request(len(sizes))
     if settings.algorithm == "none":
         return schedule_in_order(sizes[rows], request), rows
-    if settings.algorithm != "load_balance":
-        return schedule_rank_locally(settings.algorithm, sizes[rows], workloads[rows], request), rows
+    if settings.algorithm in PUBLISHED:
+        return schedule_rank_locally(settings.algorithm, tokens[rows], sizes[rows], workloads[rows], request), rows
     ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the same plan in whatever order given
     return schedule_evenly(sizes[ordered], workloads[ordered], request), ordered

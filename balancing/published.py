@@ -65,13 +65,16 @@ def published_steps(
     return [_cut_by_differencing(rows, tokens, costs, max_tokens) for rows in together if any(map(len, rows))]
 
 
-def schedule_rank_locally(name: Published, sizes: Integers, weights: Floats, request: Request) -> Schedule:
+def schedule_rank_locally(
+    name: Published, lengths: Integers, sizes: Integers, weights: Floats, request: Request
+) -> Schedule:
     """One mini-batch, dealt and cut as `name` does, with the caps and counts of `request` kept.
 
-    sizes: int64 [n], aligned tokens. weights: float64 [n], which order the micro-batches of a rank, heaviest first.
+    lengths, sizes: int64 [n], real tokens, which are dealt, and aligned ones, which caps count. weights: float64 [n],
+    which order the micro-batches of a rank, heaviest first.
     Raises CountError as `schedule_evenly` does.
     """
-    ranks, cut = _DEALS[name](sizes, request.ranks), _CUTS[name]
+    ranks, cut = _DEALS[name](lengths, request.ranks), _CUTS[name]
     local = [cut(sizes[rows], request.caps, 1) for rows in ranks]
     fewest_on_a_rank = min(len(rows) for rows in ranks)
     steps = checked_steps(max(grouping.count for grouping in local), fewest_on_a_rank, len(sizes), request)
@@ -83,7 +86,7 @@ def schedule_rank_locally(name: Published, sizes: Integers, weights: Floats, req
             whole = spread(grouping.members(), sizes[rows], count)
         ordered = heaviest_first(whole, sizes[rows], weights[rows], rows)
         runs.append([rows[inside] for inside in ordered.members()])
-    return side_by_side(runs, steps, len(sizes))
+    return side_by_side(runs, steps, len(sizes), name)
 
 
 def _deal_by_differencing(tokens: Integers, ranks: int) -> list[Integers]:

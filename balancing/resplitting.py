@@ -28,7 +28,7 @@ def resplit_until_even(weights: Floats, group_of: Integers, count: int, equal_si
     weights: float64 [n], descending. group_of: int64 [n]. equal_size: a group keeps its count or has its partner's.
     Returns a new int64 [n].
     """
-    groups = thread(weights, weights, group_of, count)
+    groups = thread(weights, weights, group_of, np.zeros(count))
     effort = _descend(groups, equal_size, level, EFFORT)
     best, lowest = groups.group_of.copy(), groups.loads.max()
     random, failures = 1, 0
@@ -38,7 +38,7 @@ def resplit_until_even(weights: Floats, group_of: Integers, count: int, equal_si
         heaviest = groups.loads.max()
         failures = 0 if heaviest < lowest else failures + 1
         if heaviest > lowest:
-            groups = thread(weights, weights, best, count)
+            groups = thread(weights, weights, best, np.zeros(count))
         else:
             best, lowest = groups.group_of.copy(), heaviest
     return best

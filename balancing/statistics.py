@@ -1,4 +1,4 @@
-"""Figures of a plan, and the same figures for the batch as it was given."""
+"""Figures of a plan; the same figures for the batch as it was given, and after Karmarkar-Karp alone."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancing.alignment import round_up
+from balancing.differenced import differenced
 from balancing.padded import take_in_order
 
 if TYPE_CHECKING:
@@ -17,17 +18,23 @@ Rows = list[list[NDArray[np.int64]]]
 """rows[s][r]: int64, the sequences of rank r in micro-step s of one mini-batch."""
 
 
-def plan_statistics(plan: "Plan") -> dict[str, float]:
+def plan_statistics(plan: "Plan", width: int | None = None) -> dict[str, float]:
     """Plain floats by name; `before` is the given order, dealt to ranks in runs of equal count and cut at the cap.
 
     tokens_per_rank/{min,max,mean,difference} and tokens_per_rank_before/...: real tokens of a rank in the whole batch.
+    imbalance_karmarkar_karp/...: after largest differencing over ranks, and over each rank's micro-batches, as many as
+    planned, whatever caps say; all else is what refinement adds. from_karmarkar_karp: share of mini-batches whose plan
+    was refined from there; the others end better from another start (schedule.py).
     imbalance/ranks: max / mean - 1 of the workload of ranks. imbalance/micro_steps: the time of synchronous
     micro-steps (sum over steps of the heaviest rank) over workload / ranks, - 1. imbalance_before/...: before.
     idle_share, idle_share_before: share of ranks' time spent waiting in micro-steps.
     predicted_time/{total,longest_micro_step} and predicted_time_before/...: sum and maximum over micro-steps of the
     heaviest rank, in the cost model's unit; padding, which `padding_share` tells, is not counted.
     cap_fill: mean share of max_tokens that a micro-batch takes, empty ones included. padding_share: share of
-    computed tokens that are not real ones. micro_batches: their number per rank. empty_micro_batches: over ranks.
+    computed tokens that are not real ones. padding_removed/longest_row: share of the cells of a tensor, its rows as
+    wide as the longest sequence, that is not computed; padding_removed/width: of one with rows of `width` tokens,
+    as systems pad that do not look at lengths; left out without `width`. micro_batches: their number per rank.
+    empty_micro_batches: over ranks.
     """
     after = [rows_of(mini_batch) for mini_batch in plan.mini_batches]
     before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
@@ -36,7 +43,10 @@ def plan_statistics(plan: "Plan") -> dict[str, float]:
         **_token_spread("tokens_per_rank_before", before, plan.lengths),
         **_waiting("", predicted_grids(plan)),
         **_waiting("_before", grids(before, plan.workloads)),
+        **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan) for part in plan.mini_batches]),
+        "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
         **_filling(after, plan),
+        **_padding_removed(after, plan, width),
     }
 
 
@@ -98,12 +108,25 @@ def _token_spread(name: str, mini_batches: list[Rows], lengths: NDArray[np.int64
     }
 
 
-def _waiting(suffix: str, mini_batches: list[NDArray[np.float64]]) -> dict[str, float]:
+def _after_karmarkar_karp(mini_batch: "MiniBatch", plan: "Plan") -> NDArray[np.float64]:
+    """float64 [steps, ranks]: the workload of every micro-batch after largest differencing alone, no cap looked at."""
+    weights = np.sort(plan.workloads[mini_batch.rows])[::-1]
+    return differenced(weights, plan.ranks, mini_batch.steps).sums(weights).reshape(mini_batch.steps, -1)
+
+
+def _imbalance(suffix: str, mini_batches: list[NDArray[np.float64]]) -> dict[str, float]:
     per_rank = np.sum([grid.sum(axis=0) for grid in mini_batches], axis=0)
-    time, ideal = step_time(mini_batches), ideal_time(mini_batches)
+    ideal = ideal_time(mini_batches)
     return {
         f"imbalance{suffix}/ranks": float(per_rank.max()) / ideal - 1.0,
-        f"imbalance{suffix}/micro_steps": time / ideal - 1.0,
+        f"imbalance{suffix}/micro_steps": step_time(mini_batches) / ideal - 1.0,
+    }
+
+
+def _waiting(suffix: str, mini_batches: list[NDArray[np.float64]]) -> dict[str, float]:
+    time, ideal = step_time(mini_batches), ideal_time(mini_batches)
+    return {
+        **_imbalance(suffix, mini_batches),
         f"idle_share{suffix}": max(0.0, 1.0 - ideal / time),
         f"predicted_time{suffix}/total": time,
         f"predicted_time{suffix}/longest_micro_step": float(max(grid.max() for grid in mini_batches)),
@@ -117,6 +140,16 @@ def _filling(mini_batches: list[Rows], plan: "Plan") -> dict[str, float]:
         "padding_share": 1.0 - float(plan.lengths.sum()) / float(taken.sum()),
         "micro_batches": float(sum(len(rows) for rows in mini_batches)),
         "empty_micro_batches": float((taken == 0).sum()),
+    }
+
+
+def _padding_removed(mini_batches: list[Rows], plan: "Plan", width: int | None) -> dict[str, float]:
+    computed = float(_taken(mini_batches, plan).sum())
+    widths = {"longest_row": int(plan.lengths.max()), "width": width}
+    return {
+        f"padding_removed/{name}": 1.0 - computed / (len(plan.lengths) * cells)
+        for name, cells in widths.items()
+        if cells is not None
     }
 
 

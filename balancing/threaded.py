@@ -20,7 +20,7 @@ class Threaded(NamedTuple):
     """n sequences, numbered in descending order of weight, in k groups.
 
     weights, sizes: float64 [n]; sizes are tokens. group_of, following: int64 [n]. first, counts: int64 [k].
-    loads, tokens: float64 [k], a group's sums of weights and of sizes.
+    loads, tokens: float64 [k], a group's sums of weights and of sizes; `loads` begin at `base`, float64 [k].
     """
 
     weights: Floats
@@ -31,11 +31,13 @@ class Threaded(NamedTuple):
     counts: Integers
     loads: Floats
     tokens: Floats
+    base: Floats
 
 
 @compiled
-def thread(weights: Floats, sizes: Floats, group_of: Integers, count: int) -> Threaded:
-    """`count` groups from the group of each sequence, which is copied."""
+def thread(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> Threaded:
+    """Groups from the group of each sequence, which is copied. base: float64 [k], what groups weigh without members."""
+    count = len(base)
     groups = Threaded(
         weights,
         sizes,
@@ -43,8 +45,9 @@ def thread(weights: Floats, sizes: Floats, group_of: Integers, count: int) -> Th
         np.full(len(weights), -1),
         np.full(count, -1),
         np.zeros(count, np.int64),
+        base.copy(),
         np.zeros(count),
-        np.zeros(count),
+        base,
     )
     last = np.full(count, -1)
     for sequence in range(len(weights)):
@@ -70,7 +73,7 @@ def rethread(groups: Threaded, one: int, other: int) -> None:
     left, right = groups.first[one], groups.first[other]
     for group in (one, other):
         groups.first[group], groups.counts[group] = -1, 0
-        groups.loads[group], groups.tokens[group] = 0.0, 0.0
+        groups.loads[group], groups.tokens[group] = groups.base[group], 0.0
     last_one, last_other = -1, -1
     while left >= 0 or right >= 0:
         if right < 0 or (left >= 0 and left < right):

@@ -6,7 +6,7 @@
      '--> trainer          a step, from top to bottom; its parts are the modules beside it:
            |--> prompts in, scored samples out: collector, lookahead; records, data, requests, rewards, samples, shaping
            |     '--> rollout/    engines, and which of them answers what
-           |--> who computes what: mini_batches, planner, refit
+           |--> who computes what: mini_batches, planner (plan_arguments), refit
            |--> what a sequence or a token was worth: credit, advantages, kl_control; on held-out prompts: validation
            |--> the actors of a run: roles, layout, resources, worker_group
            |--> where it can go on from: checkpoint, checkpoint_writer, recovery, interrupts

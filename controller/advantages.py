@@ -74,7 +74,8 @@ def grpo(
         A_i = (r_i - mean(r)) / (std(r) + epsilon)      over the group of i
 
     Without `normalize_by_std` it is the numerator alone, see `dr_grpo`. The standard deviation is the sample's (n - 1),
-    as in TRL and verl; a group of one has advantage 0.
+    as in TRL and verl: a group is a few samples of a prompt's rewards, whose own deviation it estimates. A group of one
+    has advantage 0.
 
     rewards: float [B]. uids: [B]. Returns float64 [B].
     """
@@ -122,7 +123,9 @@ def reinforce_plus_plus(
 
         A_i = (r_i - mean(r)) / (std(r) + epsilon)      over all sequences, each counted once for each of its tokens
 
-    With the reward at the last token and no discount, the return of every token is r_i.
+    With the reward at the last token and no discount, the return of every token is r_i. With `algorithm.gamma` below 1,
+    or a KL in the reward, returns differ from token to token: see `PolicyWorker.token_advantages`. The deviation is the
+    population's, see `whiten`.
 
     rewards: float [B]. uids: [B], without effect. tokens: int [B], loss tokens. Returns float64 [B].
     """
@@ -137,9 +140,11 @@ def reinforce_plus_plus_baseline(
 
         c_i = r_i - mean of the group(r)        A_i = (c_i - mean(c)) / (std(c) + epsilon)      over all tokens
 
+    Returns of tokens that differ, and the deviation: as with `reinforce_plus_plus`.
+
     rewards: float [B]. uids: [B]. tokens: int [B], loss tokens. Returns float64 [B].
     """
-    return whiten(rewards - _Groups(uids).mean(rewards), tokens, epsilon=epsilon)
+    return whiten(dr_grpo(rewards, uids), tokens, epsilon=epsilon)
 
 
 @estimator("remax", columns=("greedy_reward",))
@@ -221,6 +226,8 @@ def maxrl(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
 def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: float = EPSILON) -> np.ndarray:
     """(x - mean(x)) / (std(x) + epsilon) over the whole batch, as PPO does with its advantages; float64, like `values`.
+
+    The standard deviation is the population's (n), as in `workers.model.credit.whiten`.
 
     weights: how often each value counts, such as its tokens; None counts each once.
     """

@@ -7,11 +7,12 @@
 The workers' half is `workers.model.checkpoint`. A step can be gone on from when all its folders are complete.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.errors import CheckpointError, WorkerError
+from controller.data_identity import differences
+from workers.errors import CheckpointError, ConfigError, WorkerError
 from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest, remove
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Progress:
     step: the last one that is complete. position: the next prompt's place in the stream. weight_version: of the
     policy's weights. best: highest value of validation.keep_best so far. before, latest: validations. kl_coefficient:
     weight of the KL in the reward, where it is adapted. trackers: the run's id in each tracker that has one. refit: the
-    cost model fitted to this run, see `Refit.state`.
+    cost model fitted to this run, see `Refit.state`. data: identity of the training data that `position` is a place in,
+    see `controller.data_identity`.
     """
 
     step: int = 0
@@ -41,6 +43,7 @@ class Progress:
     kl_coefficient: float | None = None
     trackers: dict[str, str] = field(default_factory=dict)
     refit: dict[str, Any] | None = None
+    data: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As the manifest of a checkpoint carries it."""
@@ -68,14 +71,36 @@ def checkpoints_at(path: Path) -> list[Path]:
     return [found for found, _ in reversed(complete(path / FOLDER))]
 
 
-def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console") -> Progress:
+def check_same_data(config: "TrainingConfig", data: dict[str, Any]) -> None:
+    """Raise ConfigError if run.resume goes on from a checkpoint of other data, and run.other_data does not allow it.
+
+    data: identity of the training data, see `controller.data_identity`.
+    """
+    if config.run.resume == "never" or config.run.other_data != "refuse":
+        return
+    folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
+    for path in checkpoints_at(folder)[:1]:
+        _refuse_other_data(path, data, read_manifest(path).extra.get("data") or {})
+
+
+def _refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> None:
+    found = differences(now, then)
+    if found:
+        raise ConfigError(
+            f"run.resume: {path} was trained on other data: {'; '.join(found)}; set that back, or go on with the new "
+            "data by run.other_data=restart (from its first prompt) or keep_place."
+        )
+
+
+def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", data: dict[str, Any]) -> Progress:
     """Load the newest good checkpoint that run.resume asks for; a fresh Progress where it asks for none.
 
-    One that cannot be loaded is named and the one before it is taken. Raises CheckpointError if there are some and none
-    can be loaded: to start anew would throw them away.
+    data: identity of the run's training data; run.other_data says what is done where the checkpoint has another. One
+    that cannot be loaded is named and the one before it is taken. Raises CheckpointError if there are some and none can
+    be loaded: to start anew would throw them away.
     """
     if config.run.resume == "never":
-        return Progress()
+        return Progress(data=data)
     folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
     candidates = checkpoints_at(folder.resolve())
     for path in candidates:
@@ -84,13 +109,24 @@ def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console") 
         except (CheckpointError, WorkerError) as error:
             console.say(f"{path} cannot be loaded: {error}")
             continue
+        progress = Progress(**found[0])
+        if config.run.other_data == "refuse":  # checked before the start too, but of the newest one only
+            _refuse_other_data(path, data, progress.data)
         console.say(f"going on from {path}")
         if config.run.resume == "auto":
-            _remove_later(roles, path, found[0]["step"])
-        return Progress(**found[0])
+            _remove_later(roles, path, progress.step)
+        return _with_data(progress, data, config, console)
     if candidates:
         raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")
-    return Progress()
+    return Progress(data=data)
+
+
+def _with_data(progress: Progress, data: dict[str, Any], config: "TrainingConfig", console: "Console") -> Progress:
+    """Progress in this run's data: from their first prompt, where they are others and run.other_data=restart."""
+    if config.run.other_data == "restart" and differences(data, progress.data):
+        console.say("the training data are not those of the checkpoint: they are taken from their first prompt")
+        progress = replace(progress, position=0)
+    return replace(progress, data=data)
 
 
 def _remove_later(roles: "TrainingRoles", path: Path, step: int) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from controller.checkpoint import FOLDER, Progress, checkpoint_path, role_path
+from controller.checkpoint import FOLDER, Progress, checkpoint_path, checkpoints_at, role_path
 from controller.roles import TrainingRoles
 from controller.worker_group import GroupMethod
-from workers.errors import CheckpointError, LostError, WorkerError
+from workers.errors import CheckpointError, LostError, WorkerError, clause
 from workers.model.checkpoint_folder import prune
 
 SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a save never begins
@@ -59,7 +59,9 @@ class CheckpointWriter:
             method.remote(*arguments).result(SAVE_SECONDS)
         except CheckpointError as error:
             self.failures += 1
-            self._say(f"{error} The run goes on, and can be resumed from the checkpoint before.")
+            left = next(iter(checkpoints_at(self._folder)), None)
+            resumed = f"it can be resumed from {left}" if left else "there is no checkpoint yet to resume it from"
+            self._say(f"{clause(error)}. The run goes on; {resumed}.")
             return False
         return True
 

@@ -17,7 +17,7 @@ from controller.data import Prompt, Prompts
 from controller.planner import Planner
 from controller.requests import sample_requests
 from controller.roles import Roles
-from controller.samples import Rollout, assemble
+from controller.samples import Rollout, assemble, with_record_columns
 from controller.shaping import overlong_penalty
 from controller.watching.console import Console
 from controller.watching.spans import TimelineRecorder
@@ -56,9 +56,11 @@ class Collector:
         limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
         rounds: list[Rollout] = []
         kept: list[RemoteBatch] = []
+        by_uid: dict[str, Prompt] = {}
         while wanted and len(rounds) < limit:
             prompts = self.prompts.take(position, wanted)
             position += wanted
+            by_uid |= {prompt.uid: prompt for prompt in prompts}
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
             rounds.append(self.with_baseline(self.shaped(found), prompts, step))
             kept.append(self.keep_groups_with_signal(rounds[-1].batch))
@@ -68,7 +70,8 @@ class Collector:
                 f"step {step}: {wanted} of {self.config.batch.prompts_per_step} groups are still without signal after "
                 f"algorithm.max_sampling_rounds={limit}; training on the others"
             )
-        return Collected(Rollout.concat(rounds), RemoteBatch.concat(kept), position)
+        batch = with_record_columns(RemoteBatch.concat(kept), by_uid, self.config.loss_columns)
+        return Collected(Rollout.concat(rounds), batch, position)
 
     def with_baseline(self, rollout: Rollout, prompts: Sequence[Prompt], step: int) -> Rollout:
         """The rollout with the reward of a greedy response to each prompt, where the estimator is ReMax."""

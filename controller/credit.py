@@ -2,6 +2,7 @@
 
 rewards - weight * KL to the reference, uids --estimator, on the driver--> advantages [B]
 rewards, KL to the reference --critic: values, GAE, where the tokens are--> advantages, returns, old_values
+                             --REINFORCE++: discounted returns, likewise--> advantages
 """
 
 from typing import TYPE_CHECKING
@@ -37,13 +38,24 @@ class Credit:
         reward `old_log_probs`, `reference_log_probs`.
         """
         weight, kl, metrics = self._kl_in_reward(batch)
+        penalty = KlPenalty(weight, self._config.algorithm.kl_in_reward.estimator) if weight else None
+        if self._config.uses_token_returns:
+            return self._with_token_returns(batch, penalty), metrics
         if self._roles.critic is None:
             rewards = batch["reward"] - weight * kl
             return batch.with_columns(advantages=sequence_advantages(self._config.algorithm, batch, rewards)), metrics
         plan = self._planner.whole(batch, self._config.critic_forward_max_tokens)
-        penalty = KlPenalty(weight, self._config.algorithm.kl_in_reward.estimator) if weight else None
         valued = self._roles.critic.advantages(batch, plan, self._config.algorithm.gae, penalty)
         return batch.with_tokens(**valued.tokens), metrics | value_metrics(valued.metrics)
+
+    def _with_token_returns(self, batch: RemoteBatch, penalty: KlPenalty | None) -> RemoteBatch:
+        """REINFORCE++ where tokens of a sequence differ: `advantages` of each, made where the tokens are."""
+        algorithm, credited = self._config.algorithm, batch
+        if algorithm.advantage == "reinforce_plus_plus_baseline":
+            credited = batch.with_columns(reward=advantages.dr_grpo(batch["reward"], batch["uid"]))
+        plan = self._planner.whole(batch, self._config.policy.max_tokens)
+        found = self._roles.policy.token_advantages(credited, plan, algorithm.gamma, penalty)
+        return batch.with_tokens(**found.tokens)
 
     def _kl_in_reward(self, batch: RemoteBatch) -> tuple[float, np.ndarray, dict[str, float]]:
         """(weight, KL of each sequence [B], metrics); the next step's weight goes into the progress."""

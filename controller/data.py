@@ -10,12 +10,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from controller.curriculum import checked_order
 from controller.records import Record
 from workers.errors import DataError
+from workers.isolation import named
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
+CHARACTERS_PER_TOKEN = (
+    128  # of the longest tokens in use: a prompt of more on average is too long without being counted
+)
 
-Curriculum = Callable[[list[Record], int], Sequence[int]]
+Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 """(records, epoch) -> numbers of the records in the order in which the epoch deals them."""
 
 
@@ -77,26 +82,38 @@ class PromptDataset:
         self._orders: dict[int, np.ndarray] = {}
         self._prompts: list[tuple[np.ndarray, Record, str]] = []
         self.dropped = self.truncated = 0
-        for index, record in enumerate(records):
-            ids = self._within_limit(tokenize_record(record, tokenizer, rules, f"{name} record {index}"), rules, index)
+        for index, record in enumerate(records, start=1):
+            ids = self._tokenized(record, tokenizer, rules, index)
             if ids is not None:
                 self._prompts.append((ids, record, str(record.get(rules.source_key, name))))
         if not self._prompts:
-            raise DataError(f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens.")
+            raise DataError(
+                f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens}; "
+                "raise it, or set data.over_long=truncate."
+            )
 
-    def _within_limit(self, ids: np.ndarray, rules: PromptRules, index: int) -> np.ndarray | None:
+    def _tokenized(self, record: Record, tokenizer: Any, rules: PromptRules, index: int) -> np.ndarray | None:
+        """Ids of a prompt within the limit; None for one that is dropped."""
+        prompt = record[rules.prompt_key]
+        if rules.over_long != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
+            self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
+            return None
+        ids = tokenize_record(record, tokenizer, rules, f"{self.name} record {index}")
         if len(ids) <= rules.max_prompt_tokens:
             return ids
-        if rules.over_long == "error":
-            raise DataError(
-                f"{self.name} record {index} has {len(ids)} prompt tokens; raise data.max_prompt_tokens "
-                f"({rules.max_prompt_tokens}) or set data.over_long=drop."
-            )
         if rules.over_long == "truncate":
             self.truncated += 1
             return ids[-rules.max_prompt_tokens :]
-        self.dropped += 1
+        self._leave_out(f"{len(ids)} prompt tokens", rules, index)
         return None
+
+    def _leave_out(self, length: str, rules: PromptRules, index: int) -> None:
+        if rules.over_long == "error":
+            raise DataError(
+                f"{self.name} record {index} has {length}; raise data.max_prompt_tokens ({rules.max_prompt_tokens}) or "
+                "set data.over_long=drop."
+            )
+        self.dropped += 1
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -133,21 +150,11 @@ class PromptDataset:
 
     def _new_order(self, epoch: int) -> np.ndarray:
         if self._curriculum is not None:
-            return self._checked(self._curriculum([record for _, record, _ in self._prompts], epoch), epoch)
+            records = [record for _, record, _ in self._prompts]
+            return checked_order(self._curriculum(records, epoch), len(records), epoch)
         if not self._shuffle:
             return np.arange(len(self._prompts))
         return epoch_order(self._seed, epoch, len(self._prompts))
-
-    def _checked(self, order: Sequence[int], epoch: int) -> np.ndarray:
-        numbers = np.asarray(order)
-        if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
-            raise DataError(f"data.curriculum must return record numbers for epoch {epoch}, it returned {order!r:.80}.")
-        outside = numbers[(numbers < 0) | (numbers >= len(self._prompts))]
-        if len(outside):
-            raise DataError(
-                f"data.curriculum returned record {outside[0]} for epoch {epoch}, of {len(self._prompts)} records."
-            )
-        return numbers
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
@@ -184,6 +191,19 @@ class PromptMixture:
         self._dealt[source] += 1
 
 
+def is_too_long(prompt: Any, max_tokens: int) -> bool:
+    """Whether a prompt has so many characters that it is above `max_tokens` with any tokenizer in use."""
+    return characters(prompt) > CHARACTERS_PER_TOKEN * max_tokens
+
+
+def characters(prompt: Any) -> int:
+    """Characters of a text, or of the texts of chat messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
 def tokenize_record(record: Record, tokenizer: Any, rules: PromptRules, where: str) -> np.ndarray:
     """Token ids int32 [P] of a record's prompt. Raises DataError naming the record `where`."""
     prompt = record[rules.prompt_key]
@@ -201,6 +221,16 @@ def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
     return [{"role": "system", "content": system_prompt}, *prompt]
 
 
+def check_prompt(prompt: Any, where: str) -> None:
+    """Raise DataError, naming the record `where`, for what is neither a text nor chat messages."""
+    if not isinstance(prompt, (str, list)):
+        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
+    if not prompt:
+        raise DataError(f"{where} has an empty prompt.")
+    if isinstance(prompt, list) and not all(isinstance(message, dict) and "role" in message for message in prompt):
+        raise DataError(f"{where} has a chat message that is no object with a role and a content.")
+
+
 def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
     """Token ids int32 [P] of a string, or of chat messages through the tokenizer's chat template."""
     if isinstance(prompt, str):
@@ -210,9 +240,16 @@ def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
             raise DataError(
                 f"{where} is a list of chat messages, but the tokenizer of model.path has no chat template."
             )
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        ids = _rendered(tokenizer, prompt, where)
     else:
         raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
     if len(ids) == 0:
         raise DataError(f"{where} has an empty prompt.")
     return np.asarray(ids, dtype=np.int32)
+
+
+def _rendered(tokenizer: Any, prompt: list[dict[str, Any]], where: str) -> Any:
+    try:
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template may raise whatever it likes
+        raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error

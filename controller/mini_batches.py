@@ -9,12 +9,13 @@ from workers.remote_batch import RemoteBatch
 MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
 
 
-def draw_mini_batches(sequences: int, mini_batches: int, seed: int, step: int) -> list[np.ndarray]:
+def draw_mini_batches(sequences: int, mini_batches: int, seed: int, step: int, epoch: int = 0) -> list[np.ndarray]:
     """A random split of row numbers into mini-batches whose sizes differ by at most one; fewer where rows are few.
 
-    The same for the same `seed`, that of the run, and `step`. Returns int64 arrays, each ascending.
+    The same for the same `seed`, that of the run, `step` and `epoch`, the pass over the step's samples, from 0. Returns
+    int64 arrays, each ascending.
     """
-    rng = np.random.default_rng((seed, MINI_BATCHES, step))
+    rng = np.random.default_rng((seed, MINI_BATCHES, step, epoch))
     parts = np.array_split(rng.permutation(sequences), min(mini_batches, sequences))
     return [np.sort(part) for part in parts]
 

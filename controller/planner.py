@@ -1,13 +1,10 @@
 """Planner: the global plan of a batch, as the settings of a run ask for it."""
 
-from typing import Literal, cast
-
 import numpy as np
 
 from balancing import CostModel, Plan, plan_batch
-from balancing.alignment import group_cap
-from balancing.plan import PlanAlgorithm
 from controller.config import TrainingConfig
+from controller.plan_arguments import plan_arguments
 from workers.remote_batch import RemoteBatch
 
 
@@ -27,17 +24,10 @@ class Planner:
 
         batch: light columns `length`, `response_tokens` and `uid`. max_tokens: cap on a micro-batch of one rank.
         """
-        policy = self.config.policy
         return plan_batch(
             batch["length"],
-            ranks=policy.ranks,
             mini_batches=mini_batches,
-            max_tokens=group_cap(max_tokens, policy.parallel.context_parallel),
-            max_sequences=policy.max_sequences or None,
             loss_tokens=batch["response_tokens"],
             groups=np.unique(batch["uid"], return_inverse=True)[1],
-            cost_model=self.cost_model,
-            algorithm=cast(PlanAlgorithm, self.config.balance.algorithm),
-            layout=cast(Literal["packed", "padded"], self.config.model.layout),
-            length_multiple=self.config.length_multiple,
+            **plan_arguments(self.config, self.cost_model, max_tokens),
         )

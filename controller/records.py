@@ -7,14 +7,17 @@ Nothing is executed on reading.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from controller.watching.shown_text import shortened
 from workers.errors import DataError
 
 Record = dict[str, Any]
+DEEPEST = 100  # levels of lists and objects in a line
 
 
 def read_records(path: str, prompt_key: str = "") -> list[Record]:
@@ -25,9 +28,28 @@ def read_records(path: str, prompt_key: str = "") -> list[Record]:
     return records
 
 
+def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str]) -> None:
+    """Raise DataError unless every record has the columns `names`, each of numbers alone or of no number."""
+    for name in names:
+        kinds: dict[bool, int] = {}
+        for number, record in enumerate(records, start=1):
+            if name not in record:
+                raise DataError(f"{path}: record {number} lacks {name!r}, which algorithm.loss.columns names.")
+            kinds.setdefault(isinstance(record[name], Real), number)
+        if len(kinds) == 2:
+            raise DataError(
+                f"{path}: {name!r} of algorithm.loss.columns is a number in record {kinds[True]} and not in record "
+                f"{kinds[False]}; give all records the one or the other."
+            )
+
+
 def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
     """The records one after another, read as they are asked for; raises as `read_records`."""
-    for file in data_files(Path(path)):
+    try:
+        files = data_files(Path(path))
+    except OSError as error:
+        raise DataError(f"{shortened(path, 80)} cannot be read: {error.strerror or error}.") from None
+    for file in files:
         try:
             for where, record in READERS[file.suffix](file):
                 if not isinstance(record, dict) and not prompt_key:
@@ -80,9 +102,33 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError as error:  # also of bytes that are not UTF-8
         raise DataError(f"{where} is not JSON: {error}.") from None
+    except RecursionError:
+        raise _too_deep(where) from None
+    # Most records hold fewer brackets than that, and need not be walked.
+    if text.count(b"[") + text.count(b"{") > DEEPEST and not _is_flat(value):
+        raise _too_deep(where)
+    return value
+
+
+def _too_deep(where: str) -> DataError:
+    return DataError(f"{where} is nested more than {DEEPEST} deep; no prompt or answer needs that.")
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether lists and objects are nested at most DEEPEST deep: deeper ones cannot be pickled for other processes."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [inner for outer in level if isinstance(outer, (list, dict)) for inner in _children(outer)]
+        if not level:
+            return True
+    return False
+
+
+def _children(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from controller.checkpoint import checkpoints_at
 from controller.config import TrainingConfig
 from controller.rollout.fleet import RestartBudget
-from workers.errors import LostError
+from workers.errors import LostError, clause
 
 Result = TypeVar("Result")
 Settings = TypeVar("Settings", bound=TrainingConfig)
@@ -33,12 +33,12 @@ def recovering(
             return attempt(config, budget)
         except LostError as error:
             if not config.run.checkpoint_every:
-                raise LostError(f"{error}; a run with run.checkpoint_every above 0 would go on.") from error
+                raise LostError(f"{clause(error)}; a run with run.checkpoint_every above 0 would go on.") from error
             if budget.left <= 0:
-                raise LostError(f"{error}; all of run.max_restarts={budget.limit} are used up.") from error
+                raise LostError(f"{clause(error)}; all of run.max_restarts={budget.limit} are used up.") from error
             budget.recoveries += 1
             config = resuming(config)
-            say(f"{error}; starting all roles anew")
+            say(f"{clause(error)}; starting all roles anew")
 
 
 def resuming(config: Settings) -> Settings:
@@ -48,3 +48,13 @@ def resuming(config: Settings) -> Settings:
     going_on = copy(config)
     going_on.run = replace(config.run, resume="auto")
     return going_on
+
+
+def what_is_left(config: TrainingConfig) -> str:
+    """What a run that could not go on leaves behind, in words: its last checkpoint and its saved models."""
+    checkpoints = checkpoints_at(config.run_folder)
+    models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))
+    kept = f"saved are {', '.join(models)}" if models else "no model is saved"
+    if not checkpoints:
+        return f"there is no checkpoint to go on from, and {kept}"
+    return f"run.resume=auto goes on from {checkpoints[0]}, and {kept}"

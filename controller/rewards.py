@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 
-from controller.config.functions import pack
 from controller.config.sections import RewardConfig
 from controller.data import Prompt
 from controller.rollout.engines import cause_of
@@ -31,10 +30,10 @@ class RewardPool:
         """`cpus`: what each actor reserves."""
         self._columns = sorted({name for function in functions for name in function.columns})
         self._on_failure, self._has_functions = config.on_failure, bool(functions)
-        packed, actor_class = pack(functions), ray.remote(RewardWorker)
+        actor_class = ray.remote(RewardWorker)
         self._actors = [
             actor_class.options(name=f"reward {i}", num_cpus=cpus, **AGAIN).remote(
-                packed, tokenizer_path, timeout_s=config.timeout_s, concurrency=config.concurrency
+                list(functions), tokenizer_path, timeout_s=config.timeout_s, concurrency=config.concurrency
             )
             for i in range(config.workers)
         ]

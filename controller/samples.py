@@ -5,6 +5,7 @@ RolloutRound (light results, block references) + scores --assemble--> Rollout
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,25 @@ class Rollout:
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
             "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
         }
+
+
+def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names: Sequence[str]) -> RemoteBatch:
+    """The batch with columns of the records that its sequences answer: float64 [B] where all values are numbers, and
+    objects [B] otherwise.
+
+    prompts: by uid, those of every sequence of the batch.
+    """
+    found = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
+    return batch.with_columns(**{name: _column(values) for name, values in found.items()})
+
+
+def _column(values: Sequence[Any]) -> np.ndarray:
+    if all(isinstance(value, Real) for value in values):
+        return np.array(values, dtype=np.float64)
+    column = np.empty(len(values), dtype=object)  # filled one by one: NumPy would make rows of lists a matrix
+    for row, value in enumerate(values):
+        column[row] = value
+    return column
 
 
 def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score], *, drop_failed: bool = False) -> Rollout:

@@ -13,9 +13,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from balancing import BalancingError
+from controller.cluster_address import cluster_address
 from controller.config import TrainingConfig, to_yaml
 from controller.layout import reserved
-from workers.errors import BallastError, ConfigError, DataError, ResourceError, UnsupportedModelError
+from controller.recovery import what_is_left
+from controller.watching.run_folder import RunFolder
+from workers.errors import (
+    BallastError,
+    ConfigError,
+    DataError,
+    OutputError,
+    ResourceError,
+    UnsupportedModelError,
+    clause,
+)
 
 if TYPE_CHECKING:
     from controller.checkpoint import Progress
@@ -36,7 +47,7 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
     try:
         try:
             start = prepare()
-        except (ConfigError, DataError, UnsupportedModelError, BalancingError) as error:
+        except (ConfigError, DataError, UnsupportedModelError, BalancingError, OSError) as error:
             return _fail(error, 2)
         if start is not None:
             start()
@@ -60,11 +71,14 @@ class Session(Generic[Roles]):
 
 @contextmanager
 def session(
-    config: TrainingConfig, start: Callable[["Live"], AbstractContextManager[Roles]], console: "Console"
+    config: TrainingConfig,
+    start: Callable[["Live"], AbstractContextManager[Roles]],
+    console: "Console",
+    data: dict[str, Any],
 ) -> Iterator[Session[Roles]]:
     """The roles of a run on a connected Ray, where run.resume says, and its folder; all end.
 
-    start: starts the roles.
+    start: starts the roles. data: identity of the training data, see `controller.data_identity`.
     """
     from controller.checkpoint import go_on
     from controller.watching.live import Live
@@ -75,13 +89,33 @@ def session(
     exported = RayMetrics(config.run.name)
     live = Live(exported.export)
     with exported, live.entering("start", start(live)) as roles:
-        progress = go_on(config, roles, console)
+        progress = go_on(config, roles, console, data)
         trackers = open_trackers(config, progress, console.say, exported)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
         with RunWriter(
             config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
         ) as writer:
             yield Session(roles, progress, writer, live)
+
+
+def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
+    """What to say instead of resuming a run that has made all its steps; empty where there is something to do.
+
+    setting: `key=value` that `last_step` follows from.
+    """
+    steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
+    if steps < last_step:
+        return ""
+    return f"{config.run_folder} has ended after step {steps}; raise {setting} to go on with it"
+
+
+@contextmanager
+def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
+    """Inside, an error that a file could not be written says what the run leaves behind."""
+    try:
+        yield
+    except OutputError as error:
+        raise OutputError(f"{clause(error)}; {what_is_left(config)}.") from error
 
 
 def report(config: TrainingConfig, console: "Console") -> None:
@@ -100,8 +134,8 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
     import ray
 
-    # "local", because without an address Ray would join whatever cluster was last started on this machine.
-    address = config.resources.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    # Never without an address: Ray would join whatever cluster was last started on this machine.
+    address = cluster_address(config)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
@@ -111,10 +145,10 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
         context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
         if address == "local":
-            raise ResourceError(f"a local Ray did not start: {error}; is the machine overloaded?") from error
+            raise ResourceError(f"a local Ray did not start: {clause(error)}; is the machine overloaded?") from error
         raise ResourceError(
-            f"Ray at {address} could not be reached: {error}; check resources.ray_address or RAY_ADDRESS, and that "
-            "both sides use the same token (RAY_AUTH_MODE)."
+            f"Ray at {address} could not be reached: {clause(error)}; check resources.ray_address or RAY_ADDRESS, and "
+            "that both sides use the same token (RAY_AUTH_MODE)."
         ) from error
     signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
     if context.dashboard_url:

@@ -7,11 +7,12 @@
 The driver works on lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`).
 """
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from balancing import CostModel
+from balancing import CostModel, Plan
 from controller.checkpoint import Progress
 from controller.collector import Collector
 from controller.config import Config
@@ -19,6 +20,7 @@ from controller.credit import Credit
 from controller.data import PromptDataset, Prompts
 from controller.lookahead import Lookahead
 from controller.mini_batches import draw_mini_batches, with_group_tokens
+from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
 from controller.roles import Roles
 from controller.samples import Rollout
 from controller.training_loop import TrainingLoop, prefixed
@@ -26,11 +28,12 @@ from controller.validation import summarize
 from controller.watching.console import Console
 from controller.watching.live import Live
 from controller.watching.metrics import RunWriter, Stopwatch, staleness, throughput
+from controller.worker_group import WorkerGroup
+from workers.config import LossConfig, ValueLossConfig
 from workers.errors import ConfigError
-from workers.metrics import Metrics, results
+from workers.metrics import Metric, Metrics, merge, results
 from workers.remote_batch import RemoteBatch
 
-MISMATCH = ("rollout_mismatch_mean", "rollout_mismatch_max")
 # The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
 RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
@@ -69,9 +72,13 @@ class Trainer(TrainingLoop):
         self.collector = Collector(config, roles, prompts, self.planner, console, self.timeline)
         self.lookahead = Lookahead(self.collector.collect)
         self.credit = Credit(config, roles, self.planner, self.progress)
+        self.mismatch = MismatchWatch(config, self.progress.weight_version)
 
-    def go_on(self) -> None:
-        """The loaded policy's weights go to the engines."""
+    def begin(self) -> None:
+        """The policy's weights go to the engines.
+
+        Also those that the engines have from the files: what does not go over, or goes over wrongly, shows now.
+        """
         self.roles.send_weights(self.progress.weight_version)
 
     def save_models(self) -> None:
@@ -101,7 +108,7 @@ class Trainer(TrainingLoop):
         self.timeline.phases(watch.spans)
         self.timeline.weight_loads(self.roles.take_weight_loads())
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
-        metrics |= throughput(rollout.batch, batch, watch.seconds)
+        metrics |= throughput(rollout.batch, batch, watch.seconds, self.config.batch.epochs)
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)
         return metrics | self.roles.rollouts.budget.metrics()
@@ -109,13 +116,13 @@ class Trainer(TrainingLoop):
     def learn(self, rollout: Rollout, batch: RemoteBatch, step: int, watch: Stopwatch) -> dict[str, float]:
         """Plan, log-probs, advantages, update with `batch` of the rollout, weights to the engines."""
         self.writer.lengths(step, batch["length"])
+        batch = batch.with_meta(step=step, steps=self.config.run.steps)
         with watch.phase("plan"):
-            drawn = draw_mini_batches(len(batch), self.config.batch.mini_batches, self.config.run.seed, step)
-            plan = self.planner.plan(batch, drawn, self.config.policy.max_tokens)
-            batch = with_group_tokens(batch, drawn)
+            drawn = self.draw_epochs(len(batch), step)
+            plans = [self.planner.plan(batch, epoch, self.config.policy.max_tokens) for epoch in drawn]
         with watch.phase("log_probs"), self.console.phase("log-probs"):
             self.roles.sleep_engines()
-            batch, mismatch = self.with_log_probs(batch)
+            batch, mismatch = self.with_log_probs(batch, step)
         with watch.phase("advantages"), self.console.phase("advantages"):
             batch, metrics = self.credit.assign(batch)
         self.console.completions(rollout, self.config.run.log_completions, batch)
@@ -123,7 +130,9 @@ class Trainer(TrainingLoop):
         with watch.phase("update"), self.console.phase("update"):
             metrics |= self.update_critic(batch, drawn)
             learns = step > self.config.critic.warmup_steps
-            updated = self.roles.policy.update(batch, plan, self.config.algorithm.loss) if learns else {}
+            updated = update(self.roles.policy, batch, drawn, plans, self.config.algorithm.loss) if learns else {}
+        if not mismatch:
+            self.mismatch.judge(step, updated)
         with watch.phase("rollout"), self.console.phase("rollout"):
             self.lookahead.wait()
         metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
@@ -131,14 +140,22 @@ class Trainer(TrainingLoop):
             if learns:
                 self.send_weights()
         # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
-        return metrics | prefixed("balance", plan.statistics()) | prefixed("policy", results(updated | mismatch))
+        statistics = mean_statistics(plans, self.config.longest_sequence)
+        return metrics | prefixed("balance", statistics) | prefixed("policy", results(updated | mismatch))
 
-    def update_critic(self, batch: RemoteBatch, mini_batches: list[np.ndarray]) -> dict[str, float]:
-        """The critic's optimiser steps, on the policy's mini-batches; nothing without a critic."""
+    def draw_epochs(self, sequences: int, step: int) -> list[list[np.ndarray]]:
+        """The mini-batches of every pass over the step's samples."""
+        settings, seed = self.config.batch, self.config.run.seed
+        return [
+            draw_mini_batches(sequences, settings.mini_batches, seed, step, epoch) for epoch in range(settings.epochs)
+        ]
+
+    def update_critic(self, batch: RemoteBatch, drawn: list[list[np.ndarray]]) -> dict[str, float]:
+        """The critic's optimiser steps, on the policy's mini-batches of every epoch; nothing without a critic."""
         if self.roles.critic is None:
             return {}
-        plan = self.planner.plan(batch, mini_batches, self.config.critic_max_tokens)
-        updated = self.roles.critic.update(batch, plan, self.config.critic.loss)
+        plans = [self.planner.plan(batch, epoch, self.config.critic_max_tokens) for epoch in drawn]
+        updated = update(self.roles.critic, batch, drawn, plans, self.config.critic.loss)
         return prefixed("critic", {name: value for name, value in results(updated).items() if name in CRITIC_METRICS})
 
     def looks_ahead(self, step: int) -> bool:
@@ -150,28 +167,41 @@ class Trainer(TrainingLoop):
         due = run.checkpoint_every and step % run.checkpoint_every == 0
         return self.config.rollout.overlap and step < run.steps and not due
 
-    def with_log_probs(self, batch: RemoteBatch) -> tuple[RemoteBatch, Metrics]:
+    def with_log_probs(self, batch: RemoteBatch, step: int) -> tuple[RemoteBatch, Metrics]:
         """Old log-probs, where they are needed before the first update, and the reference's, where there is a KL.
 
-        With one mini-batch the only update starts from the very policy that sampled: the old log-probs are those of
-        the update's own forward pass, and a separate one would compute the same numbers again. Samples that are a
-        version old come with the log-probs of the policy that sampled them.
+        With one optimiser step the only update starts from the very policy that sampled: the old log-probs are those
+        of the update's own forward pass, and a separate one would compute the same numbers again, but for the first
+        steps (`controller.mismatch`). Samples that are a version old come with the log-probs of the policy that sampled
+        them.
+
+        Raises MismatchError if a pass shows that engines and trainer differ by more than they may.
         """
         mismatch: Metrics = {}
-        if self.config.old_log_probs == "sampler":
+        config, version = self.config, self.progress.weight_version
+        if config.old_log_probs == "sampler":
             batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
-        if self.config.old_log_probs == "forward_pass":
-            plan = self.planner.whole(batch, self.config.forward_max_tokens)
-            passed = self.roles.policy.log_probs(batch, plan)
-            batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
-            mismatch = {name: metric for name, metric in passed.metrics.items() if name in MISMATCH}
+        proof = self.mismatch.proof(batch["weight_version"], batch["newest_weight_version"], version)
+        if config.has_forward_pass or proof is not Proof.NONE:
+            plan = self.planner.whole(batch, config.forward_max_tokens)
+            entropies = config.algorithm.loss.old_entropies
+            read = self.roles.policy.log_probs_and_entropies if entropies else self.roles.policy.log_probs
+            passed = read(batch, plan)
+            self.mismatch.judge(step, passed.metrics, proof)
+            if config.has_forward_pass:
+                mismatch = {name: metric for name, metric in passed.metrics.items() if name in (MEAN, LARGEST)}
+            if config.old_log_probs == "forward_pass":
+                batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
+            if entropies:
+                batch = batch.with_tokens(old_entropies=passed.tokens["entropies"])
         if self.config.uses_reference:
             plan = self.planner.whole(batch, self.config.reference_max_tokens)
             batch = batch.with_tokens(reference_log_probs=self.roles.reference_log_probs(batch, plan))
         return batch, mismatch
 
     def save(self, name: str) -> None:
-        """The model; whole weights are gathered for it, so that engines which share its GPUs sleep."""
+        """The model, and adapters also by themselves, beside it: `model-30`, `adapters-30`. Whole weights are gathered
+        for it, so that engines which share its GPUs sleep."""
         self.roles.sleep_engines()
         super().save(name)
 
@@ -206,3 +236,26 @@ class Trainer(TrainingLoop):
             self.progress.best = metrics[name]
             if step:  # at step 0 it is the model that the run was given
                 self.save("model-best")
+
+
+def update(
+    group: WorkerGroup,
+    batch: RemoteBatch,
+    drawn: Sequence[Sequence[np.ndarray]],
+    plans: Sequence[Plan],
+    loss: LossConfig | ValueLossConfig,
+) -> Metrics:
+    """The optimiser steps of one role: epoch by epoch, on its mini-batches `drawn` and by its plan."""
+    parts = []
+    for epoch, (mini_batches, plan) in enumerate(zip(drawn, plans, strict=True)):
+        part = with_group_tokens(batch, mini_batches).with_meta(epoch=epoch)
+        updated = group.update(part, plan, loss)
+        # A sum over ranks and micro-batches, but a mean over mini-batches, and so over epochs.
+        parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
+    return merge(parts)
+
+
+def mean_statistics(plans: Sequence[Plan], width: int) -> dict[str, float]:
+    """The statistics of an epoch's plan, mean over epochs. width: tokens of the longest possible sequence."""
+    found = [plan.statistics(width) for plan in plans]
+    return {name: statistics.fmean(each[name] for each in found) for name in found[0]}

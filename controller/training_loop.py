@@ -1,6 +1,6 @@
 """The loop that every training command shares: what comes before, between and after its steps.
 
-validate | weights to who samples --> step, step, ... --> model
+weights to who samples | validate --> step, step, ... --> model
                                        each: metrics --> console, trackers --> what is due: validation, checkpoint
 """
 
@@ -67,6 +67,7 @@ class TrainingLoop(ABC):
         sequence, which the plan balances. live: told what happens as it does. progress: that of the checkpoint which
         the policy has loaded, if any."""
         self._run, self._trained, self.last_step, self._validate_every = config.run, roles, steps, validate_every
+        self._lora = bool(config.model.lora.rank)
         self.writer, self.console, self.live = writer, console, live
         self.progress = progress or Progress()
         self.complete = replace(self.progress)  # as it was after the last complete step
@@ -92,18 +93,17 @@ class TrainingLoop(ABC):
         """
         with self.interrupts:
             try:
-                return self.train()
+                return self._train()
             except KeyboardInterrupt:
                 if self._run.checkpoint_every and not self.interrupts.held:
                     self.checkpoints.at_stop(self.complete)
                 raise
 
-    def train(self) -> Outcome:
-        """`fit`, to its end."""
+    def _train(self) -> Outcome:
+        """`fit`, to its end; `fit` alone holds interrupts off, and leaves a checkpoint when one stops the run."""
         progress, last = self.progress, self.last_step
-        if progress.step:
-            self.go_on()
-        else:
+        self.begin()
+        if not progress.step:
             progress.before = progress.latest = self.validate(0)
             self.writer.step(0, prefixed("validation", progress.before))
             self.writer.timeline(0, self.timeline.take())
@@ -128,8 +128,8 @@ class TrainingLoop(ABC):
         self.writer.timeline(progress.step, self.timeline.take())
         return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
 
-    def go_on(self) -> None:  # noqa: B027 - most have nothing to do
-        """Before the first step of a run that goes on from a checkpoint."""
+    def begin(self) -> None:  # noqa: B027 - most have nothing to do
+        """Before the first validation of a run, or before the first step of one that goes on."""
 
     def save_models(self) -> None:
         """After the last step."""
@@ -153,9 +153,13 @@ class TrainingLoop(ABC):
                 self.checkpoints.begin(self.complete)
 
     def save(self, name: str) -> None:
-        """The model and tokenizer in Hugging Face format, in the run's folder."""
+        """The model and tokenizer in Hugging Face format, in the run's folder; adapters also by themselves, beside it:
+        `model-30`, `adapters-30`."""
         with self.timeline.phase("save"), self.console.phase("saving"):
             self._trained.policy.save_pretrained(str((self.writer.folder / name).resolve()))
+            if self._lora:
+                adapters = name.replace("model", "adapters", 1)
+                self._trained.policy.save_adapters(str((self.writer.folder / adapters).resolve()))
 
 
 def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ c of a prompt's n responses are right: those whose score `success` is at least `
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import comb
 
@@ -40,6 +40,18 @@ def summarize(responses: Sequence[Graded], success: str, threshold: float) -> di
             of_source = _of_one_source(members, success, threshold)
             metrics |= {f"{source}/{name}": value for name, value in of_source.items()}
     return metrics
+
+
+def possible_metrics(samples: int, parts: Iterable[str]) -> list[str]:
+    """Names that `summarize` may give of one source, of so many responses a prompt whose rewards have these parts."""
+    counts = [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples] if samples > 1 else []
+    votes = [f"maj@{samples}"] if samples > 1 else []
+    return ["reward", *parts, *(f"pass@{k}" for k in counts), *votes]
+
+
+def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
+    """Whether `summarize` may give a metric of this name, of one source or of all."""
+    return any(name == known or name.endswith(f"/{known}") for known in possible_metrics(samples, parts))
 
 
 def _of_one_source(responses: Sequence[Graded], success: str, threshold: float) -> dict[str, float]:

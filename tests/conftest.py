@@ -3,8 +3,12 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.workers.model.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 WHOLE_RUNS = {"end_to_end", "documentation", "examples"}
@@ -43,3 +47,13 @@ def documentation_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     write_documentation_workspace(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator["RankPool"]:
+    """Up to four gloo ranks that run functions: `ranks.run(function, 2, *arguments)`."""
+    from tests.workers.model.ranks import RankPool
+
+    pool = RankPool()
+    yield pool
+    pool.stop()

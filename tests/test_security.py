@@ -38,6 +38,8 @@ EXECUTING = {
 }
 ALLOWED = {
     ("workers/reward_process.py", "cloudpickle.loads"),
+    ("workers/user_code.py", "cloudpickle.loads"),
+    ("workers/user_code.py", "pickle.loads"),
     ("workers/environment_process.py", "cloudpickle.loads"),
     ("workers/environment_process.py", "pickle.loads"),
 }

@@ -104,7 +104,7 @@ class OptimizerConfig:
     schedule: str = setting("constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine"))
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
     total_steps: int = setting(
-        0, "Optimiser steps until `linear` or `cosine` end; 0 takes run.steps times batch.mini_batches.", minimum=0
+        0, "Optimiser steps until `linear` or `cosine` end; 0 takes those that run.steps and batch make.", minimum=0
     )
     final_learning_rate_ratio: float = setting(
         0.0, "Share of the peak learning rate at which `linear` and `cosine` end and stay.", minimum=0, maximum=1
@@ -160,6 +160,14 @@ class PolicyConfig:
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
     threads: int = setting(0, "CPU threads of a worker; 0 divides the node's cores by the role's workers.", minimum=0)
+    max_mismatch: float = setting(
+        0.5,
+        "Mean difference of engines' and trainer's log-probs over a step, nats a token, above which the run stops. At "
+        "equal weights it is about 1e-6 in float32 and 0.01 to 0.1 in bfloat16; samples of older weights add what the "
+        "policy has learned since. A NaN stops the run whatever this is.",
+        minimum=0,
+        exclusive_minimum=True,
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -358,8 +366,9 @@ class RewardModelConfig:
 
 @dataclass
 class KlInRewardConfig:
-    """A penalty on the KL to the reference, taken from the rewards: of each token with algorithm.advantage=gae, of the
-    sequence otherwise. Formulas stand in `workers.model.credit` and `controller.kl_control`."""
+    """A penalty on the KL to the reference, taken from the rewards: of each token with algorithm.advantage=gae or
+    reinforce_plus_plus (with baseline or not), of the sequence otherwise. Formulas stand in `workers.model.credit` and
+    `controller.kl_control`."""
 
     coefficient: float = setting(
         0.0, "Weight of the penalty; with a target, that of the first step. 0 is no penalty.", minimum=0
@@ -407,6 +416,16 @@ class LossConfig:
     function: str = setting(
         "", "A loss of your own, `module:function`, decorated with `workers.model.losses.policy_loss`."
     )
+    columns: str = setting(
+        "",
+        "Columns of the training records that a loss of your own reads, by name, as in `level,source`: of numbers as "
+        "tensors, of anything else as objects.",
+    )
+    old_entropies: bool = setting(
+        False,
+        "Give a loss of your own the entropy of every token before the first update, as the column `old_entropies`; a "
+        "forward pass of its own where there is none.",
+    )
     clip_low: float = setting(
         0.2, "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).", minimum=0, maximum=1
     )
@@ -453,4 +472,11 @@ class LossConfig:
         0.0, "Weight of the KL to the reference in the loss; 0 starts no reference.", minimum=0
     )
     kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
+    kl_correction: str = setting(
+        "none",
+        "Gradient of the KL. `none`: that of the estimate, which for k1 and k3 is not the KL's. `straight_through`: "
+        "that of k2, which is, for samples of the policy itself (verl's `k3+`). `importance`: k1 or k3 times the ratio "
+        "to the old policy, right for older samples too (DeepSeek-V3.2).",
+        choices=("none", "straight_through", "importance"),
+    )
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

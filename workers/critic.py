@@ -3,7 +3,6 @@
 values --GAE, where the tokens are--> advantages, returns        returns --value loss--> critic
 """
 
-import numpy as np
 import torch
 
 from balancing import RankPlan
@@ -13,7 +12,7 @@ from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
 from workers.model.credit import KlPenalty, gae, loss_token_counts, token_rewards, whiten
 from workers.model.losses import make_value_loss, to_metrics, value_statistics
-from workers.model_worker import micro_batches_of, sequences_from, token_block
+from workers.model_worker import micro_batches_of, sequences_from, token_block, token_column
 from workers.remote_batch import TokenBlock
 from workers.trained_worker import TrainedWorker
 
@@ -41,8 +40,8 @@ class CriticWorker(TrainedWorker):
         advantages, returns = (torch.from_numpy(column) for column in found)
         statistics = to_metrics([value_statistics(own, returns)])
         if settings.whiten:
-            advantages = whiten(advantages.to(self.device), self.engine.data_parallel_groups).cpu()
-        columns = {"advantages": _at(mask, advantages), "returns": _at(mask, returns)}
+            advantages = whiten(advantages, self.engine.data_parallel_groups, self.device)
+        columns = {"advantages": token_column(mask, advantages), "returns": token_column(mask, returns)}
         self.free_cached_memory()
         return token_block(sequences, {"old_values": values.numpy()} | columns), statistics
 
@@ -50,10 +49,3 @@ class CriticWorker(TrainedWorker):
     def update(self, batch: DataProto, plan: RankPlan, loss: ValueLossConfig) -> Metrics:
         """One optimiser step for each mini-batch of the plan, towards `returns`; the batch has `old_values`, too."""
         return self.train(batch, plan, make_value_loss(loss))
-
-
-def _at(mask: torch.Tensor, values: torch.Tensor) -> np.ndarray:
-    """float32 [T] with `values` [N] where `mask` is True and 0 elsewhere."""
-    column = torch.zeros(len(mask), dtype=torch.float32)
-    column[mask] = values.float()
-    return column.numpy()

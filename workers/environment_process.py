@@ -11,7 +11,6 @@ What comes back is JSON, so that nothing of the user's is unpickled beside the e
 """
 
 import asyncio
-import ctypes
 import inspect
 import json
 import os
@@ -19,7 +18,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -29,10 +27,9 @@ import cloudpickle
 
 from workers.environment import Observation, Text, encode_observation, encode_opening
 from workers.errors import BallastError, EpisodeError
-from workers.isolation import start_isolated
+from workers.isolation import end_with_parent, enter_isolation, named, start_isolated
 
 START_SECONDS = 60.0
-PR_SET_PDEATHSIG = 1
 LONGEST_ANSWER = 2**26  # bytes of one answer
 READY = b"ready\n"
 
@@ -98,9 +95,11 @@ class RemoteEnvironment:
 class EnvironmentPool:
     """Processes that play episodes of one environment class; as many as are played at a time."""
 
-    def __init__(self, environment: bytes, timeout_s: float) -> None:
-        """environment: the pickled class, which only its processes unpickle. timeout_s: what one call may take."""
+    def __init__(self, environment: bytes, timeout_s: float, *, silent: bool = False) -> None:
+        """environment: the pickled class, which only its processes unpickle. timeout_s: what one call may take. silent:
+        whether what they write to stderr is thrown away."""
         self._environment, self._timeout_s = environment, timeout_s
+        self._errors = subprocess.DEVNULL if silent else None
         self._source: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
@@ -148,7 +147,7 @@ class EnvironmentPool:
         if self._control is not None and self._source is not None and self._source.poll() is None:
             return self._control
         self._end_source()
-        self._source, self._control = start_isolated("workers.environment_process")
+        self._source, self._control = start_isolated("workers.environment_process", errors=self._errors)
         ours = self._control
         ours.settimeout(START_SECONDS)
         try:
@@ -198,7 +197,7 @@ def fork_on_request(control: socket.socket) -> None:
             return
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _end_with_parent()
+            end_with_parent()
             control.close()
             with socket.socket(fileno=sockets[0]) as connection:
                 play(environment, connection)
@@ -222,8 +221,8 @@ def play(environment_class: type, connection: socket.socket) -> None:
                 answer = f'{{"value": {value}}}'
             except BallastError as error:
                 answer = json.dumps({"failure": str(error)})
-            except Exception as error:
-                answer = json.dumps({"failure": f"{method} raised {type(error).__name__}: {error}"})
+            except (Exception, KeyboardInterrupt, SystemExit) as error:  # of theirs: Ctrl-C is left to the parent
+                answer = json.dumps({"failure": f"{method} raised {named(error)}"})
             connection.sendall(answer.encode() + b"\n")
 
 
@@ -231,13 +230,9 @@ async def _result(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Serve the control socket whose file descriptor is the only argument."""
-    fork_on_request(socket.socket(fileno=int(sys.argv[1])))
+    fork_on_request(socket.socket(fileno=enter_isolation()))
 
 
 if __name__ == "__main__":

@@ -37,9 +37,22 @@ class CheckpointError(BallastError):
     """A checkpoint is torn, foreign, of another model, or could not be written; names its folder."""
 
 
+class OutputError(BallastError):
+    """A file of the run could not be written; names it."""
+
+
 class NonFiniteError(BallastError):
     """Loss or gradients were NaN or infinite in too many optimiser steps in a row; names the sequences."""
 
 
+class MismatchError(BallastError):
+    """Engines and trainer give the same tokens log-probs that differ by more than they may, or NaN."""
+
+
 class EpisodeError(BallastError):
     """An episode's environment raised, hung, died or answered with the wrong type; it costs that sample alone."""
+
+
+def clause(error: BaseException) -> str:
+    """The first line of an error's text without the stop at its end, so that a sentence can go on after it."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

@@ -49,6 +49,7 @@ class ModelWorker(Worker):
             "temperature": temperature,
             "parallel": parallel,
             "head": self.head,
+            "check_parity": True,
         }
         self._model = model
 
@@ -66,6 +67,14 @@ class ModelWorker(Worker):
         log_probs, metrics = self.engine.log_probs(sequences, micro_batches_of(plan))
         self.free_cached_memory()
         return token_block(sequences, {"log_probs": log_probs.numpy()}), metrics
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs", "entropies"))
+    def log_probs_and_entropies(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
+        """Forward-only pass: `log_probs`, and `entropies` in nats, float32, each as `log_probs` gives them."""
+        sequences = sequences_from(batch)
+        log_probs, entropies, metrics = self.engine.log_probs_and_entropies(sequences, micro_batches_of(plan))
+        self.free_cached_memory()
+        return token_block(sequences, {"log_probs": log_probs.numpy(), "entropies": entropies.numpy()}), metrics
 
     @dispatch(Split.PLAN, Join.ROWS)
     def sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
@@ -91,7 +100,7 @@ class ModelWorker(Worker):
 
 
 def sequences_from(batch: DataProto) -> Sequences:
-    """The ragged columns of a DataProto, concatenated, beside its per-sequence numbers.
+    """The ragged columns of a DataProto, concatenated, beside its per-sequence numbers and objects, and its meta data.
 
     Raises DataError if there is no `input_ids` column, which defines the ragged axis.
     """
@@ -102,7 +111,7 @@ def sequences_from(batch: DataProto) -> Sequences:
     tokens = {name: column.values() for name, column in columns.items() if column.is_nested}
     tokens["input_ids"] = tokens["input_ids"].to(torch.int64)
     rows = {name: column for name, column in columns.items() if not column.is_nested}
-    return Sequences(lengths=lengths, tokens=tokens, columns=rows)
+    return Sequences(lengths, tokens, rows, objects=batch.non_tensor_batch, meta=batch.meta_info)
 
 
 def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:
@@ -114,3 +123,10 @@ def token_block(sequences: Sequences, columns: dict[str, np.ndarray]) -> TokenBl
     """Columns [T] of the sequences, a row for each, as a worker returns them."""
     offsets = np.concatenate([[0], np.cumsum(sequences.lengths.numpy())]).astype(np.int64)
     return TokenBlock(offsets, columns)
+
+
+def token_column(mask: torch.Tensor, values: torch.Tensor) -> np.ndarray:
+    """float32 [T] with `values` [N] where `mask` is True and 0 elsewhere."""
+    column = torch.zeros(len(mask), dtype=torch.float32)
+    column[mask] = values.float()
+    return column.numpy()

@@ -11,7 +11,9 @@ from workers.config import LossConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
+from workers.model.credit import KlPenalty, discounted_returns, loss_token_counts, token_rewards, whiten
 from workers.model.losses import make_policy_loss
+from workers.model_worker import sequences_from, token_block, token_column
 from workers.remote_batch import TokenBlock
 from workers.rollout.weight_transfer import pack_weights
 from workers.trained_worker import TrainedWorker
@@ -24,10 +26,36 @@ class PolicyWorker(TrainedWorker):
     def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
         """One optimiser step for each mini-batch of the plan, micro-step by micro-step.
 
-        batch: `input_ids`, `loss_mask`, `advantages` [B], and where the loss asks for them `group_tokens` [B], and
-        `old_log_probs`, `reference_log_probs` and `rollout_log_probs`, ragged.
+        batch: `input_ids`, `loss_mask`, `advantages` ([B] or ragged), and where the loss asks for them `group_tokens`
+        [B], and `old_log_probs`, `reference_log_probs` and `rollout_log_probs`, ragged.
         """
         return self.train(batch, plan, make_policy_loss(loss))
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
+    def token_advantages(
+        self, batch: DataProto, plan: RankPlan, gamma: float, penalty: KlPenalty | None = None
+    ) -> tuple[TokenBlock, Metrics]:
+        """REINFORCE++'s advantage of every token that the policy produced, 0 elsewhere; float32, ragged.
+
+            A_t = whiten(G_t)        G_t: see `discounted_returns`, of the rewards of `token_rewards`
+
+        Whitened over the tokens of all ranks. batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty,
+        `old_log_probs` and `reference_log_probs`.
+        """
+        sequences = sequences_from(batch)
+        lengths = loss_token_counts(sequences).numpy()
+        returns = torch.from_numpy(discounted_returns(token_rewards(sequences, penalty).numpy(), lengths, gamma))
+        advantages = whiten(returns, self.engine.data_parallel_groups, self.device)
+        return token_block(sequences, {"advantages": token_column(sequences.tokens["loss_mask"], advantages)}), {}
+
+    @dispatch(Split.ALL)
+    def save_adapters(self, path: str) -> None:
+        """Write the adapters alone in peft's format; rank zero writes, all take part in gathering.
+
+        Raises CheckpointError if it cannot be written, ConfigError for a policy without adapters.
+        """
+        self.engine.save_adapters(path)
+        self.free_cached_memory()
 
     @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
     def export_weights(self) -> tuple[np.ndarray | None, Metrics]:

@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens of all rows of a block.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,12 +89,14 @@ class TokenColumn:
 class RemoteBatch:
     """B sequences: light per-sequence columns in memory, token columns as references.
 
-    columns: name -> array [B] (uid, length, reward, weight_version, ...). tokens: name -> TokenColumn.
+    columns: name -> array [B] (uid, length, reward, weight_version, ...). tokens: name -> TokenColumn. meta: what is
+    true of the whole batch, such as the step; it travels with every selection.
     Immutable: every method returns a new handle and moves no token.
     """
 
     columns: dict[str, np.ndarray]
     tokens: dict[str, TokenColumn]
+    meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = {name: len(column) for name, column in (self.columns | self.tokens).items()}
@@ -124,6 +126,7 @@ class RemoteBatch:
         return RemoteBatch(
             {name: column[indices] for name, column in self.columns.items()},
             {name: column.select(indices) for name, column in self.tokens.items()},
+            self.meta,
         )
 
     def with_columns(self, **columns: np.ndarray) -> "RemoteBatch":
@@ -134,22 +137,30 @@ class RemoteBatch:
         """This batch with token columns added or replaced."""
         return replace(self, tokens=self.tokens | tokens)
 
+    def with_meta(self, **meta: Any) -> "RemoteBatch":
+        """This batch with meta data added or replaced."""
+        return replace(self, meta=self.meta | meta)
+
     @staticmethod
     def concat(batches: Sequence["RemoteBatch"]) -> "RemoteBatch":
-        """Rows of `batches` one after another. Raises DataError if their columns differ."""
+        """Rows of `batches` one after another. Raises DataError if their columns or their meta data differ."""
         if not batches:
             raise DataError("cannot concatenate zero batches.")
         for batch in batches[1:]:
             if set(batch.columns) != set(batches[0].columns) or set(batch.tokens) != set(batches[0].tokens):
                 names = [sorted(set(b.columns) | set(b.tokens)) for b in (batches[0], batch)]
                 raise DataError(f"batches with different columns cannot be joined: {names[0]} and {names[1]}.")
+            if batch.meta != batches[0].meta:
+                raise DataError(f"batches with different meta data cannot be joined: {batches[0].meta}, {batch.meta}.")
         return RemoteBatch(
             {name: np.concatenate([b.columns[name] for b in batches]) for name in batches[0].columns},
             {name: TokenColumn.concat([b.tokens[name] for b in batches]) for name in batches[0].tokens},
+            batches[0].meta,
         )
 
     def gather(self) -> "DataProto":
-        """Fetch the rows into a DataProto: token columns jagged with one shared ragged axis, numbers as tensors [B].
+        """Fetch the rows into a DataProto: token columns jagged with one shared ragged axis, numbers as tensors [B],
+        other columns as objects [B], beside the meta data.
 
         Runs in the worker that needs the tokens. Raises DataError if the token columns disagree about a row's length.
         """
@@ -174,7 +185,7 @@ class RemoteBatch:
         plain = {name: c for name, c in self.columns.items() if c.dtype.kind in "biuf"}
         tensors |= {name: torch.from_numpy(np.ascontiguousarray(c)) for name, c in plain.items()}
         objects = {name: c.astype(object) for name, c in self.columns.items() if name not in plain}
-        return DataProto.from_dict(tensors, non_tensors=objects)
+        return DataProto.from_dict(tensors, objects, self.meta)
 
 
 def _collect(column: TokenColumn, blocks: list[TokenBlock]) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from workers.remote_batch import TokenBlock
-from workers.reward_process import Call, RewardProcess
+from workers.reward_process import Call, RewardFunction, RewardProcess
 from workers.score import Score
 
 
@@ -32,7 +32,9 @@ class ScoreRequest:
 class RewardWorker:
     """An actor that holds a tokenizer and a process that runs the reward functions."""
 
-    def __init__(self, functions: bytes, tokenizer_path: str, *, timeout_s: float, concurrency: int) -> None:
+    def __init__(
+        self, functions: Sequence[RewardFunction], tokenizer_path: str, *, timeout_s: float, concurrency: int
+    ) -> None:
         """`functions`, `timeout_s`, `concurrency`: see RewardProcess."""
         from transformers import AutoTokenizer
 

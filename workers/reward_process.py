@@ -8,11 +8,8 @@ It knows neither Ray nor torch, so that it starts in a moment and what a functio
 """
 
 import asyncio
-import ctypes
 import inspect
-import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,25 +20,40 @@ from typing import Any
 import cloudpickle
 
 from workers.errors import DataError
-from workers.isolation import start_isolated
+from workers.isolation import enter_isolation, how_it_ended, named, start_isolated
 from workers.score import Score, as_score, weighted
 
 START_SECONDS = 60.0
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A user's function, by the short `name` that metrics carry, and its `weight` in the reward.
+    """A user's function as drivers and actors hold it: `packed` by cloudpickle, and unpickled by RewardProcess alone.
 
-    It is called with `response` (a text) and the `columns` of the sample's record that it takes by name; or, if it
-    takes `responses`, once with lists of all of these. It may be a coroutine function.
+    name: the short one, that metrics carry. weight: in the reward. It is called with `response` (a text) and the
+    `columns` of the sample's record that it takes by name; or, if it takes `responses`, once with lists of all of
+    these. It may be a coroutine function.
     """
+
+    name: str
+    weight: float
+    packed: bytes
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A RewardFunction in its process."""
 
     name: str
     weight: float
     function: Callable[..., Any]
     columns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, found: RewardFunction) -> "Unpacked":
+        """Unpickle, which may import what the function's module imported."""
+        return cls(found.name, found.weight, cloudpickle.loads(found.packed), found.columns)
 
     @property
     def batched(self) -> bool:
@@ -61,10 +73,13 @@ class Call:
 class RewardProcess:
     """Runs reward functions on samples, in a process that is started again whenever a sample ends it."""
 
-    def __init__(self, functions: bytes, *, timeout_s: float, concurrency: int) -> None:
-        """functions: a pickled list of RewardFunction, which only the process unpickles. timeout_s: what one call may
-        take. concurrency: samples under way at a time, of coroutine functions."""
-        self._functions, self._timeout_s, self._concurrency = functions, timeout_s, concurrency
+    def __init__(
+        self, functions: Sequence[RewardFunction], *, timeout_s: float, concurrency: int, silent: bool = False
+    ) -> None:
+        """timeout_s: what one call may take. concurrency: samples under way at a time, of coroutine functions. silent:
+        whether what the functions write to stderr is thrown away."""
+        self._functions, self._timeout_s, self._concurrency = list(functions), timeout_s, concurrency
+        self._errors = subprocess.DEVNULL if silent else None
         self._one_at_a_time = False  # the process says so when it is ready
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -111,10 +126,9 @@ class RewardProcess:
     def _started(self) -> Connection:
         if self._connection is not None:
             return self._connection
-        self._process, ours = start_isolated("workers.reward_process")
+        self._process, ours = start_isolated("workers.reward_process", errors=self._errors)
         self._connection = Connection(ours.detach())
-        self._connection.send_bytes(self._functions)
-        self._connection.send((self._timeout_s, self._concurrency))
+        self._connection.send((self._functions, self._timeout_s, self._concurrency))
         if not self._connection.poll(START_SECONDS):
             raise EOFError
         self._one_at_a_time = self._connection.recv()
@@ -123,8 +137,7 @@ class RewardProcess:
     def _exit_code(self) -> str:
         process = self._process
         self.stop()
-        code = process.returncode if process is not None else None
-        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return how_it_ended(process) if process is not None else "it was not started"
 
     def stop(self) -> None:
         """End the process; `run` starts a new one."""
@@ -141,8 +154,8 @@ class RewardProcess:
 
 def serve(connection: Connection) -> None:
     """Score what comes until the other side is gone."""
-    functions: list[RewardFunction] = cloudpickle.loads(connection.recv_bytes())
-    timeout_s, concurrency = connection.recv()
+    packed, timeout_s, concurrency = connection.recv()
+    functions = [Unpacked.of(function) for function in packed]
     connection.send(not any(f.batched or inspect.iscoroutinefunction(f.function) for f in functions))
     loop = asyncio.new_event_loop()
     with suppress(EOFError):
@@ -155,8 +168,11 @@ class _FunctionError(Exception):
     """What a function did in place of returning a score, in words."""
 
 
+RAISED = (Exception, KeyboardInterrupt, SystemExit)  # of a function: nobody else's, Ctrl-C is left to the parent
+
+
 async def _score_all(
-    connection: Connection, functions: list[RewardFunction], calls: list[Call], timeout_s: float, concurrency: int
+    connection: Connection, functions: list[Unpacked], calls: list[Call], timeout_s: float, concurrency: int
 ) -> None:
     batches = {f.name: await _score_batch(f, calls, timeout_s) for f in functions if f.batched}
     room = asyncio.Semaphore(concurrency)
@@ -169,7 +185,7 @@ async def _score_all(
     await asyncio.gather(*(score(position, call) for position, call in enumerate(calls)))
 
 
-async def _score(functions: list[RewardFunction], call: Call, given: dict[str, Any], timeout_s: float) -> Score:
+async def _score(functions: list[Unpacked], call: Call, given: dict[str, Any], timeout_s: float) -> Score:
     """The sample's score over all functions; `given` has the values of the batched ones."""
     scores: dict[str, Score] = {}
     for function in functions:
@@ -183,7 +199,7 @@ async def _score(functions: list[RewardFunction], call: Call, given: dict[str, A
     return weighted(scores, {function.name: function.weight for function in functions}, call.response)
 
 
-async def _score_batch(function: RewardFunction, calls: list[Call], timeout_s: float) -> list[Any]:
+async def _score_batch(function: Unpacked, calls: list[Call], timeout_s: float) -> list[Any]:
     """One value or _FunctionError for each call; where the whole batch fails, each call is tried alone."""
     columns = {name: [call.columns.get(name) for call in calls] for name in function.columns}
     try:
@@ -197,25 +213,28 @@ async def _score_batch(function: RewardFunction, calls: list[Call], timeout_s: f
     return [(await _score_batch(function, [call], timeout_s))[0] for call in calls]
 
 
-async def _call(function: RewardFunction, call: Call, timeout_s: float) -> Any:
+async def _call(function: Unpacked, call: Call, timeout_s: float) -> Any:
     columns = {name: call.columns[name] for name in function.columns if name in call.columns}
     return await _result(function, {"response": call.response} | columns, timeout_s)
 
 
-async def _result(function: RewardFunction, arguments: dict[str, Any], timeout_s: float) -> Any:
+async def _result(function: Unpacked, arguments: dict[str, Any], timeout_s: float) -> Any:
     try:
         value = function.function(**arguments)
-        return await asyncio.wait_for(value, timeout_s) if inspect.isawaitable(value) else value
+        if not inspect.isawaitable(value):
+            return value
+        # Not wait_for: it makes a task, and what of RAISED is no Exception would end the loop from there.
+        async with asyncio.timeout(timeout_s):
+            return await value
     except TimeoutError:
         raise _FunctionError(f"took more than reward.timeout_s={timeout_s:g} s") from None
-    except Exception as error:
-        raise _FunctionError(f"raised {type(error).__name__}: {error}") from None
+    except RAISED as error:
+        raise _FunctionError(f"raised {named(error)}") from None
 
 
 def main() -> None:
     """Serve the connection whose file descriptor is the only argument."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the actor, however that ends
-    serve(Connection(int(sys.argv[1])))
+    serve(Connection(enter_isolation()))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL)
     def save_pretrained(self, path: str) -> None:
-        """Write the model and tokenizer in Hugging Face format; rank zero writes, all take part."""
+        """Write the model and tokenizer in Hugging Face format; ranks share the writing.
+
+        Raises CheckpointError if a rank cannot write.
+        """
         self.engine.save_pretrained(path)
         self.free_cached_memory()

@@ -15,11 +15,13 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from controller.config.names_elsewhere import name_here
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema")
 Numbers = dict[str, float]  # with Options, the types of setting that are not a single value
 Options = dict[str, Any]
+LARGEST_INT = 2**53  # numbers of any setting stay exact in float64 and have room for arithmetic in int64
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,13 @@ class Setting:
             bounds.append(f"{'below' if self.exclusive_maximum else 'at most'} {self.maximum:g}")
         return " and ".join(bounds)
 
+    @property
+    def highest(self) -> float:
+        """The largest number allowed, but for an exclusive maximum."""
+        if self.maximum is not None:
+            return self.maximum
+        return LARGEST_INT if self.type is int else math.inf
+
     def allows(self, value: Any) -> bool:
         """Whether `value`, of the right type, lies in the range."""
         if self.choices:
@@ -65,7 +74,7 @@ class Setting:
         if not isinstance(value, (int, float)):
             return True
         low = -math.inf if self.minimum is None else self.minimum
-        high = math.inf if self.maximum is None else self.maximum
+        high = self.highest
         excluded = (self.exclusive_minimum and value == low) or (self.exclusive_maximum and value == high)
         return math.isfinite(value) and low <= value <= high and not excluded
 
@@ -120,6 +129,8 @@ def _read_file(path: Path) -> DictConfig:
         raise ConfigError(f"{path} is not a YAML text file: {str(error).splitlines()[0]}.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deep to be read; settings are nested 4 deep at most.") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path} must hold sections (`run:`, `model:`, ...), not a list.")
     return content
@@ -136,6 +147,8 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException):
         raise ConfigError(f"{key}: the value {value!r} is not valid YAML; quote it, as in {key}='\"...\"'.") from None
+    except RecursionError:
+        raise ConfigError(f"{key}: the value is nested too deep to be read.") from None
 
 
 def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
@@ -199,10 +212,13 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    """The nearest known key, by its whole name or else by its last part; or what is known where `key` was sought.
+    """What another system's key is called here; else the nearest known key, by its whole name or by its last part; or
+    what is known where `key` was sought.
 
     Of keys with the same last part the least deep one, and of these the first.
     """
+    if here := name_here(key):
+        return f"here it is {here} (see docs/migration.md)."
     last_parts: dict[str, str] = {}
     for other in sorted(known, key=lambda name: name.count(".")):
         last_parts.setdefault(other.rpartition(".")[2], other)
@@ -234,4 +250,6 @@ def _check_ranges(config: Any, known: Mapping[str, Setting]) -> None:
     for key, found in known.items():
         value = value_of(config, key)
         if not found.allows(value):
-            raise ConfigError(f"{key} must be {found.range or 'finite'}, not {_shown(value)}.")
+            too_large = isinstance(value, int) and value > found.highest
+            limit = f"at most {found.highest:,}" if too_large else found.range or "finite"
+            raise ConfigError(f"{key} must be {limit}, not {_shown(value)}.")

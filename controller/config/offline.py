@@ -138,6 +138,11 @@ class OfflineConfig(TrainingConfig):
         """Optimiser steps of the run over that many records; the last of run.epochs may be a smaller one."""
         return self.run.steps or -(-self.run.epochs * records // self.records_per_step)
 
+    @property
+    def length_setting(self) -> str:
+        """`key=value` that says how long the run is."""
+        return f"run.steps={self.run.steps}" if self.run.steps else f"run.epochs={self.run.epochs}"
+
     def optimizer_steps_over(self, records: int) -> int:
         """Optimiser steps over which the learning rate's schedule runs."""
         return self.policy.optimizer.total_steps or self.steps_over(records)

@@ -128,8 +128,23 @@ class Config(ReferenceSettings):
         loss = self.algorithm.loss
         if self.rollout.overlap and loss.name != "reinforce" and not loss.rollout_correction.is_on:
             return "sampler"
-        needed_before = self.batch.mini_batches > 1 or self.algorithm.kl_in_reward.coefficient > 0
-        return "forward_pass" if needed_before else "update"
+        needed_before = self.updates_per_step > 1 or self.algorithm.kl_in_reward.coefficient > 0
+        return "forward_pass" if needed_before or loss.old_entropies else "update"
+
+    @property
+    def has_forward_pass(self) -> bool:
+        """Whether the policy reads a step's samples before the first update, for old log-probs or entropies."""
+        return self.old_log_probs == "forward_pass" or self.algorithm.loss.old_entropies
+
+    @property
+    def loss_columns(self) -> tuple[str, ...]:
+        """Columns of the records that travel to the policy loss: the names in algorithm.loss.columns."""
+        return tuple(name.strip() for name in self.algorithm.loss.columns.split(",") if name.strip())
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser steps of a step: those of every pass over its samples."""
+        return self.batch.mini_batches * self.batch.epochs
 
     @property
     def critic_max_tokens(self) -> int:
@@ -158,12 +173,12 @@ class Config(ReferenceSettings):
     def total_optimizer_steps(self) -> int:
         """Optimiser steps over which the policy's learning rate's schedule runs."""
         learning = self.run.steps - self.critic.warmup_steps
-        return self.policy.optimizer.total_steps or learning * self.batch.mini_batches
+        return self.policy.optimizer.total_steps or learning * self.updates_per_step
 
     @property
     def critic_optimizer_steps(self) -> int:
         """Optimiser steps over which the critic's learning rate's schedule runs."""
-        return self.critic.optimizer.total_steps or self.run.steps * self.batch.mini_batches
+        return self.critic.optimizer.total_steps or self.run.steps * self.updates_per_step
 
     @property
     def uses_reference(self) -> bool:
@@ -174,6 +189,13 @@ class Config(ReferenceSettings):
     def uses_critic(self) -> bool:
         """Whether advantages come from a critic."""
         return self.algorithm.advantage == "gae"
+
+    @property
+    def uses_token_returns(self) -> bool:
+        """Whether a token's advantage is its own, from the rewards to come, without a critic."""
+        algorithm = self.algorithm
+        differ = algorithm.gamma < 1 or algorithm.kl_in_reward.coefficient > 0
+        return differ and algorithm.advantage in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
     @property
     def uses_reward_model(self) -> bool:

@@ -39,6 +39,13 @@ class BaseRunConfig:
         "`auto` goes on from the last good checkpoint of run.name, or starts where there is none; a path goes on from "
         "that checkpoint, or the last one of that run, under a new name; `never` starts from the beginning.",
     )
+    other_data: str = setting(
+        "refuse",
+        "What run.resume does where the training prompts, or their order, are not those of the checkpoint: `refuse` to "
+        "go on, take the new ones from the first (`restart`), or from the place that the run had reached "
+        "(`keep_place`).",
+        choices=("refuse", "restart", "keep_place"),
+    )
     max_restarts: int = setting(
         10,
         "What is lost during the run is started anew so many times, a rollout engine alone and a training worker with "
@@ -93,7 +100,15 @@ class BatchConfig:
     prompts_per_step: int = setting(
         32, "Prompts of a step; each is sampled rollout.samples_per_prompt times.", minimum=1
     )
-    mini_batches: int = setting(1, "Optimiser steps of a step; each takes its share of the sequences.", minimum=1)
+    mini_batches: int = setting(
+        1, "Optimiser steps of a pass over a step's samples; each takes its share of the sequences.", minimum=1
+    )
+    epochs: int = setting(
+        1,
+        "Passes over a step's samples, of the policy and the critic, each in mini-batches that are drawn anew; old "
+        "log-probs and values are those from before the first.",
+        minimum=1,
+    )
 
 
 @dataclass
@@ -155,6 +170,13 @@ class AlgorithmConfig:
         ),
     )
     normalize_by_std: bool = setting(True, "Divide a group's centred rewards by their standard deviation (grpo).")
+    gamma: float = setting(
+        1.0,
+        "Discount of what comes a token later, in the returns of reinforce_plus_plus and reinforce_plus_plus_baseline; "
+        "that of gae is algorithm.gae.gamma.",
+        minimum=0,
+        maximum=1,
+    )
     pass_k: int = setting(4, "Responses of which pass_at_k rewards the best; below samples_per_prompt.", minimum=1)
     groups_without_signal: str = setting(
         "keep",
@@ -173,10 +195,11 @@ class AlgorithmConfig:
 @dataclass
 class BalanceConfig:
     algorithm: str = setting(
-        "load_balance",
-        "How sequences are dealt to ranks and micro-batches: `load_balance` plans all ranks and micro-steps at once, "
+        "karmarkar_karp",
+        "How sequences are dealt to ranks and micro-batches: `karmarkar_karp` (or `load_balance`, another name of "
+        "it) shares them by largest differencing and refines that over all ranks and micro-steps under the caps; "
         "`none` keeps the order drawn; the others balance rank by rank as those systems do, with the caps kept.",
-        choices=("load_balance", "none", "verl", "roll", "mindspeed_rl"),
+        choices=("karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"),
     )
     refit: str = setting(
         "auto",
@@ -233,6 +256,13 @@ class ResourcesConfig:
         1800.0,
         "Seconds for which ranks wait for each other, for instance while one of them reads or writes files, and for "
         "which new weights may take to reach the engines between GPUs.",
+        minimum=0,
+        exclusive_minimum=True,
+    )
+    user_code_timeout_s: float = setting(
+        60.0,
+        "Seconds that each of these may take in its process: the import of a reward function, environment, loss or "
+        "curriculum, an epoch of data.curriculum, and the first prompts of a chat template, tried before a run.",
         minimum=0,
         exclusive_minimum=True,
     )

@@ -83,6 +83,12 @@ class TrainingConfig:
         return self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
 
     @property
+    def compute_dtype(self) -> str:
+        """model.dtype with `auto` resolved, that of trainer and engines."""
+        automatic = "bfloat16" if self.uses_gpus else "float32"
+        return automatic if self.model.dtype == "auto" else self.model.dtype
+
+    @property
     def length_multiple(self) -> int:
         """Tokens that a sequence is padded to a multiple of, for kernels and for the ranks that share it."""
         # Here, because the balancing package takes longer to import than all else that a mistyped key needs.

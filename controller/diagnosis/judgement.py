@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 
 from controller.diagnosis.findings import Finding, fail, ok, warn
 from controller.diagnosis.node import GIB, UNLIMITED, NodeFacts
+from workers.tolerance import TOLERANCE
 
 DRIVERS = {13: 580, 12: 525, 11: 450}
 """The oldest NVIDIA driver branch that runs builds of a major version of CUDA (NVIDIA, CUDA compatibility)."""
@@ -208,10 +209,6 @@ def bandwidth(ranks: int, byte_count: int, seconds: float, device: str) -> Findi
         advice = "NCCL goes a slow way: NCCL_DEBUG=INFO says which; look at peer access and NCCL_SOCKET_IFNAME"
         return warn("all-reduce", text, advice)
     return ok("all-reduce", text)
-
-
-TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Of the mean difference of a token's log-prob between sampler and trainer, nats."""
 
 
 def log_probs(name: str, mean: float, largest: float, dtype: str) -> Finding:

@@ -89,7 +89,7 @@ class Trial:
         self.config, self.roles, self.report, self.gpu_gib = config, roles, report, gpu_gib
         self.shape = model_shape(description)
         self.planner = Planner(config, CostModel.from_model_config(description))
-        self.dtype = {"auto": "bfloat16" if config.uses_gpus else "float32"}.get(config.model.dtype, config.model.dtype)
+        self.dtype = config.compute_dtype
 
     def run(self) -> None:
         """All of it."""

@@ -7,15 +7,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from balancing import CostModel
+from controller.checkpoint import check_same_data
+from controller.cluster_address import check_cluster
 from controller.config import load_as
 from controller.config.offline import OfflineConfig
+from controller.data_identity import DataIdentity, offline_identity
 from controller.offline.datasets import Item, SequenceDataset
+from controller.parity import parity_lines
 from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.describe import describe
+from controller.preflight.machine import check_machine
 from controller.preflight.offline_checks import check_offline
 from controller.records import Record, read_records
 from controller.recovery import recovering
-from controller.session import ray_session, report, session
+from controller.session import finished, naming_what_is_left, ray_session, report, session
+from controller.watching.shown_text import counted
 
 if TYPE_CHECKING:
     from controller.offline.trainers import OfflineTrainer
@@ -41,13 +47,31 @@ class OfflineCommand(Generic[Settings]):
         request = parse_arguments(arguments, self.arguments)
         config = load_as(self.schema, request.config, request.overrides)
         check_offline(config)
+        check_machine(config, dry_run=request.dry_run)
         if request.dry_run:
-            print(describe(config))
+            self.dry_run(config)
             return None
-        return partial(self.run, config, self.read_inputs(config))
+        check_cluster(config)
+        inputs = self.read_inputs(config)
+        if done := finished(config, config.steps_over(len(inputs.train)), config.length_setting):
+            print(done)
+            return None
+        return partial(self.run, config, inputs)
+
+    def dry_run(self, config: Settings) -> None:
+        """Print what would run and where, then read the data and load small models; raises as these do."""
+        print(describe(config))
+        print("\n== inputs ==")
+        for path, records in try_records(config).items():
+            print(f"{path}: {counted(len(records), 'record')}")
+        print("records are not counted in tokens: that takes the tokenizer, with which a run begins")
+        for line in parity_lines(config):
+            print(line)
 
     def read_inputs(self, config: Settings) -> "Inputs":
-        """Data and cost model. Raises DataError for what cannot be used."""
+        """Data and cost model. Raises ConfigError or DataError for what cannot be used."""
+        read = try_records(config)
+
         from workers.model.model import load_tokenizer
 
         cost_model = CostModel.from_model_config(config.model_description())
@@ -55,10 +79,13 @@ class OfflineCommand(Generic[Settings]):
         data, seed = config.data, config.run.seed
 
         def dataset(path: str, *, shuffle: bool) -> SequenceDataset:
-            return SequenceDataset(read_records(path), tokenize, data, name=path, shuffle=shuffle, seed=seed)
+            return SequenceDataset(read[path], tokenize, data, name=path, shuffle=shuffle, seed=seed)
 
         validation = dataset(data.validation, shuffle=False) if data.validation else None
-        return Inputs(dataset(data.train, shuffle=data.shuffle), validation, cost_model)
+        train = dataset(data.train, shuffle=data.shuffle)
+        identity = offline_identity(config, read[data.train]) | {"records": len(train)}
+        check_same_data(config, identity)
+        return Inputs(train, validation, cost_model, identity)
 
     def run(self, config: Settings, inputs: "Inputs") -> None:
         """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
@@ -74,7 +101,7 @@ class OfflineCommand(Generic[Settings]):
             with self.training(config, inputs, console) as trainer:
                 trainer.writer.summary(trainer.fit().summary())
 
-        with ray_session(config, console):
+        with ray_session(config, console), naming_what_is_left(config):
             recovering(attempt, config, console.say)
         report(config, console)
 
@@ -90,7 +117,7 @@ class OfflineCommand(Generic[Settings]):
             del live
             return start_training_roles(config, OfflinePolicyWorker, console, total_steps=total_steps)
 
-        with session(config, start, console) as started:
+        with session(config, start, console, inputs.identity) as started:
             yield self.trainer()(
                 config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model, console=console
             )
@@ -98,8 +125,18 @@ class OfflineCommand(Generic[Settings]):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run needs beside its configuration, read and checked before anything starts."""
+    """What a run needs beside its configuration, read and checked before anything starts. identity: of the training
+    data, for its checkpoints."""
 
     train: SequenceDataset
     validation: SequenceDataset | None
     cost_model: CostModel
+    identity: DataIdentity
+
+
+def try_records(config: OfflineConfig) -> dict[str, list[Record]]:
+    """The records by path. Raises DataError for what cannot be read, ConfigError where run.resume has others."""
+    paths = filter(None, (config.data.train, config.data.validation))
+    read = {path: read_records(path) for path in paths}
+    check_same_data(config, offline_identity(config, read[config.data.train]))
+    return read

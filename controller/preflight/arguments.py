@@ -14,12 +14,14 @@ from workers.errors import ConfigError
 
 @dataclass(frozen=True)
 class Command:
-    """A module that is started with settings of `schema`. describes_clusters: whether it takes --cluster."""
+    """A module that is started with settings of `schema`. describes_clusters: whether it takes --cluster. tries: what
+    its dry run does beside printing."""
 
     module: str
     description: str
     schema: type[TrainingConfig]
     describes_clusters: bool = False
+    tries: str = "read all data"
 
     @property
     def usage(self) -> str:
@@ -28,7 +30,13 @@ class Command:
         return f"python -m {self.module} --config FILE [{dry_run}] [key.sub=value ...]"
 
 
-FIT = Command("controller.fit", "Train a policy by reinforcement learning.", Config, describes_clusters=True)
+FIT = Command(
+    "controller.fit",
+    "Train a policy by reinforcement learning.",
+    Config,
+    describes_clusters=True,
+    tries="read all data, try the reward",
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,9 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of settings")
-    parser.add_argument("--dry-run", action="store_true", help="check, print what would run and where, start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help=f"{command.tries}, print what would run and where; start nothing"
+    )
     if command.describes_clusters:
         parser.add_argument(
             "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement and memory on {FORM}"

@@ -9,20 +9,30 @@ What a cluster can give is known only to Ray and is checked when the placement g
 import math
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from controller.checkpoint import checkpoints_at
+from controller.cluster_address import check_address
 from controller.config import Config, TrainingConfig
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
+from controller.preflight.column_checks import check_column_names, check_columns_are_there
 from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
 from controller.preflight.effects import check_settings_have_effect
+from controller.preflight.loss_checks import check_kl_correction, check_token_returns
+from controller.preflight.model_sizes import check_model_sizes
 from controller.preflight.model_support import check_supported_model
+from controller.preflight.model_types import CAUSAL, check_model_type
 from controller.preflight.tracker_checks import check_trackers
+from controller.preflight.validation_checks import check_counted_metric
+from controller.preflight.weights import HEAD, check_weights
 from controller.records import iter_records
 from workers.errors import CheckpointError, ConfigError, DataError
 from workers.rollout.engine_options import check_engine_options
+
+LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
 
 
 def check(config: Config) -> None:
@@ -31,7 +41,9 @@ def check(config: Config) -> None:
     check_run(config)
     _check_batch(config)
     _check_loss(config)
-    check_warmup(config, config.total_optimizer_steps, "run.steps * batch.mini_batches")
+    check_kl_correction(config)
+    check_token_returns(config)
+    check_warmup(config, config.total_optimizer_steps, "run.steps * batch.mini_batches * batch.epochs")
     _check_sampling(config)
     check_engine_options(config.rollout.engine)
     _check_environment(config)
@@ -55,21 +67,35 @@ def check_run(config: TrainingConfig) -> None:
         raise ConfigError(
             f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
         )
+    _check_path_lengths(config)
     if config.run_folder.exists() and config.run.resume != "auto":
         raise ConfigError(
             f"run.name: {config.run_folder} holds a run already; choose another name, remove it, or go on with it by "
             "run.resume=auto."
         )
     _check_resume(config.run.resume)
-    existing = config.run_folder
+    _check_writable(config.run_folder)
+    check_address(config)
+
+
+def _check_writable(folder: Path) -> None:
+    """By writing: permissions say nothing of a disk that is full or read-only, nor of what root may do below /proc."""
+    existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.dir: {config.run_folder} cannot be written, {existing} is not a writable folder.")
-    if config.resources.ray_address.startswith("ray://"):
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".ballast-"):
+            pass
+    except OSError:
+        raise ConfigError(f"run.dir: {folder} cannot be written, {existing} is not a writable folder.") from None
+
+
+def _check_path_lengths(config: TrainingConfig) -> None:
+    """The kernel's limits, which every call on a file would otherwise meet in its own way."""
+    length = len(os.fsencode(config.run.name))
+    if length > LONGEST_FILE_NAME:
         raise ConfigError(
-            f"resources.ray_address={config.resources.ray_address}: Ray Client is not supported; start the run inside "
-            "the cluster with `ray job submit`."
+            f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}; shorten it."
         )
 
 
@@ -144,10 +170,16 @@ def _check_loss(config: Config) -> None:
     loss = config.algorithm.loss
     if loss.name == "custom":
         check_function("algorithm.loss.function", loss.function, in_file=False)
+        check_column_names(config.loss_columns)
     if loss.name in ("clip_cov", "kl_cov") and config.old_log_probs == "update":
         raise ConfigError(
             f"algorithm.loss.name={loss.name} chooses tokens by their old log-probs, which one update a step does not "
-            "compute; set batch.mini_batches to 2 or more."
+            "compute; set batch.mini_batches or batch.epochs to 2 or more."
+        )
+    if config.batch.epochs > 1 and loss.name == "reinforce":
+        raise ConfigError(
+            f"algorithm.loss.name=reinforce takes samples for the policy's own, which they are not any more after the "
+            f"first of batch.epochs={config.batch.epochs}; set epochs to 1, or another loss."
         )
     if config.rollout.overlap and loss.name == "reinforce" and not loss.rollout_correction.is_on:
         raise ConfigError(
@@ -189,6 +221,8 @@ def _check_sampling(config: Config) -> None:
             f"validation.samples={samples} at validation.sampling.temperature=0 are {samples} equal responses; "
             "set samples to 1 or the temperature above 0."
         )
+
+    check_counted_metric(config)
 
 
 def _check_overlong(config: Config) -> None:
@@ -345,6 +379,7 @@ def check_parallel(config: TrainingConfig, model: ModelFiles) -> None:
 
 
 def _check_model(config: Config, model: ModelFiles) -> None:
+    check_model_type(model.description, "model.path", config.model.path, CAUSAL)
     check_supported_model(config, model.description, "model.path")
     if model.positions is not None and config.max_model_tokens > model.positions:
         raise ConfigError(
@@ -361,11 +396,13 @@ def _check_model(config: Config, model: ModelFiles) -> None:
             f"rollout.tensor_parallel={parallel} neither divides nor is a multiple of the {pairs} key-value heads of "
             f"{config.model.path}."
         )
+    check_weights(model, "model.path", config.model.path, output=HEAD)
+    check_model_sizes(config, model)
 
 
 def _check_reference(config: Config, model: ModelFiles) -> None:
     if config.reference.path:
-        check_same_vocabulary(config, model, "reference.path", config.reference.path)
+        check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 
 
 def _check_data(config: Config, model: ModelFiles) -> None:
@@ -375,6 +412,8 @@ def _check_data(config: Config, model: ModelFiles) -> None:
         paths.append(("data.validation", config.data.validation))
     for key, path in paths:
         record = first_record(key, path, config.data.prompt_key)
+        if key != "data.validation":
+            check_columns_are_there(config, f"{key}: the first record of {path}", record)
         _check_prompt(config, model, f"{key}: the prompts of {path}", record[config.data.prompt_key])
         if config.data.source_key and config.data.source_key not in record:
             raise ConfigError(
@@ -385,11 +424,11 @@ def _check_data(config: Config, model: ModelFiles) -> None:
 
 
 def _check_sources(config: Config) -> None:
-    if bool(config.data.train) == bool(config.data.sources):
-        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
     for path, weight in config.data.sources.items():
         if not (weight > 0 and math.isfinite(weight)):
-            raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight}.")
+            raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight:g}.")
+    if bool(config.data.train) == bool(config.data.sources):
+        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
 
 
 def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) -> None:

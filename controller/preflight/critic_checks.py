@@ -5,6 +5,8 @@ import math
 from controller.config import Config, TrainingConfig
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.model_support import check_supported_model
+from controller.preflight.model_types import CAUSAL, VALUE, check_model_type
+from controller.preflight.weights import SCORE, check_weights
 from workers.errors import ConfigError
 
 
@@ -15,7 +17,7 @@ def check_critic(config: Config, policy: ModelFiles) -> None:
     _check_alone(config)
     _check_warmup(config)
     if config.critic.path:
-        check_same_vocabulary(config, policy, "critic.path", config.critic.path)
+        check_same_vocabulary(config, policy, "critic.path", config.critic.path, CAUSAL, VALUE)
 
 
 def _check_alone(config: Config) -> None:
@@ -34,11 +36,11 @@ def check_reward_model(config: Config, policy: ModelFiles) -> None:
     if not path:
         return
     _check_tensor_parallel(config, "reward model")
-    check_same_vocabulary(config, policy, key, path)
     made = read_model_files(path, key).description.get("architectures") or []
     # A causal LM would be given a head of zeros, and every score would be 0.
     if not any(name.endswith("ForSequenceClassification") for name in made):
         raise ConfigError(f"{key}={path} is {' or '.join(made) or 'of no architecture'}, not sequence classification.")
+    check_same_vocabulary(config, policy, key, path, VALUE, output=SCORE)
     if not math.isfinite(config.reward.model.weight) or config.reward.model.weight == 0:
         raise ConfigError(f"reward.model.weight={config.reward.model.weight} leaves the model without effect.")
 
@@ -62,13 +64,19 @@ def _check_warmup(config: Config) -> None:
     if warmup > total or (warmup == total and critic.optimizer.schedule != "constant"):
         raise ConfigError(
             f"critic.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the critic "
-            "(critic.optimizer.total_steps, or run.steps * batch.mini_batches); lower it."
+            "(critic.optimizer.total_steps, or run.steps * batch.mini_batches * batch.epochs); lower it."
         )
 
 
-def check_same_vocabulary(config: TrainingConfig, policy: ModelFiles, key: str, path: str) -> None:
-    """Raise ConfigError unless the model at `path`, named by setting `key`, can read the policy's sequences."""
+def check_same_vocabulary(
+    config: TrainingConfig, policy: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
+) -> None:
+    """Raise ConfigError unless the model at `path`, named by setting `key`, can read the policy's sequences.
+
+    kinds: see `check_model_type`. output: see `check_weights`.
+    """
     model = read_model_files(path, key)
+    check_model_type(model.description, key, path, *kinds)
     check_supported_model(config, model.description, key)
     if model.vocabulary != policy.vocabulary:
         raise ConfigError(
@@ -80,3 +88,4 @@ def check_same_vocabulary(config: TrainingConfig, policy: ModelFiles, key: str, 
             f"sequences may reach {config.longest_sequence} tokens, but {key}={path} takes {model.positions}; lower "
             "data.max_prompt_tokens or the limits of a response."
         )
+    check_weights(model, key, path, output=output)

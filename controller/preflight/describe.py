@@ -9,6 +9,7 @@ from itertools import groupby
 
 from controller.config import Config, TrainingConfig, to_yaml
 from controller.config.file import Setting, settings
+from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
 from controller.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
 from controller.watching.shown_text import counted
@@ -100,13 +101,14 @@ def _sampling_sizes(config: Config) -> list[str]:
     sizes = config.mini_batch_sizes
     spread = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[-1]} to {sizes[0]}"
     tokens = config.sequences_per_step * config.longest_sequence
+    passes = f", in each of {config.batch.epochs} epochs" if config.batch.epochs > 1 else ""
     return [
         f"a step: {config.batch.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = "
         f"{config.sequences_per_step} sequences, at most {tokens:,} tokens",
-        f"a mini-batch: {spread} sequences over {counted(config.policy.ranks, 'rank')}; {len(sizes)} a step",
+        f"a mini-batch: {spread} sequences over {counted(config.policy.ranks, 'rank')}; {len(sizes)} a step{passes}",
         f"a sequence: at most {config.data.max_prompt_tokens} + {config.longest_response} = "
         f"{config.longest_sequence} tokens; engines take {config.max_model_tokens}",
-        f"the run: {config.run.steps} steps, {config.run.steps * config.batch.mini_batches} optimiser steps, "
+        f"the run: {config.run.steps} steps, {config.run.steps * config.updates_per_step} optimiser steps, "
         f"written to {config.run_folder}",
     ]
 
@@ -125,6 +127,16 @@ def _cap_line(config: TrainingConfig, key: str, cap: int) -> str:
     )
 
 
+def warnings(config: Config) -> list[str]:
+    """What a run is told at its start, too: it can work, and is most likely not what was meant."""
+    if read_model_files(config.model.path, "model.path").end_of_sequence:
+        return []
+    return [
+        f"model.path={config.model.path} names no end-of-sequence token (eos_token of its tokenizer, eos_token_id of "
+        "generation_config.json): every response runs to rollout.sampling.max_new_tokens"
+    ]
+
+
 def _notes(config: TrainingConfig) -> list[str]:
     notes = _sampling_notes(config) if isinstance(config, Config) else []
     if config.policy.max_tokens * config.policy.parallel.context_parallel < 2 * config.longest_sequence:
@@ -135,7 +147,7 @@ def _notes(config: TrainingConfig) -> list[str]:
 
 
 def _sampling_notes(config: Config) -> list[str]:
-    sampling, notes = config.rollout.sampling, []
+    sampling, notes = config.rollout.sampling, warnings(config)
     if not config.uses_gpus and config.model.dtype == "bfloat16":
         notes.append(
             "model.dtype=bfloat16 on CPU: log-probs of engines and trainer differ by rounding, up to about 0.5"

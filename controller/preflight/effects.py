@@ -66,6 +66,11 @@ EVERYWHERE: tuple[Row, ...] = (
         ("run.keep_checkpoints",),
     ),
     (
+        "run.resume=auto or a path",
+        lambda c: c.run.resume != "never",
+        ("run.other_data",),
+    ),
+    (
         "tracking.wandb or tracking.mlflow",
         lambda c: c.tracking.wandb or c.tracking.mlflow,
         ("tracking.project",),
@@ -89,9 +94,9 @@ EVERYWHERE: tuple[Row, ...] = (
 
 NO_EFFECT_WITHOUT: tuple[Row, ...] = (
     (
-        "batch.mini_batches above 1 or rollout.overlap (the only update of a step starts where the samples came from: "
-        "all ratios are 1)",
-        lambda c: c.batch.mini_batches > 1 or c.old_log_probs == "sampler",
+        "batch.mini_batches above 1, batch.epochs above 1 or rollout.overlap (the only update of a step starts where "
+        "the samples came from: all ratios are 1)",
+        lambda c: c.updates_per_step > 1 or c.old_log_probs == "sampler",
         (
             "algorithm.loss.clip_low",
             "algorithm.loss.clip_high",
@@ -100,13 +105,13 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         ),
     ),
     (
-        "batch.mini_batches above 1 (the only update of a step starts at the old values)",
-        lambda c: c.batch.mini_batches > 1,
+        "batch.mini_batches or batch.epochs above 1 (the only update of a step starts at the old values)",
+        lambda c: c.updates_per_step > 1,
         ("critic.loss.clip",),
     ),
     (
-        "batch.mini_batches above 1 (and no ratios to the sampler's log-probs)",
-        lambda c: c.old_log_probs == "forward_pass",
+        "batch.mini_batches or batch.epochs above 1 (and no ratios to the sampler's log-probs)",
+        lambda c: c.has_forward_pass,
         ("policy.forward_max_tokens",),
     ),
     *(
@@ -123,6 +128,11 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         ("algorithm.normalize_by_std",),
     ),
     (
+        "algorithm.advantage=reinforce_plus_plus or reinforce_plus_plus_baseline (with gae it is algorithm.gae.gamma)",
+        lambda c: c.algorithm.advantage.startswith("reinforce_plus_plus"),
+        ("algorithm.gamma",),
+    ),
+    (
         "algorithm.advantage=pass_at_k",
         lambda c: c.algorithm.advantage == "pass_at_k",
         ("algorithm.pass_k",),
@@ -130,7 +140,7 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
     (
         "algorithm.loss.name=custom",
         lambda c: c.algorithm.loss.name == "custom",
-        ("algorithm.loss.function",),
+        ("algorithm.loss.function", "algorithm.loss.columns", "algorithm.loss.old_entropies"),
     ),
     (
         "algorithm.loss.aggregation=sequence_mean_token_sum_norm",
@@ -155,7 +165,7 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
     (
         "algorithm.loss.kl_coefficient above 0",
         lambda c: c.algorithm.loss.kl_coefficient > 0,
-        ("algorithm.loss.kl_estimator",),
+        ("algorithm.loss.kl_estimator", "algorithm.loss.kl_correction"),
     ),
     (
         "algorithm.loss.kl_coefficient above 0 or algorithm.kl_in_reward.coefficient above 0",

@@ -12,9 +12,9 @@ from controller.config import TrainingConfig
 from workers.errors import ConfigError
 from workers.model.families import (
     KERNEL_FEATURES,
-    NOT_RELOADED_FAMILIES,
     TENSOR_PARALLEL_FAMILIES,
     features_of_file,
+    is_recurrent,
     uncomputed_features,
 )
 
@@ -23,6 +23,9 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
     """Raise ConfigError, naming setting `key` and the feature, if config.json asks for what this run cannot compute."""
     text = description.get("text_config", description)
     model = f"{key}: a model of type {description.get('model_type', 'unknown')}"
+    method = description.get("quantization_config", {}).get("quant_method")
+    if method:
+        raise ConfigError(f"{model} has weights quantized by {method}, which are not trained; take them in bfloat16.")
     asked = uncomputed_features(text, config.model.layout)
     if asked:
         helps = config.model.layout == "packed" and not uncomputed_features(text, "padded")
@@ -31,10 +34,13 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
             f"{model} with {', '.join(asked)}, which model.layout={config.model.layout} does not compute; {advice}."
         )
     _check_kernel(config, features_of_file(text), model)
+    if config.policy.parallel.context_parallel > 1 and is_recurrent(text):
+        raise ConfigError(
+            f"{model} carries a state from token to token, which ranks that share a sequence do not hand on; set "
+            "policy.parallel.context_parallel=1."
+        )
     _check_ring(config, features_of_file(text), model)
     family = text.get("model_type", description.get("model_type"))
-    if key == "model.path" and config.samples and family in NOT_RELOADED_FAMILIES:
-        raise ConfigError(f"{model}, whose experts vLLM cannot replace while it runs; take another model.")
     if config.policy.parallel.tensor_parallel > 1 and family not in TENSOR_PARALLEL_FAMILIES:
         raise ConfigError(
             f"{model} is not shared by policy.parallel.tensor_parallel, which is for "

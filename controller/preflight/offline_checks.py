@@ -12,8 +12,11 @@ from controller.preflight.checks import (
 )
 from controller.preflight.critic_checks import check_same_vocabulary
 from controller.preflight.effects import EVERYWHERE, Row, check_settings_have_effect
+from controller.preflight.model_sizes import check_model_sizes
 from controller.preflight.model_support import check_supported_model
+from controller.preflight.model_types import CAUSAL, check_model_type
 from controller.preflight.tracker_checks import check_trackers
+from controller.preflight.weights import HEAD, check_weights
 from workers.errors import ConfigError
 
 ROWS: tuple[Row, ...] = (
@@ -80,12 +83,15 @@ def _check_schedule(config: OfflineConfig) -> None:
 
 
 def _check_model(config: OfflineConfig, model: ModelFiles) -> None:
+    check_model_type(model.description, "model.path", config.model.path, CAUSAL)
     check_supported_model(config, model.description, "model.path")
     if model.positions is not None and config.data.max_tokens > model.positions:
         raise ConfigError(
             f"data.max_tokens={config.data.max_tokens} is more than the {model.positions} tokens that "
             f"{config.model.path} takes; lower it."
         )
+    check_weights(model, "model.path", config.model.path, output=HEAD)
+    check_model_sizes(config, model)
 
 
 def _check_loss(config: OfflineConfig, model: ModelFiles) -> None:
@@ -96,7 +102,7 @@ def _check_loss(config: OfflineConfig, model: ModelFiles) -> None:
                 "such as to data.max_tokens."
             )
     elif isinstance(config, PreferencesConfig) and config.reference.path:
-        check_same_vocabulary(config, model, "reference.path", config.reference.path)
+        check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 
 
 def _check_data(config: OfflineConfig) -> None:

@@ -153,7 +153,9 @@ class Console:
             ("grad", "policy/grad_norm", ".2f"),
             ("explained", "critic/explained_variance", ".2f"),
             ("mismatch", "policy/rollout_mismatch_max", ".1e"),
-            ("imbalance", "balance/imbalance/micro_steps", ".2%"),
+            ("imbalance given", "balance/imbalance_before/micro_steps", ".1%"),
+            ("Karmarkar-Karp", "balance/imbalance_karmarkar_karp/micro_steps", ".2%"),
+            ("planned", "balance/imbalance/micro_steps", ".2%"),
             ("tokens/s", "throughput/tokens_per_s", ",.0f"),
             ("s", "time/step_s", ".2f"),
         )

@@ -55,8 +55,16 @@ PANELS = (
     Panel("Time of a rank, predicted", "s", ("rank/{role}/{rank}/{phase}_s", "rank_predicted/{role}/{rank}/{phase}_s")),
     Panel("Error of predicted times", "percentunit", ("balance/predicted_time_error",)),
     Panel("Sampler against trainer", "short", ("policy/rollout_mismatch_mean", "policy/rollout_mismatch_max")),
-    Panel("Imbalance before and after", "percentunit", ("balance/imbalance_before/{over}", "balance/imbalance/{over}")),
-    Panel("Idle, padding", "percentunit", ("balance/idle_share_before", "balance/idle_share", "balance/padding_share")),
+    Panel(
+        "Imbalance before and after",
+        "percentunit",
+        ("balance/imbalance_before/{over}", "balance/imbalance_karmarkar_karp/{over}", "balance/imbalance/{over}"),
+    ),
+    Panel(
+        "Idle, padding",
+        "percentunit",
+        ("balance/idle_share_before", "balance/idle_share", "balance/padding_share", "balance/padding_removed/{of}"),
+    ),
     Panel("Share of the cap", "percentunit", ("balance/cap_fill",)),
     Panel(
         "Samples dropped, retried, without signal",

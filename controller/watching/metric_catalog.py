@@ -156,6 +156,12 @@ BALANCE = (
     Declaration("balance/tokens_per_rank_before/{figure}", "tokens", "The same if the batch was dealt as it came."),
     Declaration("balance/imbalance/{over}", "share", "Longest over mean, less 1: of ranks, of micro-steps."),
     Declaration("balance/imbalance_before/{over}", "share", "The same if the batch was dealt as it came."),
+    Declaration(
+        "balance/imbalance_karmarkar_karp/{over}", "share", "The same after Karmarkar-Karp alone, without caps."
+    ),
+    Declaration(
+        "balance/from_karmarkar_karp", "share", "Mini-batches refined from Karmarkar-Karp; others end better elsewhere."
+    ),
     Declaration("balance/idle_share", "share", "Share of ranks' time that is waiting in micro-steps, as predicted."),
     Declaration("balance/idle_share_before", "share", "The same if the batch was dealt as it came."),
     Declaration(
@@ -172,6 +178,12 @@ BALANCE = (
         "balance/cap_fill", "share", "Share of max_tokens that a micro-batch takes.", "mean over micro-batches"
     ),
     Declaration("balance/padding_share", "share", "Share of computed tokens that are no real ones."),
+    Declaration(
+        "balance/padding_removed/{of}",
+        "share",
+        "Cells not computed of a padded tensor: of the longest sequence allowed (width), of the longest there is "
+        "(longest_row).",
+    ),
     Declaration("balance/micro_batches", "micro-batches", "Micro-batches of a rank."),
     Declaration("balance/empty_micro_batches", "micro-batches", "Micro-batches without work.", "adds up over ranks"),
 )

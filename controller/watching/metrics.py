@@ -3,7 +3,7 @@ some samples and the timeline."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from controller.validation import Graded
 from controller.watching.spans import Entered, Span, spanning
 from controller.watching.trackers import Tracker
-from controller.watching.trackers.files import finite, lines_until
+from controller.watching.trackers.files import JsonLines, finite, writing
 from workers.remote_batch import RemoteBatch
 
 
@@ -30,13 +30,14 @@ class RunWriter:
     ) -> None:
         """`trackers`: where metrics go; they are closed with this. `after`: the step that a run goes on from; what it
         recorded beyond that comes again. 0 keeps nothing."""
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        (folder / "config.yaml").write_text(config_yaml)
+        with writing(folder / "config.yaml"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(config_yaml)
         self._trackers = trackers
-        self._lengths = lines_until(folder / "lengths.jsonl", after)
-        self._samples = lines_until(folder / "samples.jsonl", after)
-        self._timeline = lines_until(folder / "timeline.jsonl", after) if timeline else None
+        self._lengths = JsonLines(folder / "lengths.jsonl", after=after)
+        self._samples = JsonLines(folder / "samples.jsonl", after=after)
+        self._timeline = JsonLines(folder / "timeline.jsonl", after=after) if timeline else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step (from 1; 0 is the validation before training)."""
@@ -45,47 +46,47 @@ class RunWriter:
 
     def lengths(self, step: int, lengths: Iterable[int]) -> None:
         """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`."""
-        self._lengths.write(json.dumps({"step": step, "lengths": [int(length) for length in lengths]}) + "\n")
-        self._lengths.flush()
+        self._lengths.write({"step": step, "lengths": [int(length) for length in lengths]})
 
     def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
         """Record some samples of a step, for the report."""
         for example in examples:
             numbers = {k: finite(v) if isinstance(v, float) else v for k, v in example.items()}
-            self._samples.write(json.dumps({"step": step} | numbers, ensure_ascii=False) + "\n")
-        self._samples.flush()
+            self._samples.write({"step": step} | numbers, ensure_ascii=False)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Record what happened when, for `python -m controller.timeline runs/NAME`."""
         if self._timeline is not None:
-            self._timeline.write(json.dumps({"step": step, **record}, separators=(",", ":")) + "\n")
-            self._timeline.flush()
+            self._timeline.write({"step": step, **record}, separators=(",", ":"))
 
     def validation(self, step: int, responses: Sequence[Graded]) -> None:
         """Record every held-out response of one validation in validation/step-N.jsonl."""
-        folder = self.folder / "validation"
-        folder.mkdir(exist_ok=True)
-        with (folder / f"step-{step}.jsonl").open("w", encoding="utf-8") as lines:
-            for response in responses:
-                scores = {name: finite(value) for name, value in response.scores.items()}
-                record = {"uid": response.uid, "source": response.source} | response.text | scores
-                lines.write(json.dumps(record | {"answer": response.answer}, ensure_ascii=False) + "\n")
+        path = self.folder / "validation" / f"step-{step}.jsonl"
+        lines = []
+        for response in responses:
+            scores = {name: finite(value) for name, value in response.scores.items()}
+            record = {"uid": response.uid, "source": response.source} | response.text | scores
+            lines.append(json.dumps(record | {"answer": response.answer}, ensure_ascii=False) + "\n")
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(lines), encoding="utf-8")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json."""
-        (self.folder / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+        with writing(self.folder / "summary.json"):
+            (self.folder / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
 
     def __enter__(self) -> "RunWriter":
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Close what is open; trackers are told whether the run failed."""
-        self._lengths.close()
-        self._samples.close()
-        if self._timeline is not None:
-            self._timeline.close()
-        for tracker in self._trackers:
-            tracker.close(succeeded=failure is None)
+        """Close all that is open, whichever of it fails; trackers are told whether the run failed."""
+        with ExitStack() as closing:
+            for tracker in self._trackers:
+                closing.callback(tracker.close, succeeded=failure is None)
+            for lines in (self._lengths, self._samples, self._timeline):
+                if lines is not None:
+                    closing.callback(lines.close)
 
 
 def staleness(sampled_with: np.ndarray, current: int) -> dict[str, float]:
@@ -94,22 +95,25 @@ def staleness(sampled_with: np.ndarray, current: int) -> dict[str, float]:
     return {"rollout/staleness_mean": float(age.mean()), "rollout/staleness_max": float(age.max())}
 
 
-def throughput(generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[str, float]) -> dict[str, float]:
+def throughput(
+    generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1
+) -> dict[str, float]:
     """Tokens of a step's rollout and update, and tokens/s: of the step, of its wait for samples, and of its update,
-    from `seconds` by phase."""
+    from `seconds` by phase. epochs: times that the update reads its tokens."""
     rates = {
         "tokens/rollout": float(generated["response_tokens"].sum()),
         "throughput/tokens_per_s": float(generated["length"].sum()) / seconds["step"],
         "throughput/rollout_tokens_per_s": float(generated["response_tokens"].sum()) / seconds["rollout"],
     }
     if "update" in seconds:
-        rates |= update_throughput(trained, seconds) | {"throughput/tokens_per_s": rates["throughput/tokens_per_s"]}
+        updated = update_throughput(trained, seconds, epochs)
+        rates |= updated | {"throughput/tokens_per_s": rates["throughput/tokens_per_s"]}
     return rates
 
 
-def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Tokens of a step's update, and tokens/s of it and of the step, from `seconds` by phase."""
-    tokens = float(trained["length"].sum())
+def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1) -> dict[str, float]:
+    """Tokens of a step's update, in all its epochs, and tokens/s of it and of the step, from `seconds` by phase."""
+    tokens = float(epochs * trained["length"].sum())
     return {
         "tokens/update": tokens,
         "throughput/update_tokens_per_s": tokens / seconds["update"],

@@ -15,11 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from balancing import BalancingError, CostModel, Plan, plan_batch
-from balancing.alignment import group_cap
 from balancing.gantt import INK, WAITING, Chart, to_svg
 from balancing.statistics import predicted_grids
 from controller.config import TrainingConfig
 from controller.mini_batches import draw_mini_batches
+from controller.plan_arguments import plan_arguments
 from controller.watching.run_folder import Curve, RunFolder
 
 BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c2566a", "#8069b0", "#7d8491"
@@ -135,11 +135,16 @@ def lengths(run: RunFolder) -> list[tuple[str, Draw]]:
 
 
 def balance(run: RunFolder) -> list[Panel | tuple[str, Draw]]:
-    """Imbalance before and after, and where the time of a step goes."""
-    before, after = (run.curve(f"balance/imbalance{when}/micro_steps") for when in ("_before", ""))
+    """Imbalance in the given order, after Karmarkar-Karp and as planned, and where the time of a step goes."""
+    whens = ("_before", "_karmarkar_karp", "")
+    before, alone, after = (run.curve(f"balance/imbalance{when}/micro_steps") for when in whens)
     imbalance = Panel(
         "Imbalance of micro-steps",
-        [Line("in the given order", before, ROSE, dashed=True), Line("as planned", after, GREEN)],
+        [
+            Line("in the given order", before, ROSE, dashed=True),
+            Line("after Karmarkar-Karp alone", alone, AMBER, dashed=True),
+            Line("as planned", after, GREEN),
+        ],
         percent=True,
         from_zero=True,
     )
@@ -155,7 +160,8 @@ def policy(run: RunFolder) -> list[Panel]:
 def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
     """The last step and its Gantt charts, in the given order and as planned; None where there is nothing to compare.
 
-    The plan is made again from the recorded lengths, with the settings, the seed and the costs of the run.
+    The plan, with several epochs the first one's, is made again from the recorded lengths, with the settings, the seed
+    and the costs of the run.
     """
     if not run.lengths or config.policy.ranks == 1:
         return None
@@ -172,18 +178,10 @@ def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
 
 
 def _plan(run: RunFolder, config: TrainingConfig, step: int, algorithm: str) -> Plan:
-    policy, found = config.policy, run.lengths[step]
-    return plan_batch(
-        found,
-        ranks=policy.ranks,
-        mini_batches=draw_mini_batches(len(found), config.mini_batches, config.run.seed, step),
-        max_tokens=group_cap(policy.max_tokens, policy.parallel.context_parallel),
-        max_sequences=policy.max_sequences or None,
-        cost_model=CostModel(*run.costs.get(step, (1.0, 0.0))),
-        algorithm=algorithm,  # type: ignore[arg-type]
-        layout=config.model.layout,  # type: ignore[arg-type]
-        length_multiple=config.length_multiple,
-    )
+    found, costs = run.lengths[step], CostModel(*run.costs.get(step, (1.0, 0.0)))
+    mini_batches = draw_mini_batches(len(found), config.mini_batches, config.run.seed, step)
+    arguments = plan_arguments(config, costs, config.policy.max_tokens) | {"algorithm": algorithm}
+    return plan_batch(found, mini_batches=mini_batches, **arguments)
 
 
 def _drawing(panel: Panel) -> Draw:
@@ -241,7 +239,9 @@ def _steps_below(axes: Axes) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    """In a line of its own between title and axes, where it covers nothing."""
+    """In a line of its own between title and axes, where it covers nothing; none where nothing has a label."""
+    if not axes.get_legend_handles_labels()[1]:
+        return
     style = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.0, "frameon": False}
     style |= {"ncols": MOST_LINES, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
     axes.legend(fontsize=8.5, labelcolor=INK, **style)  # type: ignore[call-overload]

@@ -52,6 +52,14 @@ class RunFolder:
         """Linear and quadratic cost of every step's plan."""
         return {row["step"]: tuple(row["cost"]) for row in self._rows("timeline.jsonl") if row["micro_steps"]}
 
+    @property
+    def finished_steps(self) -> int:
+        """Steps of a run that came to its end, by its summary.json; 0 where there is none."""
+        try:
+            return int(json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["steps"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
     @cached_property
     def last_validation(self) -> tuple[int, list[Row]]:
         """(step, every held-out response) of the last validation; (0, []) if there was none."""

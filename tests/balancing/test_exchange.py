@@ -57,7 +57,7 @@ def test_m3_m4_limits_hold_and_the_heaviest_never_grows(case, only_heaviest):
 def test_compiled_and_interpreted_searches_agree(case, only_heaviest):
     group_of, count, weights, sizes, limits = case
     order = np.argsort(-weights, kind="stable")
-    arguments = (weights[order], sizes[order].astype(float), group_of[order], count)
+    arguments = (weights[order], sizes[order].astype(float), group_of[order], np.zeros(count))
     caps = (
         float(limits.max_tokens),
         float(limits.max_sequences),

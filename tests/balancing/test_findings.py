@@ -28,7 +28,7 @@ def only(plan, cause):
     parts=st.integers(1, 2),
     max_sequences=st.none() | st.integers(1, 5),
     layout=st.sampled_from(["packed", "padded"]),
-    algorithm=st.sampled_from(["load_balance", "load_balance", "none", "verl"]),
+    algorithm=st.sampled_from(["karmarkar_karp", "karmarkar_karp", "none", "verl"]),
 )
 def test_waiting_by_cause_adds_up_to_the_plans_idle_share(lengths, ranks, parts, max_sequences, layout, algorithm):
     plan = plan_batch(

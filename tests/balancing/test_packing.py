@@ -204,6 +204,10 @@ class TestDealPadded:
         deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=10, length_multiple=2)
         assert deal.padding_removed == pytest.approx(1 - 52 / 64)
 
+    def test_d7_the_worked_example_computes_56_of_80_cells(self):
+        deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=12, length_multiple=2)
+        assert (deal.tokens, deal.padding_removed_of(10)) == (56, pytest.approx(0.3))
+
     def test_d5_impossible_count_is_refused(self):
         with pytest.raises(CountError, match="4 rows on a rank cannot fill 5 micro-batches"):
             deal_padded(self.LENGTHS, ranks=2, max_tokens=12, multiple_of=5, length_multiple=2)

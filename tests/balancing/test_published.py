@@ -66,6 +66,13 @@ def test_d1_roll_sorts_and_deals_with_stride():
     assert as_lists([mini_batch]) == [[[[4, 3], [5, 1]], [[7], [0]], [[2], [6]]]]
 
 
+def test_d1_roll_sorts_by_the_true_length_and_keeps_the_order_of_ties():
+    # All lengths round up to 8: sorted by what they round up to, the given order would stay.
+    plan = plan_batch([7, 6, 8, 5, 6, 7], ranks=2, max_tokens=24, algorithm="roll", length_multiple=8)
+    (step,) = plan.mini_batches[0].micro_steps
+    assert [rows.tolist() for rows in step.ranks] == [[3, 4, 5], [0, 1, 2]]
+
+
 def test_roll_makes_mini_batches_correlate_with_length():
     lengths = np.random.default_rng(0).integers(1, 100, 64)
     mini_batches = steps_of("roll", lengths, ranks=2, max_tokens=200, mini_batches=np.array_split(np.arange(64), 4))

@@ -1,6 +1,7 @@
 """A folder with everything that a valid configuration names; tests break one thing at a time."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from controller.config import load
 from controller.preflight.checks import check
+from tests.controller.weight_files import qwen2_weights, write_weight_file
 from workers.errors import ConfigError
 
 MODEL = {
@@ -19,6 +21,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "intermediate_size": 704,
     "max_position_embeddings": 128,
+    "eos_token_id": 2,
 }
 
 CONFIG = """\
@@ -32,6 +35,17 @@ policy: {ranks: 2, max_tokens: 4096}
 resources: {device: cpu}
 """
 
+# A process of its own may import it, the one that checks and dry-runs may not.
+REWARD = """\
+import os
+
+assert os.getpid() != {pid}, "the driver has imported users' code"
+
+
+def reward(response, solution):
+    return 0
+"""
+
 
 def write_workspace(folder: Path) -> Path:
     """Model files, data, reward function and `config.yaml` in `folder`; returns the path of config.yaml."""
@@ -39,8 +53,7 @@ def write_workspace(folder: Path) -> Path:
     record = {"prompt": "1+1=", "solution": "2"}
     for name in ("train", "validation"):
         (folder / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
-    # Checking must not import it: importing it would raise.
-    (folder / "reward.py").write_text("def reward(response, solution):\n    return 0\n\n\nraise RuntimeError\n")
+    (folder / "reward.py").write_text(REWARD.format(pid=os.getpid()))
     (folder / "config.yaml").write_text(CONFIG)
     return folder / "config.yaml"
 
@@ -48,8 +61,9 @@ def write_workspace(folder: Path) -> Path:
 def write_model(folder: Path, **changes: Any) -> None:
     """The files of a small Qwen2, without weights worth loading."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL | changes))
-    (folder / "model.safetensors").touch()
+    description = MODEL | changes
+    (folder / "config.json").write_text(json.dumps(description))
+    write_weight_file(folder / "model.safetensors", qwen2_weights(description))
     (folder / "tokenizer.json").write_text("{}")
 
 

@@ -1,10 +1,17 @@
-"""Shared by the tests of configurations: a folder with everything that a valid one names."""
+"""Shared by the tests of configurations: a folder with everything that a valid one names, and runs on stand-ins."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.controller.config_workspace import write_workspace
+
+if TYPE_CHECKING:
+    from controller.config import Config
+    from controller.fit import Inputs
+    from tests.controller.stand_ins.run import StandInRun, StandIns
 
 
 @pytest.fixture
@@ -13,3 +20,45 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_workspace(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def stand_in_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the configurations of runs on stand-ins name."""
+    from tests.controller.stand_ins.run import write_stand_in_workspace
+
+    path = tmp_path_factory.mktemp("stand-ins")
+    write_stand_in_workspace(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def stand_in_inputs() -> "Callable[[Config], Inputs]":
+    """Data and rewards, read once for all runs with the same."""
+    from controller.fit import read_inputs
+
+    known: dict[str, Inputs] = {}
+
+    def read(config: "Config") -> "Inputs":
+        key = config.data.validation
+        known[key] = known.get(key) or read_inputs(config)
+        return known[key]
+
+    return read
+
+
+@pytest.fixture
+def stand_ins(stand_in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> "StandIns":
+    """In their places until the test ends."""
+    from tests.controller.stand_ins.run import StandIns
+
+    monkeypatch.chdir(stand_in_folder)
+    return StandIns(monkeypatch)
+
+
+@pytest.fixture
+def run_on_stand_ins(
+    stand_ins: "StandIns", tmp_path: Path, stand_in_inputs: "Callable[[Config], Inputs]"
+) -> "Callable[..., StandInRun]":
+    """A whole run from overrides, in a second."""
+    return lambda *overrides: stand_ins.run([f"run.dir={tmp_path}", *overrides], stand_in_inputs)

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from tests.controller.weight_files import qwen2_weights, write_weight_file
+
 QWEN = {
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
@@ -28,6 +30,7 @@ def qwen_description(size: str) -> dict[str, object]:
         "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
         "max_position_embeddings": 32_768,
+        "eos_token_id": 151_645,
         "use_sliding_window": False,
         "sliding_window": 131_072,
     }
@@ -42,6 +45,6 @@ def write_hub(cache: Path) -> None:
         (model / "refs").mkdir()
         (model / "refs" / "main").write_text("0")
         (snapshot / "config.json").write_text(json.dumps(qwen_description(size)))
-        (snapshot / "model.safetensors").touch()
+        write_weight_file(snapshot / "model.safetensors", qwen2_weights(qwen_description(size)))
         (snapshot / "tokenizer.json").write_text("{}")
         (snapshot / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

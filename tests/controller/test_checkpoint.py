@@ -1,25 +1,28 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from controller.checkpoint import FOLDER, Progress, checkpoint_path, checkpoints_at
+from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at, go_on
+from controller.config import load
 from controller.watching.metrics import RunWriter
 from controller.watching.trackers.files import JsonLinesTracker
-from workers.errors import CheckpointError
-from workers.model.checkpoint_folder import Manifest, StoredFile, commit, unfinished_folder
+from workers.errors import CheckpointError, ConfigError
+from workers.model.checkpoint_folder import Manifest, StoredFile, commit, read_manifest, unfinished_folder
 
 
 def run_writer(folder: Path, after: int = 0) -> RunWriter:
     return RunWriter(folder, "", [JsonLinesTracker(folder / "metrics.jsonl", after=after)], after=after)
 
 
-def write(path: Path, step: int) -> Path:
+def write(path: Path, step: int, **progress: Any) -> Path:
     unfinished = unfinished_folder(path)
     unfinished.mkdir(parents=True)
     (unfinished / "shard").write_bytes(b"weights")
     files = {"shard": StoredFile.of(unfinished / "shard")}
-    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step).to_json(), None, files))
+    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step, **progress).to_json(), None, files))
     return path
 
 
@@ -66,3 +69,27 @@ def test_a_run_that_starts_anew_keeps_nothing(tmp_path: Path) -> None:
 
 def test_checkpoints_have_a_folder_of_their_own_for_each_engine() -> None:
     assert Path("checkpoints/policy") == FOLDER
+
+
+def test_an_older_checkpoint_is_not_taken_silently_with_other_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest one, which is of this run's data, has all its files and cannot be loaded."""
+    older, newest = ({"settings": {"run.seed": seed}} for seed in (0, 1))
+    for step, data in ((1, older), (2, newest)):
+        write(checkpoint_path(tmp_path / "run", step), step, data=data)
+
+    class Policy:
+        def load_checkpoint(self, path: str) -> dict[str, Any]:
+            if path.endswith("step-2"):
+                raise CheckpointError("a checksum differs")
+            return read_manifest(Path(path)).extra
+
+    config = load(None, ["model.path=model", f"run.dir={tmp_path}", "run.name=run", "run.resume=auto"])
+    roles, console = SimpleNamespace(trained={"policy": Policy()}), SimpleNamespace(say=str)
+    check_same_data(config, newest)
+    with pytest.raises(ConfigError, match=r"step-1 was trained on other data: run.seed=1 was 0"):
+        go_on(config, roles, console, newest)
+    assert len(checkpoints_at(tmp_path / "run")) == 2, "it was refused, and a checkpoint removed"
+    config.run.other_data = "keep_place"
+    assert go_on(config, roles, console, newest).data == newest

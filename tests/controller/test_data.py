@@ -53,9 +53,9 @@ def test_over_long_prompts_are_dropped_and_counted_or_refused() -> None:
     records = [{"prompt": "short"}, {"prompt": "much too long"}]
     kept = PromptDataset(records, Letters(), RULES)
     assert (len(kept), kept.dropped) == (1, 1)
-    with pytest.raises(DataError, match=r"data record 1 has 13 prompt tokens; raise data.max_prompt_tokens \(8\)"):
+    with pytest.raises(DataError, match=r"data record 2 has 13 prompt tokens; raise data.max_prompt_tokens \(8\)"):
         PromptDataset(records, Letters(), replace(RULES, over_long="error"))
-    with pytest.raises(DataError, match="all 2 prompts are longer"):
+    with pytest.raises(DataError, match=r"all 2 prompts are longer than data.max_prompt_tokens=1; raise it, or set"):
         PromptDataset(records, Letters(), replace(RULES, max_prompt_tokens=1))
 
 
@@ -67,7 +67,7 @@ def test_chat_messages_go_through_the_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [("", "record 0 has an empty prompt"), (7, "record 0 has a prompt of type int")]
+    ("prompt", "message"), [("", "record 1 has an empty prompt"), (7, "record 1 has a prompt of type int")]
 )
 def test_prompts_that_are_none_are_named(prompt: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
@@ -87,7 +87,7 @@ def test_a_system_prompt_goes_before_messages_that_have_none() -> None:
         "".join(map(chr, p.ids)) for p in PromptDataset([{"prompt": [user]}, {"prompt": [own, user]}], Letters(), rules)
     ]
     assert texts == ["Su", "ou"]
-    with pytest.raises(DataError, match=r"record 0 is a text, but data.system_prompt"):
+    with pytest.raises(DataError, match=r"record 1 is a text, but data.system_prompt"):
         PromptDataset([{"prompt": "u"}], Letters(), rules)
 
 

@@ -3,14 +3,11 @@
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
-from controller.config import Config
-from controller.fit import Inputs, read_inputs
 from tests.controller.stand_ins.local_ray import NeverReturnsError
-from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
+from tests.controller.stand_ins.run import StandInRun, StandIns
 from workers.errors import LostError
 
 ROLES = {
@@ -29,35 +26,9 @@ CHECKPOINTS = ("run.checkpoint_every=1", "run.save_every=1", "validation.every=1
 Run = Callable[..., StandInRun]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stand-ins")
-    write_stand_in_workspace(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def inputs() -> Callable[[Config], Inputs]:
-    """Data and rewards, read once for all runs with the same."""
-    known: dict[str, Inputs] = {}
-
-    def read(config: Config) -> Inputs:
-        key = config.data.validation
-        known[key] = known.get(key) or read_inputs(config)
-        return known[key]
-
-    return read
-
-
 @pytest.fixture
-def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
-    monkeypatch.chdir(folder)
-    return StandIns(monkeypatch)
-
-
-@pytest.fixture
-def run(stand_ins: StandIns, tmp_path: Path, inputs: Callable[[Config], Inputs]) -> Run:
-    return lambda *overrides: stand_ins.run([f"run.dir={tmp_path}", *overrides], inputs)
+def run(run_on_stand_ins: Run) -> Run:
+    return run_on_stand_ins
 
 
 @pytest.mark.parametrize("placement", ["colocated", "apart"])
@@ -95,6 +66,14 @@ def test_a_step_is_generation_sleep_passes_and_new_weights_before_the_kv_cache(r
     first, second = steps_of(finished)
     assert first == [*GENERATION, "sleep 2", *TRAINING, *SENDING]
     assert second == [*first, *ended]
+
+
+def test_every_epoch_makes_its_optimiser_steps_of_policy_and_critic(run: Run) -> None:
+    epochs = ("batch.epochs=3", "batch.mini_batches=2")
+    finished = run(*COLOCATED, *ROLES["warm-up"], *epochs)
+    engines = [finished.world.ray.actors[f"{role} dp=0"].instance.engine for role in ("policy", "critic")]
+    assert [engine.steps for engine in engines] == [1 * 3 * 2, 2 * 3 * 2]  # the policy rests in the first of two steps
+    assert [engine.total_steps for engine in engines] == [1 * 3 * 2, 2 * 3 * 2]
 
 
 def test_a_run_begins_with_engines_that_start_alone_and_sleep_until_the_policy_sends_its_weights(run: Run) -> None:

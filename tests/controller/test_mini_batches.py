@@ -22,6 +22,12 @@ def test_p10_membership_is_random_but_repeats_with_the_seed() -> None:
     assert drawn[0][0].tolist() != list(range(16))
 
 
+def test_every_epoch_of_a_step_draws_anew_and_repeats_with_the_seed() -> None:
+    drawn = [draw_mini_batches(64, 4, seed=1, step=1, epoch=epoch) for epoch in (0, 1, 1)]
+    assert drawn[0][0].tolist() != drawn[1][0].tolist()
+    assert [part.tolist() for part in drawn[1]] == [part.tolist() for part in drawn[2]]
+
+
 def test_tokens_of_a_group_are_counted_in_each_mini_batch() -> None:
     columns = {"uid": np.array(["b", "a", "b", "a", "b"]), "response_tokens": np.array([1, 2, 3, 4, 5])}
     batch = with_group_tokens(RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])])

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from controller.records import iter_records, read_records
+from controller.records import check_loss_columns, iter_records, read_records
 from workers.errors import DataError
 
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
@@ -91,3 +91,22 @@ def test_files_with_wrong_records_are_refused_by_line(tmp_path: Path, text: str,
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(DataError, match=message):
         read_records(str(tmp_path / "x.jsonl"), "prompt")
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (
+            [{"level": 1}, {"level": "2"}],
+            "'level' of algorithm.loss.columns is a number in record 1 and not in record 2",
+        ),
+        ([{"level": 1}, {}], "record 2 lacks 'level', which algorithm.loss.columns names"),
+    ],
+)
+def test_a_column_for_the_loss_is_in_every_record_and_of_one_kind(records: list, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_loss_columns("train.jsonl", records, ["level"])
+
+
+def test_columns_for_the_loss_of_one_kind_pass() -> None:
+    check_loss_columns("train.jsonl", [{"level": 1, "tags": ["a"]}, {"level": 2.5, "tags": None}], ["level", "tags"])

@@ -13,6 +13,7 @@ from tests.documentation.blocks import Block, blocks, commands
 from tests.documentation.checks import CHECKS
 from tests.documentation.workspace import RECORD
 from workers.model.losses.registry import POLICY_LOSSES
+from workers.user_code import signature_of
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)
@@ -46,7 +47,7 @@ def test_code_does_what_the_page_says(block: Block) -> None:
     exec(compile(block.body, block.name, "exec"), names)
     POLICY_LOSSES.pop("mine", None)
     if "reward" in names:
-        assert set(requested_columns(names["reward"], RECORD, "reward")) <= set(RECORD)
+        assert set(requested_columns(signature_of(names["reward"]), RECORD, "reward")) <= set(RECORD)
 
 
 def test_the_pages_have_blocks_of_each_kind() -> None:

@@ -8,12 +8,27 @@ from tests.controller.config_workspace import write_model, write_workspace
 from tests.controller.qwen import write_hub
 from tests.documentation.blocks import ROOT, blocks_of
 
-RECORD = {"prompt": "1+1=", "answer": "2", "solution": "2"}
+LOSS = """\
+from workers.model.losses import per_sequence_loss, policy_loss
+
+
+@policy_loss("mine", aggregation="token_mean")
+def mine(predictions, config):
+    return -predictions["advantages"] * predictions.log_probs, {}
+
+
+@policy_loss("by_source", aggregation="token_mean")
+@per_sequence_loss
+def by_source(sequence, config):
+    return -sequence["advantages"] * sequence.log_probs, {}
+"""
+RECORD = {"prompt": "1+1=", "answer": "2", "solution": "2", "source": "easy"}
 
 
 def write_documentation_workspace(folder: Path) -> None:
     """The repository's examples and recipes, small models, data, `mine.yaml`, and the quickstart's own files."""
     write_workspace(folder)
+    (folder / "train.jsonl").write_text(json.dumps(RECORD) + "\n")
     write_hub(folder / "hub")
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("cache", "__pycache__"))
     shutil.copytree(ROOT / "configs", folder / "configs")
@@ -32,7 +47,7 @@ def write_documentation_workspace(folder: Path) -> None:
     _write_lengths(folder)
     (folder / "shared").mkdir()
     shutil.copy(ROOT / "examples" / "launch" / "eight_gpus.yaml", folder / "shared" / "run.yaml")
-    (folder / "losses.py").write_text("def mine(predictions, config): ...\n")
+    (folder / "losses.py").write_text(LOSS)
     _write_quickstart(folder / "mine")
     _write_environment(folder / "my")
 

@@ -147,7 +147,7 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(finished
     generated = trace_format.slices_of(trace, "rollout 0", "generate")
     assert sum(event["args"]["samples"] for event in generated if event["args"]["step"]) == 3 * 15 + 4
     loads = trace_format.slices_of(trace, "rollout 0", "weights")
-    assert [event["args"]["version"] for event in loads] == [1, 2, 3]
+    assert [event["args"]["version"] for event in loads] == [0, 1, 2, 3]
     micro_steps = sum(int(step["balance/micro_batches"]) for step in finished.outcome.steps)
     for rank in ("policy dp=0", "policy dp=1"):
         measured = trace_format.slices_of(trace, rank, "measured")

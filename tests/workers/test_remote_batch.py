@@ -42,6 +42,13 @@ def test_joining_keeps_a_shared_block_once(first: list[tuple[str, int]], second:
     assert len(blocks) == len(set(blocks)) == len({name for name, _ in first + second})
 
 
+def test_meta_data_travel_with_every_selection_and_must_agree_to_be_joined() -> None:
+    batch = batch_of([("a", 0), ("b", 1)]).with_meta(step=3)
+    assert RemoteBatch.concat([batch.select([1]), batch.select([0])]).meta == {"step": 3}
+    with pytest.raises(DataError, match=r"different meta data cannot be joined: \{'step': 3\}, \{'step': 4\}"):
+        RemoteBatch.concat([batch, batch.with_meta(step=4)])
+
+
 def test_a_selection_holds_only_the_blocks_that_it_needs() -> None:
     selected = batch_of([("a", 0), ("b", 1), ("c", 2)]).select([1])
     assert selected.tokens["input_ids"].blocks == ("b",)
@@ -95,12 +102,13 @@ def test_gathering_fetches_rows_in_the_batch_order(ray_session) -> None:
         name: TokenColumn(name, refs, np.array([1, 0, 0], np.int32), np.array([0, 1, 0], np.int32))
         for name in ("input_ids", "loss_mask")
     }
-    batch = RemoteBatch({"uid": np.array(["c", "b", "a"]), "reward": np.array([1.0, 2.0, 3.0])}, tokens)
+    batch = RemoteBatch({"uid": np.array(["c", "b", "a"]), "reward": np.array([1.0, 2.0, 3.0])}, tokens, {"step": 3})
     proto = batch.gather()
     assert [row.tolist() for row in proto.batch["input_ids"].unbind()] == [[5] * 5, [2, 2], [3, 3, 3]]
     assert proto.batch["loss_mask"].values().sum() == 4 + 1 + 2
     assert proto.batch["reward"].tolist() == [1.0, 2.0, 3.0]
     assert proto.non_tensor_batch["uid"].tolist() == ["c", "b", "a"]
+    assert proto.meta_info == {"step": 3}
     assert batch.select([]).gather().batch["input_ids"].values().numel() == 0
 
 

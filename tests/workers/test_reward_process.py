@@ -22,6 +22,10 @@ def obey(response: str) -> object:
             time.sleep(1000)
         case "exit":
             os._exit(7)
+        case "leave":
+            raise SystemExit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
         case "nan":
             return float("nan")
         case "text":
@@ -40,15 +44,17 @@ def obey_all(responses: list[str], factor: list[float]) -> list[object]:
     return [f * len(r) if r != "raise" else obey(r) for r, f in zip(responses, factor, strict=True)]
 
 
-def packed(*functions: Callable[..., object], columns: tuple[str, ...] = (), weight: float = 1.0) -> bytes:
-    return cloudpickle.dumps([RewardFunction(f.__name__, weight, f, columns) for f in functions])
+def packed(
+    *functions: Callable[..., object], columns: tuple[str, ...] = (), weight: float = 1.0
+) -> list[RewardFunction]:
+    return [RewardFunction(f.__name__, weight, cloudpickle.dumps(f), columns) for f in functions]
 
 
 @pytest.fixture
 def process() -> Iterator[Callable[..., RewardProcess]]:
     started: list[RewardProcess] = []
 
-    def start(functions: bytes) -> RewardProcess:
+    def start(functions: list[RewardFunction]) -> RewardProcess:
         started.append(RewardProcess(functions, timeout_s=0.5, concurrency=4))
         return started[-1]
 
@@ -67,6 +73,8 @@ FAILURES = [
     ("raise", "obey: raised ValueError: no such answer"),
     ("hang", "it took more than reward.timeout_s=0.5 s"),
     ("exit", "it ended its process (exit code 7)"),
+    ("leave", "obey: raised SystemExit: 3"),
+    ("interrupt", "obey: raised KeyboardInterrupt"),
     ("nan", "obey: the reward function returned nan for 'nan'."),
     ("text", "obey: the reward function must return numbers, it returned 'high' for 'text'."),
 ]
@@ -87,8 +95,9 @@ def test_several_failures_are_told_apart(process: Callable) -> None:
 
 
 def test_coroutine_functions_run_side_by_side_and_are_ended_in_time(process: Callable) -> None:
-    scores = run(process(packed(obey_in_time)), "late", "a", "exit", "bb", "raise")
-    assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 2.0, 0.0]
+    scores = run(process(packed(obey_in_time)), "late", "a", "exit", "bb", "raise", "leave", "interrupt")
+    assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+    assert scores[5].failure == "obey_in_time: raised SystemExit: 3"
     assert scores[0].failure == "obey_in_time: took more than reward.timeout_s=0.5 s"
 
 
@@ -102,8 +111,8 @@ def test_several_functions_are_summed_by_weight_and_logged_each(process: Callabl
     def short(response: str) -> float:
         return -len(response)
 
-    functions = [RewardFunction("obey", 2.0, obey, ()), RewardFunction("short", 0.5, short, ())]
-    (score,) = run(process(cloudpickle.dumps(functions)), "abcd")
+    functions = [*packed(obey, weight=2.0), *packed(short, weight=0.5)]
+    (score,) = run(process(functions), "abcd")
     assert score.reward == 2 * 4 - 0.5 * 4
     assert score.parts == {"obey": 4.0, "short": -4.0}
     assert score.answer == "abcd"

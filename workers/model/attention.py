@@ -130,9 +130,23 @@ def choose_backend(
     return setting
 
 
-def packed_attention(backend: str, row: PackedRow, device: torch.device) -> PackedAttention:
+@dataclass(frozen=True)
+class RowAttention:
+    """The attention of a packed row by `kernel`; a `PackedAttention`.
+
+    lengths: tokens of each of the row's segments, padding included.
+    """
+
+    kernel: PackedAttention
+    lengths: tuple[int, ...]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
+        return self.kernel(query, key, value, scale, **features)
+
+
+def packed_attention(backend: str, row: PackedRow, device: torch.device) -> RowAttention:
     """The attention of `row` by a backend that `choose_backend` named."""
-    return BACKENDS[backend].build(row, device)
+    return RowAttention(BACKENDS[backend].build(row, device), tuple(row.padded_lengths))
 
 
 def _sdpa(row: PackedRow, device: torch.device) -> PackedAttention:
@@ -340,8 +354,22 @@ def ballast_packed(
     computed = {
         ours: features[theirs] for theirs, ours in COMPUTED_FEATURES.items() if features.get(theirs) is not None
     }
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name} is not causal: it looks at later tokens, which packed attention does not")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return packed_attention(query, key, value, scale, **computed), None
+    output = packed_attention(*_of_one_size(query, key, value), scale, **computed)
+    # Some families take a view of it.
+    return output[..., : value.shape[-1]].contiguous(), None
+
+
+def _of_one_size(*tensors: Tensor) -> list[Tensor]:
+    """Heads [..., D] filled up with zeros to the largest D, which changes no score and adds zeros to the output.
+
+    Latent attention has smaller values than keys. Flash kernels and the exchange between ranks take one size alone.
+    """
+    sizes = [tensor.shape[-1] for tensor in tensors]
+    missing = [max(sizes) - size for size in sizes]
+    return [F.pad(tensor, (0, count)) if count else tensor for tensor, count in zip(tensors, missing, strict=True)]
 
 
 def _check_window(module: torch.nn.Module, window: int | None) -> None:

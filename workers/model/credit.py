@@ -1,10 +1,12 @@
-"""Credit token by token: from the reward of a sequence and a critic's values to advantages and returns.
+"""Credit token by token: from the reward of a sequence, and a critic's values, to advantages and returns.
 
     reward of the sequence, at its last token \\
-    KL to the reference, at every token        --token_rewards--> r_t --gae, V_t--> A_t, R_t --whiten, all ranks--> A_t
+    KL to the reference, at every token        --token_rewards--> r_t
+        PPO           r_t --gae, V_t--> A_t, R_t --whiten, all ranks--> A_t
+        REINFORCE++   r_t --discounted_returns--> G_t --whiten, all ranks--> A_t
 
-Runs on the rank that computed the values, so that the driver moves no tokens. A token here is one that the policy
-produced: those of a prompt or of a tool in between are stepped over.
+Runs on the rank that has the tokens and computed the values, so that the driver moves no tokens. A token here is one
+that the policy produced: those of a prompt or of a tool in between are stepped over.
 
 B sequences, N tokens with `loss_mask` of this rank's sequences, one sequence after another.
 """
@@ -97,20 +99,36 @@ def gae(
     return advantages, advantages + values
 
 
-def whiten(values: Tensor, groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
+def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
+    """G_t = r_t + gamma G_{t+1}, 0 after the last token: REINFORCE's return (Williams 1992), and that of REINFORCE++
+    (Hu et al. 2025) where the rewards of tokens hold its KL penalty.
+
+    rewards, lengths: as in `gae`, which this is with values of 0 and lambda 1. Returns float64 [N].
+    """
+    returns, _ = gae(rewards, np.zeros(len(rewards)), lengths, gamma=gamma)
+    return returns
+
+
+def whiten(values: Tensor, groups: Sequence[dist.ProcessGroup] = (), device: torch.device | str = "cpu") -> Tensor:
     """(x - mean(x)) / (std(x) + epsilon) over the values of all ranks, however they are dealt; float64 [N].
 
     In two passes, because a variance from sums of squares loses digits where the mean is far from 0. The standard
-    deviation is the population's. groups: together the data-parallel ranks, which all call; none for one process.
+    deviation is the population's (n), so that the result has deviation 1 over the very tokens that are learned from, as
+    in OpenRLHF; verl's whitening takes the sample's (n - 1), which differs by a factor of about 1 - 1 / 2n.
+
+    groups: together the data-parallel ranks, which all call; none for one process. device: where they add up sums.
     """
     values = values.double()
-    total, count = _over_ranks(torch.stack([values.sum(), values.new_tensor(len(values))]), groups)
+    total, count = _over_ranks(torch.stack([values.sum(), values.new_tensor(len(values))]), groups, device)
     centred = values - total / count
-    variance = _over_ranks(centred.square().sum(), groups) / count
+    variance = _over_ranks(centred.square().sum(), groups, device) / count
     return centred / (variance.sqrt() + EPSILON)
 
 
-def _over_ranks(sums: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+def _over_ranks(sums: Tensor, groups: Sequence[dist.ProcessGroup], device: torch.device | str) -> Tensor:
+    if not groups:
+        return sums
+    travelling = sums.to(device)
     for group in groups:
-        dist.all_reduce(sums, group=group)
-    return sums
+        dist.all_reduce(travelling, group=group)
+    return travelling.to(sums.device)

@@ -1,7 +1,7 @@
 """The training engine that every role uses: forward-only log-probs, forward and backward, optimiser step, weights out.
 
     Sequences --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
-                  (once a micro-batch; each adds its gradients to the shards of the ranks, see `_prepare_backward`)
+                  (once a micro-batch; each adds its gradients to the shards of the ranks, see `prepare_backward`)
     optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> names of the files
 
 It needs torch and transformers only, and runs in a plain process, under torchrun, or inside an actor. Calls are
@@ -27,7 +27,7 @@ from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
 from workers.model.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.compile import compile_layers
-from workers.model.export import FILE_BYTES, stored_dtype, write_model
+from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.input_checks import check_sequences, check_tokenizer, max_positions
 from workers.model.layout import LaidOut, Layout
 from workers.model.loading import Source
@@ -54,6 +54,7 @@ from workers.model.parallel import (
     reshard,
     shard_model,
 )
+from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.skipping import SkipPolicy
 from workers.model.tensor_parallel import check_tensor_parallel, share_model
 from workers.model.timing import MicroStepClock
@@ -71,7 +72,8 @@ class Engine:
     model_config: what to load and how to compute it. optimizer: None for a frozen model. total_steps: optimiser steps
     of the run, for the schedule. temperature: divides the logits, in log-probs and loss alike; that of the rollouts.
     parallel: how the ranks of the process group share sequences and layers; None shards parameters over all of them.
-    head: `lm` gives log-probs, `value` values, for a critic (`values.py`); losses go with it.
+    head: `lm` gives log-probs, `value` values, for a critic (`values.py`); losses go with it. check_parity: whether to
+    prove, before the engine is used, that it computes what the model's own forward pass does (`parity.py`).
 
     Raises ConfigError or UnsupportedModelError, on every rank alike, if the model cannot be loaded or packed.
     """
@@ -88,6 +90,7 @@ class Engine:
         temperature: float = 1.0,
         parallel: ParallelConfig | None = None,
         head: str = "lm",
+        check_parity: bool = False,
     ) -> None:
         if head not in LOADERS:
             raise ConfigError(f"head={head} is not one of {', '.join(LOADERS)}")
@@ -118,6 +121,9 @@ class Engine:
         self.has_adapters = optimizer is not None and model_config.lora.rank > 0
         if self.has_adapters:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
+        if check_parity:
+            probe = make_probe(self.module, dtype, temperature)
+            expected = source.ask(lambda module: own_outputs(module, probe))
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
         if model_config.compile:
@@ -138,6 +144,8 @@ class Engine:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
+        if check_parity:
+            prove(self, probe, expected)
 
     @property
     def data_parallel_groups(self) -> list[dist.ProcessGroup]:
@@ -156,11 +164,22 @@ class Engine:
         twice.
         """
 
-        def read(predictions: Any) -> tuple[Tensor, Statistics]:
-            return predictions.log_probs, {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
-
         self._check_head("lm")
-        return self._forward_only("log_probs", sequences, micro_batches, read)
+        (log_probs,), metrics = self._forward_only("log_probs", sequences, micro_batches, ("log_probs",), _measure)
+        return log_probs, metrics
+
+    @torch.no_grad()
+    def log_probs_and_entropies(
+        self, sequences: Sequences, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[Tensor, Tensor, Metrics]:
+        """`log_probs` and, of the same forward pass, the entropy of the distribution of each of these tokens, in nats.
+
+        Both are float32 [T] on the CPU, 0 where nothing is predicted; metrics and errors are those of `log_probs`.
+        """
+        self._check_head("lm")
+        kept = ("log_probs", "entropy")
+        (log_probs, entropies), metrics = self._forward_only("log_probs", sequences, micro_batches, kept, _measure)
+        return log_probs, entropies, metrics
 
     @torch.no_grad()
     def sequence_log_probs(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -188,9 +207,10 @@ class Engine:
         Its metric is `values`, their mean. Raises ConfigError for an engine without a value head.
         """
         self._check_head("value")
-        return self._forward_only(
-            "values", sequences, micro_batches, lambda found: (found.values, {"values": mean(found.values)})
+        (values,), metrics = self._forward_only(
+            "values", sequences, micro_batches, ("values",), lambda found: {"values": mean(found.values)}
         )
+        return values, metrics
 
     @torch.no_grad()
     def scores(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -214,22 +234,23 @@ class Engine:
         name: str,
         sequences: Sequences,
         micro_batches: Sequence[MicroBatch],
-        read: Callable[[Any], tuple[Tensor, Statistics]],
-    ) -> tuple[Tensor, Metrics]:
-        """name: of the pass. read: predictions of a micro-batch -> (what is kept of them [N], statistics)."""
+        kept: Sequence[str],
+        measure: Callable[[Any], Statistics],
+    ) -> tuple[list[Tensor], Metrics]:
+        """name: of the pass. kept: of the predictions of a micro-batch, each [N], given back as [T]."""
         check_sequences(sequences, self.vocabulary, self.positions)
         _check_micro_batches(micro_batches, len(sequences), complete=True)
-        result = torch.zeros(sequences.num_tokens, dtype=torch.float32)
+        results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
         for start, stop in micro_batches:
             with self.clock.micro_step(name, sequences.lengths[start:stop]):
                 predictions, row = self._predict(sequences.slice(start, stop))
                 first = int(sequences.lengths[:start].sum())
-                kept, measured = read(predictions)
-                result[first + row.loss_positions] = kept.float().cpu()
-            statistics.append(measured)
+                for result, column in zip(results, kept, strict=True):
+                    result[first + row.loss_positions] = getattr(predictions, column).float().cpu()
+                statistics.append(measure(predictions))
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
-        return result, to_metrics(statistics)
+        return results, to_metrics(statistics)
 
     def _check_head(self, head: str) -> None:
         if self.head != head:
@@ -260,7 +281,7 @@ class Engine:
         parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
         for index, (start, stop) in enumerate(micro_batches):
-            self._prepare_backward(last=index == len(micro_batches) - 1)
+            self.prepare_backward(last=index == len(micro_batches) - 1)
             with self.clock.micro_step("update", sequences.lengths[start:stop]):
                 predictions, _ = self._predict(parts[index])
                 loss, measured = loss_function(predictions, denominators)
@@ -328,15 +349,15 @@ class Engine:
             yield
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks return when they stand."""
+        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks return when they stand.
+
+        A folder that was there is replaced. Raises CheckpointError, on every rank alike, if rank 0 cannot write.
+        """
         self._check_adapters("save adapters")
         reshard(self.module)
-        keep = dist.get_rank() == 0
-        every = adapter_weights(self.module.model, self.device)
+        every, keep = adapter_weights(self.module.model, self.device), dist.get_rank() == 0
         weights = {name: weight.cpu() for name, weight in every if keep}
-        if keep:
-            write_adapters(self.module.model, weights, Path(path))
-        dist.barrier()
+        write_folder(Path(path), lambda folder: write_adapters(self.module.model, weights, folder))
 
     def _check_adapters(self, what: str) -> None:
         if not self.has_adapters:
@@ -375,7 +396,7 @@ class Engine:
         """Write model and tokenizer in Hugging Face format, in the type of the model's files; collective.
 
         Ranks share the writing, in files of about `file_bytes`, and return when the folder stands; one that was there
-        is replaced. Raises CheckpointError if a rank cannot write.
+        is replaced. Raises OutputError if a rank cannot write.
         """
         reshard(self.module)
         write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
@@ -394,7 +415,7 @@ class Engine:
         arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
         return laid_out.whole(self.module(**arguments))
 
-    def _prepare_backward(self, last: bool) -> None:
+    def prepare_backward(self, last: bool) -> None:
         """What the next backward pass does with gradients and gathered parameters; last: of the mini-batch.
 
         Gradients are reduced onto the shards at once, since those that wait are whole, in float32 and on every rank.
@@ -407,6 +428,10 @@ class Engine:
             else:
                 module.set_requires_all_reduce(last, recurse=False)
             module.set_reshard_after_backward(last or self.reshard_after_forward, recurse=False)
+
+
+def _measure(predictions: Any) -> Statistics:
+    return {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
 
 
 def _check_micro_batches(micro_batches: Sequence[MicroBatch], rows: int, *, complete: bool) -> None:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from workers.errors import CheckpointError
+from workers.errors import OutputError, clause
 from workers.model.checkpoint_names import Conversion
 from workers.model.checkpoint_weights import CheckpointWeights
 
@@ -68,7 +68,7 @@ def write_model(
 ) -> None:
     """Write model and tokenizer to `path`, weights in `dtype`; collective, all ranks return when it stands.
 
-    A folder that was there is replaced. Raises CheckpointError, on every rank alike, if a rank cannot write.
+    A folder that was there is replaced. Raises OutputError, on every rank alike, if a rank cannot write.
     """
     unfinished = Path(_on_rank_zero(lambda: _make_unfinished(path), path))
     files, ranks = plan_files(weights, dtype, file_bytes), dist.get_world_size()
@@ -84,6 +84,24 @@ def write_model(
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """`write(folder)` on rank 0 in place of `path`; collective, all ranks return when it stands.
+
+    A folder that was there is replaced when the new one is complete. Raises CheckpointError, on every rank alike, if
+    rank 0 cannot write.
+    """
+
+    def finish() -> None:
+        unfinished = Path(_make_unfinished(path))
+        try:
+            write(unfinished)
+            _replace(path, unfinished)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
+
+    _on_rank_zero(finish, path)
 
 
 def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: Path, dtype: torch.dtype) -> None:
@@ -141,14 +159,14 @@ def _on_rank_zero(action: Callable[[], Any], path: Path) -> Any:
 
 
 def _together(action: Callable[[], Any], path: Path) -> list[Any]:
-    """What `action` returns on every rank. Raises CheckpointError, on all ranks, if it fails on one."""
+    """What `action` returns on every rank. Raises OutputError, on all ranks, if it fails on one."""
     try:
         answer, problem = action(), ""
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        answer, problem = None, f"{path} could not be written by rank {dist.get_rank()}: {error}."
+        answer, problem = None, f"{path} could not be written by rank {dist.get_rank()}: {clause(error)}."
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, (answer, problem))
     for _, problem in answers:
         if problem:
-            raise CheckpointError(problem)
+            raise OutputError(problem)
     return [answer for answer, _ in answers]

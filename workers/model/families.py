@@ -13,7 +13,30 @@ from typing import Any
 from workers.errors import UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ATTENTION_SOFTCAP, FINAL_SOFTCAP = "attn_logit_softcapping", "final_logit_softcapping"
+CHUNKED = "chunked_attention"
+RECURRENT = ("linear_attention", "conv", "recurrent", "mamba", "hybrid")
+"""Layers that carry a state from token to token, see `recurrent`; `hybrid` ones have attention beside it."""
+WITHOUT_CONTEXT = ("moe", "mlp")
+
+LAYER_TYPES = {
+    "packed": (FULL, SLIDING, *RECURRENT, *WITHOUT_CONTEXT),
+    "padded": (FULL, SLIDING, CHUNKED, "hybrid_sliding", *RECURRENT, *WITHOUT_CONTEXT),
+}
+"""The kinds of layers that each layout computes; of others, such as `indexed_attention`, results depend on the rest of
+the batch."""
+
+LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+SELECTION = ("index_topk", "compress_rates", "indexer_budget")
+"""Sizes of attention to selected tokens alone, which padding changes."""
+
+ATTENTION_SOFTCAP = "attn_logit_softcapping"
+FINAL_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+INNER_SOFTCAPS = ("router", "gate")  # of these the model's own layers take care
+
+LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+MULTIPLIED_FAMILIES = ("hyperclovax",)
+"""Model types that multiply by `logits_scaling`, by which Granite and others divide."""
 
 # The rotary tables of these depend on the longest sequence computed at the same time: results would depend on the plan.
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
@@ -21,10 +44,6 @@ LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are built of the modules that `tensor_parallel` shares, and of nothing else that has
 parameters."""
-
-NOT_RELOADED_FAMILIES = ("gpt_oss",)
-"""Model types whose running engines cannot be given new weights: vLLM 0.32 writes their experts and sinks past the
-loaders by which it reloads, so that the old ones would stay."""
 
 KERNEL_FEATURES = {
     "packed": {
@@ -57,12 +76,26 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
     features: the keys of config.json, of its `text_config` where it has one, or of a loaded configuration as a mapping.
     A file may leave to its model class what a loaded configuration spells out, so that the latter may name more.
     """
-    asked = [name for name in sorted(features) if _changes_logits(name, features[name])]
+    asked = [name for name in sorted(features) if _is_unknown_cap(name, features[name])]
     asked += [f"rope_type={kind}" for kind in _rotary_types(features) if kind in LENGTH_DEPENDENT_ROTARY]
-    asked += ["use_bidirectional_attention"] * bool(features.get("use_bidirectional_attention"))
+    bidirectional = features.get("use_bidirectional_attention")
+    asked += ["use_bidirectional_attention"] * (bool(bidirectional) and bidirectional != "vision")  # text stays causal
+    asked += [name for name in SELECTION if features.get(name)]
+    asked += sorted(_layer_kinds(features) - set(LAYER_TYPES[layout]))
     if layout == "packed":
-        asked += sorted(set(features.get("layer_types") or ()) - {FULL, SLIDING})
+        asked += ["is_encoder_decoder"] * bool(features.get("is_encoder_decoder"))
+        has_convolution = any("conv" in name for name in features)
+        asked += sorted(_layer_kinds(features) & set(RECURRENT)) * (not has_convolution)
     return asked
+
+
+def is_recurrent(features: Mapping[str, Any]) -> bool:
+    """Whether a config.json names layers that carry a state from token to token."""
+    return bool(_layer_kinds(features) & set(RECURRENT))
+
+
+def _layer_kinds(features: Mapping[str, Any]) -> set[str]:
+    return {kind for name in LAYER_LISTS for kind in features.get(name) or ()} - {"attention"}
 
 
 def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
@@ -97,14 +130,26 @@ def expected_window(config: Any, layer_index: int) -> int | None:
 
 def final_softcap(config: Any) -> float | None:
     """The c of an output layer whose logits are c tanh(x / c), or None."""
-    return getattr(config.get_text_config(), FINAL_SOFTCAP, None) or None
+    text = config.get_text_config()
+    return next((cap for name in FINAL_SOFTCAPS if (cap := getattr(text, name, None))), None)
 
 
-def _changes_logits(name: str, value: Any) -> bool:
-    """A factor on logits, or a cap that is none of the two known, in the names that model families give them."""
-    if "softcap" in name or "soft_cap" in name:
-        return bool(value) and name not in (ATTENTION_SOFTCAP, FINAL_SOFTCAP)
-    return name in ("logit_scale", "logits_scaling") and value not in (None, 1, 1.0)
+def logit_factor(config: Any) -> float:
+    """By what the output layer multiplies its logits, before a soft cap; 1 for most families."""
+    text, factor = config.get_text_config(), 1.0
+    for name in (*LOGIT_MULTIPLIERS, *LOGIT_DIVISORS):
+        value = getattr(text, name, None)
+        if value is not None:
+            multiplies = name in LOGIT_MULTIPLIERS or text.model_type in MULTIPLIED_FAMILIES
+            factor *= value if multiplies else 1 / value
+    return factor
+
+
+def _is_unknown_cap(name: str, value: Any) -> bool:
+    """A soft cap of attention or logits that is none of those known, in the names that model families give them."""
+    if not value or not ("softcap" in name or "soft_cap" in name) or any(part in name for part in INNER_SOFTCAPS):
+        return False
+    return name not in (ATTENTION_SOFTCAP, *FINAL_SOFTCAPS)
 
 
 def _rotary_types(features: Mapping[str, Any]) -> list[str]:

@@ -28,7 +28,8 @@ def max_positions(config: Any) -> int | None:
     scaling = getattr(text, "rope_parameters", None) or {}
     if "factor" in scaling or any(isinstance(part, dict) and "factor" in part for part in scaling.values()):
         return None
-    return getattr(text, "max_position_embeddings", None)
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    return positions if positions is None or positions > 0 else None  # XLNet says -1
 
 
 def check_sequences(sequences: Sequences, vocabulary: int, positions: int | None) -> None:

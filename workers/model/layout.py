@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from balancing.alignment import length_multiple
 from workers.config import ModelConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import choose_backend, packed_attention
 from workers.model.context_parallel import Ulysses, check_heads, check_ring, cut, gather_tokens
 from workers.model.model import PackedCausalLM
@@ -40,7 +41,7 @@ class LaidOut:
 
 
 class Layout:
-    """How one engine lays out its micro-batches.
+    """How one engine lays out its micro-batches. parallel: None is a process alone, without a process group.
 
     Raises ConfigError or UnsupportedModelError if model, layout, attention kernel and parallelism do not go together.
     """
@@ -48,19 +49,25 @@ class Layout:
     def __init__(
         self,
         config: ModelConfig,
-        parallel: Parallel,
+        parallel: Parallel | None,
         model: PackedCausalLM,
         device: torch.device,
         compute_dtype: torch.dtype,
     ) -> None:
-        self._device, self._parallel, self._packed = device, parallel, config.layout == "packed"
-        cp, tp = parallel.context.size(), parallel.tensor.size()
-        self._ring = cp > 1 and parallel.method == "ring"
+        self._device, self._packed = device, config.layout == "packed"
+        cp, tp = (parallel.context.size(), parallel.tensor.size()) if parallel else (1, 1)
+        self._context = parallel.context if parallel and cp > 1 else None
+        self._ring = parallel is not None and cp > 1 and parallel.method == "ring"
         self._multiple = math.lcm(config.length_multiple, length_multiple(cp, tp))
         if not self._packed and cp * tp > 1:
             raise ConfigError(
                 "model.layout=padded goes through transformers' own attention, which does not share sequences between "
                 "ranks; set model.layout=packed, or parallel.context_parallel and parallel.tensor_parallel to 1"
+            )
+        if cp > 1 and model.is_recurrent:
+            raise UnsupportedModelError(
+                f"{type(model.model).__name__} carries a state from token to token, which ranks that share a sequence "
+                "do not hand on; set parallel.context_parallel=1"
             )
         if self._ring and config.attention != "auto":
             raise ConfigError(f"model.attention={config.attention} does nothing with ring attention; set auto")
@@ -82,14 +89,13 @@ class Layout:
             return LaidOut(rows, self._cells(rows) | mask, lambda values: values)
         row = pack(micro_batch, self._multiple)
         row = after_last(row, micro_batch) if last else row
-        if self._parallel.context.size() == 1:
+        if self._context is None:
             attention = packed_attention(self._backend, row, self._device)
             return LaidOut(row, self._cells(row) | {"attention": attention}, lambda values: values)
-        return self._part_of(row)
+        return self._part_of(row, self._context)
 
-    def _part_of(self, row: PackedRow) -> LaidOut:
-        """This rank's part of a row that a context-parallel group shares."""
-        context = self._parallel.context
+    def _part_of(self, row: PackedRow, context: DeviceMesh) -> LaidOut:
+        """This rank's part of a row that the ranks of `context` share."""
         group, size = context.get_group(), len(row.targets)
         part = cut(row, context.size(), context.get_local_rank())
         selected = part.selected.to(self._device)

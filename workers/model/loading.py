@@ -9,7 +9,7 @@ experts) are converted by transformers while it loads, and need whole tensors.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from workers.model.model import PackedModel
 
 Packed = TypeVar("Packed", bound=PackedModel)
 Result = TypeVar("Result", covariant=True)
+Answer = TypeVar("Answer")
 
 
 class Load(Protocol[Result]):
@@ -52,6 +53,12 @@ class Source(Generic[Packed]):
         function(self.module)
         if self._whole is not None and self._whole is not self.module:
             function(self._whole)
+
+    def ask(self, function: Callable[[Packed], Answer]) -> Answer:
+        """What `function` says of the whole model, on every rank alike; it must leave the model as it was."""
+        answers = [_on_rank_zero(lambda: function(cast(Packed, self._whole)))]
+        dist.broadcast_object_list(answers, src=0)
+        return cast(Answer, answers[0])
 
     def fill(self, device: torch.device, *, cpu_offload: bool) -> None:
         """Give the sharded `module` memory and the values that rank 0 has read, and let go of the whole model.
@@ -85,7 +92,7 @@ def _fill_buffers(skeleton: nn.Module, values: dict[str, torch.Tensor], device: 
         setattr(skeleton.get_submodule(owner), attribute, value)
 
 
-def _on_rank_zero(load: Load[Packed]) -> Packed | None:
+def _on_rank_zero(load: Callable[[], Answer]) -> Answer | None:
     loaded, problem = None, None
     if dist.get_rank() == 0:
         try:

@@ -27,10 +27,11 @@ def linear_log_probs(
     temperature: float = 1.0,
     chunk_tokens: int = 256,
     softcap: float | None = None,
+    factor: float = 1.0,
     group: dist.ProcessGroup | None = None,
     first_id: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` and entropy under softmax(cap(hidden @ weight.T + bias) / temperature).
+    """Log-probability of `targets` and entropy under softmax(cap(factor (hidden @ weight.T + bias)) / temperature).
 
         cap(x) = softcap * tanh(x / softcap)      (Gemma 2, Riviere et al. 2024, section 2), or x without a softcap
 
@@ -42,7 +43,7 @@ def linear_log_probs(
     the rows from `first_id` on; hidden and targets are the same on all, and so are the results and the gradient of
     hidden, the whole of it, provided that all use the results in the same way.
     """
-    head = _Head(float(temperature), softcap or None, group, first_id)
+    head = _Head(float(temperature), softcap or None, factor, group, first_id)
     return _LinearLogProbs.apply(hidden, weight, bias, targets, head, chunk_tokens)
 
 
@@ -52,21 +53,24 @@ class _Head:
 
     temperature: float
     softcap: float | None
+    factor: float
     group: dist.ProcessGroup | None
     first_id: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Capped and scaled, [n, V]."""
+        """Multiplied, capped and scaled, [n, V]."""
         logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
+        logits = logits if self.factor == 1.0 else logits.mul_(self.factor)
         if self.softcap is not None:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of `logits` by those before cap and temperature."""
+        """Derivative of `logits` by those before factor, cap and temperature."""
+        slope = self.factor / self.temperature
         if self.softcap is None:
-            return 1 / self.temperature
-        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).div_(self.temperature)
+            return slope
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(slope)
 
     def logsumexp(self, logits: Tensor) -> Tensor:
         """Over the whole vocabulary, [n]."""

@@ -105,10 +105,9 @@ def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tu
 
 
 def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Path) -> None:
-    """Write `weights`, from `adapter_weights`, as a folder that `peft.PeftModel.from_pretrained` reads."""
+    """Write `weights`, from `adapter_weights`, into the folder `path`, which `peft.PeftModel.from_pretrained` reads."""
     from safetensors.torch import save_file
 
-    path.mkdir(parents=True, exist_ok=True)
     save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
     settings: Any = model.peft_config[ADAPTER]
     settings.save_pretrained(str(path))

@@ -20,9 +20,10 @@ from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.activations import activations_on_host
 from workers.model.attention import ATTENTION_NAME, PackedAttention
-from workers.model.families import check_supported, final_softcap, required_features
+from workers.model.families import check_supported, final_softcap, logit_factor, required_features
 from workers.model.logprobs import linear_log_probs
 from workers.model.parallel import full_tensor
+from workers.model.recurrent import check_mixers, find_mixers, split_by_segment
 from workers.model.tensor_parallel import own_vocabulary
 
 log = logging.getLogger(__name__)
@@ -54,12 +55,18 @@ class PackedModel(nn.Module):
         names = [name for name, _ in model.named_parameters()]
         self.required_features = required_features(model.config, names)
         self.softcap = final_softcap(model.config)
+        self.logit_factor = logit_factor(model.config)
         # Families that know positions by their distance alone (ALiBi) take none.
-        self.takes_positions = "position_ids" in inspect.signature(model.get_decoder().forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
 
     @property
     def layers(self) -> list[nn.Module]:
         return list(_layers(self.model) or ())
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer carries a state along the row, see `recurrent`."""
+        return any(find_mixers(layer) for layer in self.layers)
 
     def hidden_states(
         self,
@@ -74,7 +81,7 @@ class PackedModel(nn.Module):
         arguments: dict[str, Any] = {"position_ids": position_ids} if self.takes_positions else {}
         arguments |= {"attention_mask": attention_mask} if attention is None else {"packed_attention": attention}
         with activations_on_host(input_ids.device) if self.activation_offload else nullcontext():
-            output = self.model.get_decoder()(input_ids=input_ids, use_cache=False, **arguments)
+            output = decoder_of(self.model)(input_ids=input_ids, use_cache=False, **arguments)
         # Under tensor parallelism every rank has a part of the tokens, and of the vocabulary.
         return full_tensor(output.last_hidden_state).flatten(0, 1).index_select(0, predicting)
 
@@ -107,6 +114,7 @@ class PackedCausalLM(PackedModel):
             temperature=temperature,
             chunk_tokens=self.chunk_tokens(input_ids.device.type),
             softcap=self.softcap,
+            factor=self.logit_factor,
             **own_vocabulary(self.model.get_output_embeddings()),
         )
 
@@ -168,11 +176,15 @@ def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Pa
     check_supported(model.config, config.layout)
     if _layers(model) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of layers, so it cannot be sharded by layer")
+    _check_shares(model)
     if config.activation_offload and not config.gradient_checkpointing:
         raise ConfigError("model.activation_offload needs model.gradient_checkpointing")
     packed = wrap()
     if config.layout == "packed":
         _use_packed_attention(model)
+        _check_positions(packed)
+        check_mixers(packed.layers, model.config)
+        split_by_segment(packed.layers)
     else:
         _use_own_attention(model, config.attention, packed.required_features)
     # Dropout is never active: the policy that learns must be the policy that was sampled.
@@ -186,6 +198,23 @@ def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Pa
     return packed
 
 
+def _check_shares(model: PreTrainedModel) -> None:
+    owners = [{id(parameter) for parameter in layer.parameters()} for layer in _layers(model) or ()]
+    if sum(map(len, owners)) > len(set().union(*owners)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers that share parameters, so it cannot be sharded by layer; take another "
+            "model"
+        )
+
+
+def _check_positions(packed: PackedModel) -> None:
+    if not packed.takes_positions:
+        raise UnsupportedModelError(
+            f"{type(packed.model).__name__} takes no position_ids, so that in a packed row it would count on from one "
+            "sequence to the next; set model.layout=padded"
+        )
+
+
 def _use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:
@@ -196,7 +225,8 @@ def _use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset[str]) -> None:
-    """transformers' attention for padded rows: `sdpa`, or `eager` where sdpa would leave out what the model needs."""
+    """transformers' attention for padded rows: `sdpa`, or `eager` where sdpa would leave out what the model needs or
+    the family has none."""
     if setting not in ("auto", "sdpa", "eager"):
         raise ConfigError(f"model.attention={setting} is not for padded rows; set auto, sdpa or eager")
     beyond_sdpa = sorted(features & {"softcap", "sinks"})
@@ -209,9 +239,11 @@ def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset
     try:
         model.set_attn_implementation(wanted)
     except ValueError as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no attention {wanted}: {_first_line(error)}"
-        ) from error
+        if setting != "auto":
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no attention {wanted}: {_first_line(error)}"
+            ) from error
+        model.set_attn_implementation("eager")  # which every family has, if only because it has no attention at all
     used = model.config._attn_implementation
     if used != wanted and setting != "auto":
         raise UnsupportedModelError(
@@ -221,7 +253,14 @@ def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """The decoder's list of layers, whatever the family calls it."""
-    return next((child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)), None)
+    return next((child for child in decoder_of(model).children() if isinstance(child, nn.ModuleList)), None)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a model between embedding and output layer."""
+    found = model.get_decoder()
+    # transformers misses that of Llama 4, whose prefix names a wrapper that it does not have.
+    return getattr(model, "model", found) if found is model else found
 
 
 def load_tokenizer(path: str) -> Any:

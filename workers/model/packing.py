@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,8 @@ class Sequences:
     tokens: per-token columns, name -> [T]. `input_ids` (int64) and `loss_mask` (bool, True where the policy produced
         the token) are always there; a pass may need `old_log_probs`, `reference_log_probs`, `rollout_log_probs`.
     columns: per-sequence columns, name -> [B], such as `advantages`.
+    objects: per-sequence columns of anything else, name -> object array [B], such as `uid`.
+    meta: what is true of the whole batch, such as `step`.
 
     Raises DataError if sizes disagree or a required column is missing.
     """
@@ -36,6 +39,8 @@ class Sequences:
     lengths: Tensor
     tokens: dict[str, Tensor]
     columns: dict[str, Tensor] = field(default_factory=dict)
+    objects: dict[str, np.ndarray] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("input_ids", "loss_mask"):
@@ -48,6 +53,7 @@ class Sequences:
                 raise DataError(f"column {name!r} must be of {dtype}, it is of {self.tokens[name].dtype}")
         _check_sizes(self.tokens, int(self.lengths.sum()), "tokens")
         _check_sizes(self.columns, len(self.lengths), "sequences")
+        _check_sizes(self.objects, len(self.lengths), "sequences")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -89,6 +95,8 @@ class Sequences:
             self.lengths[start:stop],
             {name: values[first:last] for name, values in self.tokens.items()},
             {name: values[start:stop] for name, values in self.columns.items()},
+            {name: values[start:stop] for name, values in self.objects.items()},
+            self.meta,
         )
 
     def to(self, device: torch.device | str) -> "Sequences":
@@ -97,6 +105,8 @@ class Sequences:
             self.lengths,
             {name: values.to(device) for name, values in self.tokens.items()},
             {name: values.to(device) for name, values in self.columns.items()},
+            self.objects,
+            self.meta,
         )
 
 
@@ -213,7 +223,7 @@ def _fill(cells: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     return filled
 
 
-def _check_sizes(columns: Mapping[str, Tensor], size: int, what: str) -> None:
+def _check_sizes(columns: Mapping[str, Tensor | np.ndarray], size: int, what: str) -> None:
     for name, values in columns.items():
         if len(values) != size:
             raise DataError(f"column {name!r} holds {len(values)} values for {size} {what}")

@@ -65,10 +65,15 @@ class SkipPolicy:
 
 
 def _names(sequences: Sequences, start: int, stop: int) -> list[str]:
-    """By uid where the batch has one, and else by the row on this rank."""
-    if "uid" in sequences.columns:
-        return [f"uid {uid}" for uid in sequences.columns["uid"][start:stop].tolist()]
-    return [f"row {row}" for row in range(start, stop)]
+    """By uid, and number in its group, where the batch has them, and else by the row on this rank."""
+    uids = sequences.objects.get("uid", sequences.columns.get("uid"))
+    if uids is None:
+        return [f"row {row}" for row in range(start, stop)]
+    names = [f"uid {uid}" for uid in uids[start:stop].tolist()]
+    if "sample" not in sequences.columns:
+        return names
+    samples = sequences.columns["sample"][start:stop].tolist()
+    return [f"{name} sample {sample}" for name, sample in zip(names, samples, strict=True)]
 
 
 def _listed(names: list[str]) -> str:

@@ -7,10 +7,11 @@
 vLLM alone loads what it knows by name, and leaves the rest at the old weights with a warning that nobody sees.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -18,9 +19,11 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.platforms import current_platform
 
 OUTPUT_LAYER = "lm_head.weight"
+STACKED_EXPERTS = ".mlp.experts."
 
 
 def left_out(model: nn.Module) -> list[str]:
@@ -78,6 +81,34 @@ class _TiedModel:
         return self._model.load_weights((name, weight) for name, weight in weights if name != OUTPUT_LAYER)
 
 
+class _GptOss:
+    """Stands for gpt-oss, whose stacked experts and attention sinks vLLM writes past the loaders by which it reloads.
+
+    Its loaders take one expert at a time, under `...mlp.experts.NUMBER.NAME`. The loader of the sinks is there, and not
+    called.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Any = model
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        return self._model.load_weights(part for name, weight in weights for part in self._parts(name, weight))
+
+    def _parts(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        layer, stacked, parameter = name.partition(STACKED_EXPERTS)
+        if stacked:
+            for expert, part in enumerate(weight):
+                yield f"{layer}{STACKED_EXPERTS}{expert}.{parameter}", part
+        elif name.endswith(".sinks"):
+            self._load_sinks(self._model.get_parameter(name.replace(".self_attn.", ".attn.")), weight)
+        else:
+            yield name, weight
+
+    def _load_sinks(self, sinks: Any, weight: Tensor) -> None:
+        heads = len(sinks)  # of this rank
+        sinks.weight_loader(sinks, weight.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
+
+
 class CompleteUpdate(WeightTransferEngine[Any, Any]):
     """Mixed into one of vLLM's weight-transfer engines that reload layer by layer; see `left_out`.
 
@@ -100,7 +131,7 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
         """
         model = self.model
         try:
-            self.model = model if _has_output_layer(model) else _TiedModel(model)
+            self.model = _as_it_loads(model)
             super().receive_weights(update_info)
             self.model = model
             if self.at_once:
@@ -119,6 +150,12 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
     def _put_in_place(self) -> None:
         super().finish_weight_update()
         self._kernels.put_back()
+
+
+def _as_it_loads(model: nn.Module) -> Any:
+    if isinstance(model, GptOssForCausalLM):
+        return _GptOss(model)
+    return model if _has_output_layer(model) else _TiedModel(model)
 
 
 def _has_output_layer(model: nn.Module) -> bool:

@@ -1,24 +1,69 @@
-"""Trackers that write into the run's folder: metrics.jsonl and TensorBoard events."""
+"""Trackers that write into the run's folder: metrics.jsonl and TensorBoard events; and how its files are written."""
 
 import json
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any
+
+from workers.errors import OutputError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, what cannot be written (a full disk) is an OutputError that names `path`; the system does not name it."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path} could not be written: {error.strerror or error}; make room, or set run.dir to another disk."
+        ) from error
+
+
+class JsonLines:
+    """A file of JSON lines, each flushed at once, so that a killed run loses nothing. Raises OutputError."""
+
+    def __init__(self, path: Path, *, after: int = 0) -> None:
+        """`after`: the step that a run goes on from; later lines come again, as does one that a crash cut short. 0
+        keeps nothing."""
+        self.path = path
+        with writing(path):
+            kept = _lines_until(path, after) if after and path.exists() else []
+            self._file = path.open("w", encoding="utf-8")
+            self._file.writelines(kept)
+            self._file.flush()
+
+    def write(self, record: Mapping[str, Any], **options: Any) -> None:
+        """Append one record; options: of `json.dumps`."""
+        with writing(self.path):
+            self._file.write(json.dumps(record, **options) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        with writing(self.path):
+            self._file.close()
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    return kept
 
 
 class JsonLinesTracker:
-    """metrics.jsonl: a line a step, flushed at once, so that a killed run loses nothing."""
+    """metrics.jsonl: a line a step."""
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
-        """`after`: the step that a run goes on from; later lines come again. 0 keeps nothing."""
-        self._lines = lines_until(path, after)
+        """`after`: see `JsonLines`."""
+        self._lines = JsonLines(path, after=after)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """NaN and infinity, for which JSON has no number, become null."""
-        self._lines.write(json.dumps({"step": step} | {name: finite(value) for name, value in metrics.items()}) + "\n")
-        self._lines.flush()
+        self._lines.write({"step": step} | {name: finite(value) for name, value in metrics.items()})
 
     def close(self, *, succeeded: bool) -> None:
         del succeeded
@@ -32,28 +77,19 @@ class TensorBoardTracker:
         """`after`: the step that a run goes on from; TensorBoard hides what was recorded beyond."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+        self._folder = folder
+        with writing(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        with writing(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self, *, succeeded: bool) -> None:
         del succeeded
-        self._writer.close()
-
-
-def lines_until(path: Path, step: int) -> TextIO:
-    """A file of JSON lines to append to, without the lines of later steps than `step` or one cut short by a crash."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            if step and json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-    file = path.open("w", encoding="utf-8")
-    file.writelines(kept)
-    file.flush()
-    return file
+        with writing(self._folder):
+            self._writer.close()
 
 
 def finite(value: float) -> float | None:

@@ -43,7 +43,13 @@ class Batch:
         """cap_over_longest: None takes the cap that the adversarial lengths are made for."""
         lengths = draw(name, count, seed)
         cap = DEFAULT_CAP if cap_over_longest is None else int(cap_over_longest * lengths.max())
-        return cls(lengths, ranks, cap, np.array_split(np.random.default_rng(seed).permutation(count), MINI_BATCHES))
+        return cls.of(lengths, ranks, cap, seed)
+
+    @classmethod
+    def of(cls, lengths: NDArray[np.int64], ranks: int, cap: int, seed: int) -> "Batch":
+        """These lengths in random mini-batches."""
+        members = np.array_split(np.random.default_rng(seed).permutation(len(lengths)), MINI_BATCHES)
+        return cls(lengths, ranks, cap, members)
 
     def plan(self, *, redeal: bool = False) -> Plan:
         """Groups of `GROUP` neighbours are what is re-dealt."""
@@ -77,6 +83,7 @@ def tables() -> list[Table]:
         step_times("Step time, cap of twice the longest sequence", REALISTIC, 2.0),
         step_times("Step time, cap of the longest sequence", REALISTIC, 1.0),
         step_times("Step time, adversarial lengths", ADVERSARIAL, None),
+        hard_mini_batches(),
         micro_batch_counts(),
         violations(),
         planning_times(),
@@ -115,6 +122,50 @@ def _step_time_row(name: str, count: int, ranks: int, cap_over_longest: float | 
 
 def _times(plan: Plan) -> NDArray[np.float64]:
     return np.array([times.sum() for times in plan.predicted_times()])
+
+
+def hard_mini_batches() -> Table:
+    """Batches with a mini-batch that schedules of equal micro-batches leave far above its bound."""
+    rows = []
+    for name, (make, seeds) in HARD.items():
+        gaps = np.concatenate([_gaps(Batch.of(make(seed), 32, DEFAULT_CAP, seed)) for seed in seeds])
+        rows.append([name, str(len(seeds)), f"{100 * gaps.mean():.3f} %", f"{100 * gaps.max():.3f} %"])
+    return Table(
+        "Step time, hard mini-batches",
+        ["4096 lengths x 32 ranks", "batches", "above bound, mean", "worst"],
+        rows,
+        f"Cap of {DEFAULT_CAP:,}, {MINI_BATCHES} random mini-batches; points above the lower bound, which need not be "
+        "reachable.",
+    )
+
+
+def _gaps(batch: Batch) -> NDArray[np.float64]:
+    """Of each mini-batch: its time above its bound, over workload / ranks."""
+    plan = batch.plan()
+    ideal = np.array([plan.workloads[part.rows].sum() / batch.ranks for part in plan.mini_batches])
+    gaps: NDArray[np.float64] = (_times(plan) - batch.bounds(plan)) / ideal
+    return gaps
+
+
+def just_above_half(seed: int) -> NDArray[np.int64]:
+    """Half of 4,096 lengths within an eighth above half the cap, of which no two fit together; the others lognormal."""
+    generator, half = np.random.default_rng(seed), DEFAULT_CAP // 2
+    long = generator.integers(half + 1, half + half // 8 + 1, 4096)
+    short = np.clip(np.rint(generator.lognormal(np.log(600), 1, 4096)), 16, DEFAULT_CAP).astype(np.int64)
+    return np.where(generator.random(4096) < 0.5, long, short)
+
+
+def geometrically_distributed(seed: int) -> NDArray[np.int64]:
+    """4,096 lengths of mean 10,000."""
+    return np.clip(np.random.default_rng(seed).geometric(1e-4, 4096), 1, DEFAULT_CAP)
+
+
+HARD: dict[str, tuple[Callable[[int], NDArray[np.int64]], tuple[int, ...]]] = {
+    "geometric": (lambda seed: draw("geometric", 4096, seed), (27, 73, 93, 107, 128)),
+    "geometrically distributed": (geometrically_distributed, (2, 3, 5)),
+    "half of them just above half the cap": (just_above_half, (0, 1, 4)),
+}
+"""Lengths of a seed, and the seeds."""
 
 
 def micro_batch_counts() -> Table:
@@ -187,7 +238,7 @@ def _random_plan(generator: np.random.Generator) -> Plan:
         min_count=int(generator.integers(1, 4)),
         multiple_of=int(generator.integers(1, 3)),
         cost_model=COST_MODEL if generator.random() < 0.5 else None,
-        algorithm=generator.choice(["load_balance"] * 4 + ["none", "verl", "roll", "mindspeed_rl"]).item(),
+        algorithm=generator.choice(["karmarkar_karp"] * 4 + ["none", "verl", "roll", "mindspeed_rl"]).item(),
         order=generator.choice(["descending", "small_ends"]).item(),
         layout=generator.choice(["packed", "packed", "padded"]).item(),
         length_multiple=multiple,

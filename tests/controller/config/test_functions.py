@@ -1,23 +1,15 @@
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
-from controller.config.functions import check_rewards, load_function, pack, requested_columns
+from controller.config.functions import check_rewards, requested_columns
 from workers.errors import ConfigError, DataError
 from workers.reward_process import RewardFunction
 from workers.score import as_score
+from workers.user_code import load, signature_of
 
 RECORD = {"prompt": "1+1=", "answer": "2", "source": "x"}
-
-
-def test_a_function_is_found_by_module_and_by_file(tmp_path: Path) -> None:
-    assert (
-        load_function("reward.function", "examples.addition.reward:reward")(response="#2", solution="1#2")["reward"]
-        == 1.0
-    )
-    file = tmp_path / "mine.py"
-    file.write_text("def score(response):\n    return len(response)\n")
-    assert load_function("reward.function", f"{file}:score")("abc") == 3
 
 
 @pytest.mark.parametrize(
@@ -31,22 +23,26 @@ def test_a_function_is_found_by_module_and_by_file(tmp_path: Path) -> None:
 )
 def test_what_is_missing_is_named(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^data.curriculum.*{message}"):
-        load_function("data.curriculum", name)
+        load("data.curriculum", name)
 
 
 def test_a_function_gets_the_columns_that_it_names() -> None:
-    assert requested_columns(lambda response, answer: 0.0, RECORD, "f") == ("answer",)
-    assert requested_columns(lambda response, prompt, source="": 0.0, RECORD, "f") == ("prompt", "source")
-    assert requested_columns(lambda response, **columns: 0.0, RECORD, "f") == ("answer", "prompt", "source")
-    assert requested_columns(lambda response, strict=True: 0.0, RECORD, "f") == ()
+    assert requested_columns(signature_of(lambda response, answer: 0.0), RECORD, "f") == ("answer",)
+    assert requested_columns(signature_of(lambda response, prompt, source="": 0.0), RECORD, "f") == ("prompt", "source")
+    assert requested_columns(signature_of(lambda response, **columns: 0.0), RECORD, "f") == (
+        "answer",
+        "prompt",
+        "source",
+    )
+    assert requested_columns(signature_of(lambda response, strict=True: 0.0), RECORD, "f") == ()
 
 
 def test_a_column_that_the_data_lacks_is_named() -> None:
     message = r"'f' asks for \['solution'\], but the data has \['answer', 'prompt', 'source'\]"
     with pytest.raises(ConfigError, match=message):
-        requested_columns(lambda response, solution: 0.0, RECORD, "f")
+        requested_columns(signature_of(lambda response, solution: 0.0), RECORD, "f")
     with pytest.raises(ConfigError, match="must take a parameter 'response'"):
-        requested_columns(lambda text: 0.0, {"text": "x"}, "f")
+        requested_columns(signature_of(lambda text: 0.0), {"text": "x"}, "f")
 
 
 def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
@@ -73,13 +69,13 @@ def test_what_is_no_reward_is_refused(value: object, message: str) -> None:
 def test_a_module_that_fails_on_import_is_named_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import math\nmath.no_such_thing\n")
     with pytest.raises(ConfigError, match=r"broken\.py cannot be imported: AttributeError"):
-        load_function("reward.function", f"{tmp_path / 'broken.py'}:reward")
+        load("reward.function", f"{tmp_path / 'broken.py'}:reward")
 
 
 def test_a_function_that_cannot_score_any_text_is_refused_before_the_run() -> None:
     def last_word(response: str, answer: str) -> float:
         return float(response.split()[-1] == answer)
 
-    functions = pack([RewardFunction("last_word", 1.0, last_word, ("answer",))])
+    functions = [RewardFunction("last_word", 1.0, cloudpickle.dumps(last_word), ("answer",))]
     with pytest.raises(ConfigError, match="on the first record and an empty response: last_word: raised IndexError"):
         check_rewards(functions, RECORD, timeout_s=5)

@@ -9,6 +9,9 @@ from tests.controller.config_workspace import refusal, write_model
 from workers.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+KL_LOSS = "algorithm.loss.kl_coefficient=0.1"
+
+CUSTOM = ("algorithm.loss.name=custom", "algorithm.loss.function=workers.model.losses.token_ratio:cispo")
 
 
 @pytest.fixture
@@ -42,6 +45,10 @@ def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
         ("algorithm.loss.kl_coefficient=0.1", "reference.path=model", "reference.forward_max_tokens=96"),
         ("policy.max_tokens=96", "rollout.max_model_tokens=128"),
         ("batch.mini_batches=16",),
+        ("batch.mini_batches=1", "batch.epochs=2", "algorithm.loss.clip_low=0.1", "policy.forward_max_tokens=96"),
+        ("batch.mini_batches=1", "batch.epochs=2", "algorithm.loss.name=clip_cov"),
+        (*CUSTOM, "algorithm.loss.columns=solution", "algorithm.loss.old_entropies=true"),
+        (*CUSTOM, "batch.mini_batches=1", "algorithm.loss.old_entropies=true", "policy.forward_max_tokens=96"),
         ("resources.device=cuda", "policy.cpu_offload=true", "rollout.replicas=2"),
         ("resources.device=cuda", "rollout.placement=apart", "rollout.replicas=3", "rollout.tensor_parallel=4"),
         ("validation.sampling.temperature=0",),
@@ -78,6 +85,18 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (("algorithm.loss.kl_estimator=k1",), "algorithm.loss.kl_estimator=k1 has no effect without"),
         (
+            ("algorithm.loss.kl_correction=importance",),
+            "algorithm.loss.kl_correction=importance has no effect without algorithm.loss.kl_coefficient above 0",
+        ),
+        (
+            (KL_LOSS, "algorithm.loss.kl_estimator=k2", "algorithm.loss.kl_correction=straight_through"),
+            "algorithm.loss.kl_correction=straight_through takes the gradient of k2, which is that of",
+        ),
+        (
+            (KL_LOSS, "algorithm.loss.kl_estimator=absolute", "algorithm.loss.kl_correction=importance"),
+            "algorithm.loss.kl_correction=importance is for estimates whose mean is the KL, and algorithm.loss.kl_esti",
+        ),
+        (
             ("algorithm.loss.name=reinforce", "algorithm.loss.clip_low=0.1"),
             "algorithm.loss.clip_low=0.1 has no effect without algorithm.loss.name=ppo_clip or cispo or gspo",
         ),
@@ -97,6 +116,14 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             ("policy.ranks=1", "policy.parallel.defer_gradient_reduction=true"),
             "policy.parallel.defer_gradient_reduction=True has no effect without several training ranks",
         ),
+        (
+            ("algorithm.advantage=gae", "algorithm.gamma=0.9"),
+            "algorithm.gamma=0.9 has no effect without algorithm.advantage=reinforce_plus_plus or reinforce_plus_plus",
+        ),
+        (
+            ("algorithm.advantage=reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.loss.name=gmpo"),
+            "algorithm.loss.name=gmpo weighs a sequence by one advantage, and algorithm.gamma below 1 or",
+        ),
         (("algorithm.pass_k=2",), "algorithm.pass_k=2 has no effect without algorithm.advantage=pass_at_k"),
         (
             ("algorithm.advantage=pass_at_k", "rollout.samples_per_prompt=4"),
@@ -111,6 +138,29 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "algorithm.groups_without_signal=drop with algorithm.advantage=reinforce_plus_plus leaves out",
         ),
         (("algorithm.loss.function=losses:mine",), "algorithm.loss.function=losses:mine has no effect without"),
+        (("algorithm.loss.columns=solution",), "algorithm.loss.columns=solution has no effect without"),
+        (("algorithm.loss.old_entropies=true",), "algorithm.loss.old_entropies=True has no effect without"),
+        (
+            (*CUSTOM, "algorithm.loss.columns=level"),
+            "data.train: the first record of train.jsonl has no column 'level', which algorithm.loss.columns names.",
+        ),
+        (
+            (*CUSTOM, "algorithm.loss.columns=reward"),
+            "algorithm.loss.columns: a batch has a column 'reward' of its own; rename that of the records.",
+        ),
+        (
+            (*CUSTOM, "algorithm.loss.columns=solution, solution"),
+            "algorithm.loss.columns names 'solution' twice; name it once.",
+        ),
+        (
+            ("batch.epochs=2", "algorithm.loss.name=reinforce"),
+            "algorithm.loss.name=reinforce takes samples for the policy's own, which they are not any more after the "
+            "first of batch.epochs=2",
+        ),
+        (
+            ("batch.epochs=2", "policy.optimizer.warmup_steps=41"),
+            "policy.optimizer.warmup_steps=41 is more than the 40 optimiser steps of the run",
+        ),
         (("algorithm.loss.name=custom",), "algorithm.loss.function='' must be module:function."),
         (
             ("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:mine"),
@@ -232,7 +282,7 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (
             ("rollout.overlap=true", "policy.forward_max_tokens=4096"),
-            "policy.forward_max_tokens=4096 has no effect without batch.mini_batches above 1 (and no ratios to the",
+            "policy.forward_max_tokens=4096 has no effect without batch.mini_batches or batch.epochs above 1 (and no",
         ),
         (
             ("rollout.placement=colocated",),

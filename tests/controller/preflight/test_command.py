@@ -38,7 +38,7 @@ def fit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--config", "config.yaml", "data.train=gone.jsonl"], "there is no file gone.jsonl"),
         (["--config", "config.yaml", "model.path=no/such"], "there is no folder no/such and no such model"),
         (["--config", "config.yaml", "policy.max_tokens=50", "--dry-run"], "is below the longest possible sequence"),
-        (["--config", "config.yaml", "model.path=scaled"], "with logit_scale, which model.layout=packed does not"),
+        (["--config", "config.yaml", "model.path=selecting"], "with index_topk, which model.layout=packed does not"),
         (["policy.max_tokens=50"], "the following arguments are required: --config; usage: "),
         (["--config", "config.yaml", "--dryrun"], "unrecognized arguments: --dryrun; usage: "),
     ],
@@ -48,7 +48,7 @@ def test_bad_input_ends_with_code_2_and_one_line_before_anything_heavy_is_import
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     write_workspace(tmp_path)
-    write_model(tmp_path / "scaled", logit_scale=0.0625)
+    write_model(tmp_path / "selecting", index_topk=16)
     process = fit(tmp_path, *arguments)
     assert process.returncode == 2, process.stderr
     assert message in process.stderr
@@ -63,6 +63,8 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
     assert process.returncode == 0, process.stderr
     assert "policy: 1 actor, " in process.stdout
     assert "the run: 3 steps, 6 optimiser steps" in process.stdout
+    assert "train.jsonl: 1 record\n" in process.stdout
+    assert "reward.py:reward: tried on the first record and an empty response" in process.stdout
     assert process.stdout.endswith("heavy: []\n")
     assert not (tmp_path / "runs").exists()
 

@@ -12,6 +12,12 @@ from controller.preflight.describe import describe, settings_page
 from tests.controller.config_workspace import write_workspace
 
 
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, which model.path starts from."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return load(write_workspace(tmp_path))
@@ -64,6 +70,12 @@ def test_the_dry_run_notes_what_is_allowed_but_costs(tmp_path: Path, config: Con
 
 def test_a_cap_on_sequences_bounds_the_room_of_a_micro_batch(tmp_path: Path) -> None:
     assert "room for at least 3 such" in describe(with_overrides(tmp_path, "policy.max_sequences=3"))
+
+
+def test_every_epoch_is_counted_in_the_optimiser_steps_of_a_run(tmp_path: Path) -> None:
+    page = describe(with_overrides(tmp_path, "run.steps=10", "batch.mini_batches=2", "batch.epochs=3"))
+    assert "; 2 a step, in each of 3 epochs" in page
+    assert "the run: 10 steps, 60 optimiser steps" in page
 
 
 def test_the_settings_page_has_every_key() -> None:

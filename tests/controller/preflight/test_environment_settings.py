@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.config import load
-from controller.config.functions import check_environment, pack_environment
+from controller.config.functions import check_environment
 from controller.data import Prompt
 from controller.preflight.checks import check
 from controller.requests import sample_requests
@@ -16,6 +16,7 @@ from tests.controller.config_workspace import write_workspace
 from workers.environment import Observation
 from workers.environment_process import EnvironmentPool
 from workers.errors import ConfigError
+from workers.user_code import find_class
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 ENVIRONMENT = ["rollout.environment=guess.py:Guess", "rollout.max_turns=2", 'reward.function=""']
@@ -27,6 +28,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "guess.py").write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1))
     return write_workspace(tmp_path)
+
+
+def pack_environment(name: str) -> bytes:
+    return find_class("rollout.environment", name, ("reset", "step"), timeout_s=20.0)
 
 
 def play(packed: bytes, record: dict[str, Any], *turns: str) -> list[Any]:

@@ -23,6 +23,7 @@ from workers.score import Score
 
 UNDEFINED = -1  # the version of weights whose memory is there and whose values are not
 TOKENS = 3  # of every response
+FIRST_LOG_PROB, MOVE = -1.0, -0.25  # of a token at the first weights, and what an optimiser step does to it
 
 
 class OverlapError(Exception):
@@ -62,10 +63,16 @@ class Ledger:
 
 
 class World:
-    """One run's Ray and GPUs. trouble: called with (actor's name, what it is about to do)."""
+    """One run's Ray and GPUs. trouble: called with (actor's name, what it is about to do).
+
+    log_prob: that of every token by the policy's present weights. loses_updates: engines keep their first weights and
+    say nothing of it.
+    """
 
     def __init__(self) -> None:
         self.ledger = Ledger()
+        self.log_prob = FIRST_LOG_PROB
+        self.loses_updates = False
         self.ray: LocalRay
         self.trouble: Callable[[str, str], None] = lambda actor, what: None
 
@@ -93,7 +100,7 @@ class StandInVllm:
 
     def __init__(self, world: World) -> None:
         self._world, self.version, self._name, self._updating = world, 0, "0", False
-        self._sleeps = False
+        self._sleeps, self._log_prob = False, FIRST_LOG_PROB
         world.event("start")
         world.ledger.take(world.gpus, world.actor, "weights", beside=())
         world.ledger.take(world.gpus, world.actor, "kv_cache", beside=())
@@ -128,6 +135,8 @@ class StandInVllm:
     async def finish_weight_update(self, weight_version: str) -> None:
         assert self._updating
         self._updating, self.version, self._name = False, int(weight_version), weight_version
+        if not self._world.loses_updates:
+            self._log_prob = self._world.log_prob
 
     async def update_weight_version(self, version: str) -> None:
         self._name = version
@@ -150,7 +159,7 @@ class StandInVllm:
         completion = SimpleNamespace(
             finish_reason="stop",
             token_ids=tokens,
-            logprobs=SimpleNamespace(logprobs=[-1.0] * len(tokens)),
+            logprobs=SimpleNamespace(logprobs=[self._log_prob] * len(tokens)),
             weight_versions=[SimpleNamespace(version=self._name)],
         )
         yield SimpleNamespace(outputs=[completion])
@@ -172,7 +181,9 @@ class StandInEngine:
         self.data_parallel_groups: list[Any] = []
         self.clock = SimpleNamespace(take=list)
         self._trains = settings["optimizer"] is not None
-        self.steps = 0
+        self.steps, self.total_steps = 0, settings["total_steps"]
+        if self._trains and world.actor.startswith("policy"):
+            world.log_prob = FIRST_LOG_PROB
         with self._pass("build"):
             world.ledger.take(world.gpus, world.actor, "states", beside=("states",))
 
@@ -187,7 +198,26 @@ class StandInEngine:
 
     def log_probs(self, sequences: Any, micro_batches: Any) -> tuple[torch.Tensor, Metrics]:
         with self._pass("log_probs"):
-            return torch.full((sequences.num_tokens,), -1.0), {"entropy": Metric.mean(1.0, 1, "tokens")}
+            found = torch.full((sequences.num_tokens,), self._log_prob)
+            return found, {"entropy": Metric.mean(1.0, 1, "tokens")} | self._mismatch(sequences)
+
+    @property
+    def _log_prob(self) -> float:
+        return FIRST_LOG_PROB + MOVE * self.steps
+
+    def _mismatch(self, sequences: Any) -> Metrics:
+        tokens = sequences.tokens
+        if "rollout_log_probs" not in tokens:
+            return {}
+        found = (tokens["rollout_log_probs"][tokens["loss_mask"]] - self._log_prob).abs()
+        return {
+            "rollout_mismatch_mean": Metric.mean(float(found.sum()), len(found), "tokens"),
+            "rollout_mismatch_max": Metric.max(float(found.max())),
+        }
+
+    def log_probs_and_entropies(self, sequences: Any, micro_batches: Any) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        log_probs, metrics = self.log_probs(sequences, micro_batches)
+        return log_probs, torch.ones(sequences.num_tokens), metrics
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -203,11 +233,13 @@ class StandInEngine:
 
     def forward_backward(self, sequences: Any, micro_batches: Any, loss: Any, denominators: Any) -> Metrics:
         with self._pass("update"):
-            return {"loss": Metric.sum(0.0)}
+            return {"loss": Metric.sum(0.0)} | self._mismatch(sequences)
 
     def optimizer_step(self) -> Metrics:
         assert self._trains
         self.steps += 1
+        if self._world.actor.startswith("policy"):
+            self._world.log_prob = self._log_prob
         return {"grad_norm": Metric.mean(1.0, 1), "skipped_steps": Metric.sum(0)}
 
     def named_weights(
@@ -222,6 +254,10 @@ class StandInEngine:
 
     def save_pretrained(self, path: str) -> None:
         with self._pass("save"):
+            Path(path).mkdir(parents=True, exist_ok=True)
+
+    def save_adapters(self, path: str) -> None:
+        with self._pass("save adapters"):
             Path(path).mkdir(parents=True, exist_ok=True)
 
     def save_checkpoint(self, path: str, *, step: int, extra: dict[str, Any], score: float | None = None) -> None:

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from controller.config import Config, load
 from controller.fit import Inputs, read_inputs, training
@@ -21,6 +22,7 @@ from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
 from tests.controller.stand_ins.local_ray import LocalRay
 from tests.end_to_end.trouble import Listening
+from workers.config import ModelConfig
 from workers.reward import RewardWorker
 from workers.rollout.worker import RolloutWorker
 
@@ -46,10 +48,8 @@ def write_stand_in_workspace(folder: Path) -> None:
     """A model, a reward model, prompts and a reward function, as a configuration names them."""
     create_model(folder / "model", seed=0)
     create_model(folder / "judge", seed=1)
-    description = json.loads((folder / "judge" / "config.json").read_text())
-    description |= {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
-    (folder / "judge" / "config.json").write_text(json.dumps(description))
-    records = [json.dumps({"prompt": f"{i}+{i}="}) for i in range(1, 9)]
+    AutoModelForSequenceClassification.from_pretrained(folder / "judge", num_labels=1).save_pretrained(folder / "judge")
+    records = [json.dumps({"prompt": f"{i}+{i}=", "level": i, "source": f"table {i}"}) for i in range(1, 9)]
     (folder / "prompts.jsonl").write_text("\n".join(records))
     (folder / "reward.py").write_text("def reward(response):\n    return 0.0\n")
 
@@ -74,6 +74,7 @@ class StandIns:
 
         import workers.rollout.gpu_transfer
 
+        self._monkeypatch = monkeypatch
         self.world = world = World()
         world.ray = LocalRay({RewardWorker: StandInReward})
         world.ray.install(monkeypatch)
@@ -83,7 +84,7 @@ class StandIns:
         monkeypatch.setattr(torch.cuda, "empty_cache", world.empty_cache)
         self.collective_timeouts: list[timedelta] = []
         monkeypatch.setattr(torch.distributed, "init_process_group", self._join_group)
-        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects: None)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src=0: None)
         monkeypatch.setattr("workers.model_worker.Engine", lambda model, **settings: StandInEngine(world, settings))
         monkeypatch.setattr(
             workers.rollout.gpu_transfer,
@@ -107,6 +108,22 @@ class StandIns:
             gpus.append(list(range(self._first_gpu, self._first_gpu + count)))
             self._first_gpu += count
         return LocalReservation(gpus)
+
+    def compute(self, dtype: str = "auto") -> None:
+        """From now on the training engine is the real one, of one rank, on this process's CPU, in `dtype`."""
+        from torch.distributed import distributed_c10d  # `torch.distributed` has stand-ins for some of it
+
+        from workers.model.engine import Engine
+
+        if not torch.distributed.is_initialized():
+            distributed_c10d.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+        def make(model: ModelConfig, **settings: Any) -> Engine:
+            return Engine(replace(model, dtype=dtype), **settings | {"device": "cpu"})
+
+        broadcast = distributed_c10d.broadcast_object_list
+        self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+        self._monkeypatch.setattr("workers.model_worker.Engine", make)
 
     def run(self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs) -> StandInRun:
         config = load(None, [*SETTINGS, *overrides])

@@ -49,6 +49,7 @@ def metrics(step: int, steps: int) -> dict[str, float]:
         "reward/failures": 0.0,
         "reward/exact_match": 0.1 + 0.5 * progress,
         "balance/imbalance_before/micro_steps": 0.3 - 0.1 * progress,
+        "balance/imbalance_karmarkar_karp/micro_steps": 0.04,
         "balance/imbalance/micro_steps": 0.02,
         "policy/entropy": 1.0 - 0.5 * progress,
         "policy/grad_norm": 0.5,

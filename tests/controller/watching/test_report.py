@@ -8,11 +8,18 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from balancing import CostModel, plan_batch
+from controller.mini_batches import draw_mini_batches
+from controller.planner import Planner
 from controller.report import main
 from controller.watching.report import write_report
+from controller.watching.report_charts import gantt
+from controller.watching.run_folder import RunFolder
 from tests.controller.watching.recorded_run import ATTACKS, STEPS, write_run
+from workers.remote_batch import RemoteBatch
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SECTIONS = ["Reward and validation", "Lengths", "Balance and time", "Who computes when", "Policy"]
@@ -99,6 +106,15 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert secret not in page
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_ended_in_its_first_step_has_a_report_without_a_warning(tmp_path: Path) -> None:
+    """Its lengths are there and its times are not, so that the chart of phases has nothing to name."""
+    write_run(tmp_path / "begun", steps=1)
+    metrics = tmp_path / "begun" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[0])
+    assert main([str(tmp_path / "begun")]) == 0
+
+
 def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     """One step, one rank, no validation, and lines that a crash has cut short."""
     folder = tmp_path / "short"
@@ -148,3 +164,30 @@ def test_a_browser_shows_the_report_as_it_was_written(run: Path, tmp_path: Path)
     browse(f"--screenshot={picture}", address, profile=tmp_path / "picture")
     assert struct.unpack(">II", picture.read_bytes()[16:24]) == (1250, 2400)
     assert picture.stat().st_size > 50_000  # an empty page of this size has about 10 kB
+
+
+def test_the_report_plans_with_the_arguments_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_run(tmp_path / "run", steps=1)
+    config.policy.max_sequences, config.policy.parallel.context_parallel = 5, 2
+    config.model.length_multiple, config.balance.algorithm = 4, "verl"
+    given: dict[str, dict] = {}
+    for module in ("planner", "watching.report_charts"):
+
+        def plan(lengths, *, name=module, **arguments):
+            given[name] = arguments
+            return plan_batch(lengths, **arguments)
+
+        monkeypatch.setattr(f"controller.{module}.plan_batch", plan)
+    folder = RunFolder(tmp_path / "run")
+    gantt(folder, config)
+    lengths = np.array(folder.lengths[1])
+    batch = RemoteBatch({"length": lengths, "response_tokens": lengths, "uid": np.arange(len(lengths))}, {})
+    costs = CostModel(*folder.costs[1])
+    Planner(config, costs).plan(batch, draw_mini_batches(len(lengths), 2, 0, 1), config.policy.max_tokens)
+    of_the_run, of_the_report = given["planner"], given["watching.report_charts"]
+    of_the_batch = {"loss_tokens", "groups"}
+    assert set(of_the_run) - of_the_batch == set(of_the_report)
+    for name in set(of_the_report) - {"mini_batches"}:
+        assert of_the_run[name] == of_the_report[name], name
+    for first, second in zip(of_the_run["mini_batches"], of_the_report["mini_batches"], strict=True):
+        assert first.tolist() == second.tolist()

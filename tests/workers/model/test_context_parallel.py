@@ -9,13 +9,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from balancing.alignment import cumulative_lengths, length_multiple, zigzag_positions
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.tiny import relative_error, tiny_config
+from tests.workers.model.tiny import (
+    random_sequences,
+    relative_error,
+    save_tiny_model,
+    tiny_config,
+    unpacked_log_probs,
+)
+from workers.config import ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import packed_attention
 from workers.model.context_parallel import Ulysses, check_heads, check_ring, cut, gather_tokens
+from workers.model.engine import Engine
 from workers.model.packing import PackedRow, Sequences, pack
 from workers.model.ring_attention import RingAttention, shortest_hidden_chunk
 
@@ -237,3 +246,21 @@ def test_p5_worked_example_of_bounds():
         ids = cut(row, 2, rank).input_ids[0]
         for index, (start, stop) in enumerate(pairwise(bounds)):
             assert set(ids[start:stop].tolist()) <= {index, 0}
+
+
+def entropies_on_rank(model: str, cp: int) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, float32 [T], of three sequences in two micro-batches."""
+    parallel = ParallelConfig(context_parallel=cp, context_parallel_method="ring")
+    config = ModelConfig(path=model, dtype="float64")
+    engine = Engine(config, optimizer=None, total_steps=0, device="cpu", parallel=parallel)
+    return engine.log_probs_and_entropies(random_sequences(), [(0, 5), (5, 11)])[:2]
+
+
+def test_p16_entropies_of_a_forward_pass_come_back_in_place_under_context_parallelism(ranks: RankPool, tmp_path):
+    model, sequences = save_tiny_model(tmp_path), random_sequences()
+    with torch.no_grad():
+        alone = unpacked_log_probs(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64), sequences)
+    mask = sequences.tokens["loss_mask"]
+    for found in ranks.run(entropies_on_rank, 2, model, 2):
+        for column, expected in zip(found, zip(*alone, strict=True), strict=True):
+            assert torch.allclose(column.double(), torch.cat(expected) * mask, atol=1e-6)

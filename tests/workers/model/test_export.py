@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
-from workers.errors import CheckpointError
+from workers.errors import OutputError
 from workers.model.engine import Engine
 from workers.model.export import INDEX
 
@@ -91,7 +91,7 @@ def test_an_export_replaces_the_one_before(tmp_path):
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     engine = build(save_as(tmp_path / "source", "llama", torch.float32))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"file/target could not be written by rank 0"):
+    with pytest.raises(OutputError, match=r"file/target could not be written by rank 0"):
         engine.save_pretrained(tmp_path / "file" / "target")
 
 
@@ -108,7 +108,7 @@ def export_with_a_full_disk(model: str, path: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
             patch.setattr(module, "save_file", full)
-        with pytest.raises(CheckpointError) as raised:
+        with pytest.raises(OutputError) as raised:
             engine.save_pretrained(path, file_bytes=10_000)
     return str(raised.value)
 

@@ -22,7 +22,13 @@ from tests.workers.model.tiny import (
 from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import choose_backend, packed_attention
-from workers.model.families import check_supported, features_of_file, required_features, uncomputed_features
+from workers.model.families import (
+    check_supported,
+    features_of_file,
+    logit_factor,
+    required_features,
+    uncomputed_features,
+)
 from workers.model.model import PackedCausalLM, packed_causal_lm
 from workers.model.packing import ModelInput, Sequences, pack
 from workers.model.padded import pad
@@ -183,10 +189,9 @@ def test_what_a_family_needs_is_read_from_its_configuration(family, features):
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
-        (transformers.CohereConfig(logit_scale=0.5), "logit_scale"),
-        (transformers.RecurrentGemmaConfig(logits_soft_cap=30.0), "logits_soft_cap"),
-        (transformers.GraniteConfig(logits_scaling=8.0), "logits_scaling"),
-        (transformers.Qwen3NextConfig(), "linear_attention"),
+        (transformers.MiniMaxConfig(), "linear_attention"),
+        (transformers.Llama4TextConfig(), "chunked_attention"),
+        (transformers.DeepseekV32Config(), "index_topk"),
         (tiny_config("gemma3", use_bidirectional_attention=True), "use_bidirectional_attention"),
         (
             tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -207,6 +212,21 @@ def test_what_a_family_needs_stands_in_its_file(family):
     saved = json.loads(config.to_json_string())
     assert uncomputed_features(saved) == []
     assert features_of_file(saved) == required_features(config, parameter_names=[])
+
+
+@pytest.mark.parametrize(
+    ("config", "factor"),
+    [
+        (tiny_config("llama"), 1.0),
+        (transformers.CohereConfig(logit_scale=0.5), 0.5),
+        (transformers.GraniteConfig(logits_scaling=8.0), 1 / 8),
+        (transformers.HyperCLOVAXConfig(logits_scaling=8.0), 8.0),
+        (transformers.FalconH1Config(lm_head_multiplier=0.25), 0.25),
+        (transformers.MiniCPM3Config(hidden_size=640, dim_model_base=256), 0.4),  # a property of its class
+    ],
+)
+def test_the_factor_on_logits_is_read_from_the_configuration(config, factor):
+    assert logit_factor(config) == pytest.approx(factor)
 
 
 def test_a_layer_that_leaves_its_window_to_the_mask_is_refused():

@@ -25,8 +25,9 @@ def naive(
     targets: Tensor,
     temperature: float,
     softcap: float | None = None,
+    factor: float = 1.0,
 ):
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = factor * torch.nn.functional.linear(hidden, weight, bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     all_log_probs = (logits / temperature).log_softmax(-1)
@@ -37,12 +38,12 @@ def naive(
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_values_and_gradients_equal_the_naive_ones(chunk_tokens, temperature, with_bias, softcap):
+@pytest.mark.parametrize(("softcap", "factor"), [(None, 1.0), (None, 0.3), (1.5, 0.3)])
+def test_values_and_gradients_equal_the_naive_ones(chunk_tokens, temperature, with_bias, softcap, factor):
     hidden, weight, bias, targets = inputs()
     leaves = [hidden, weight, *([bias] if with_bias else [])]
     used_bias = bias if with_bias else None
-    settings = {"temperature": temperature, "softcap": softcap}
+    settings = {"temperature": temperature, "softcap": softcap, "factor": factor}
     actual = linear_log_probs(hidden, weight, used_bias, targets, chunk_tokens=chunk_tokens, **settings)
     expected = naive(hidden, weight, used_bias, targets, **settings)
     upstream = torch.randn(2, len(targets), dtype=torch.float64)
@@ -103,7 +104,7 @@ def test_torchs_own_fused_loss_agrees():
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-SHARED = {"temperature": 0.6, "softcap": 1.5, "chunk_tokens": 4}
+SHARED = {"temperature": 0.6, "softcap": 1.5, "factor": 0.3, "chunk_tokens": 4}
 
 
 def computed_with_a_share(with_bias: bool, entropy_too: bool) -> dict[str, Tensor]:
@@ -132,7 +133,7 @@ def computed_with_a_share(with_bias: bool, entropy_too: bool) -> dict[str, Tenso
 def test_a_vocabulary_shared_over_ranks_gives_the_same(count: int, with_bias: bool, entropy_too: bool, ranks: RankPool):
     parts = ranks.run(computed_with_a_share, count, with_bias, entropy_too)
     hidden, weight, bias, targets = inputs()
-    log_probs, entropy = naive(hidden, weight, bias if with_bias else None, targets, 0.6, 1.5)
+    log_probs, entropy = naive(hidden, weight, bias if with_bias else None, targets, 0.6, 1.5, 0.3)
     upstream = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
     ((log_probs * upstream).sum() + (entropy * upstream.flip(0)).sum() * entropy_too).backward()
     expected = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad}

@@ -206,3 +206,13 @@ def test_checkpointed_layers_stay_so_and_nothing_else_is_in_training_mode(tmp_pa
     in_training = [module for module in engine.module.modules() if module.training]
     assert in_training == engine.module.layers
     assert all(layer.gradient_checkpointing for layer in in_training)
+
+
+def test_adapters_replace_those_that_were_there_and_say_where_they_cannot_be_written(model, tmp_path):
+    engine = build(model)
+    for _ in range(2):
+        engine.save_adapters(tmp_path / "adapters")
+    assert [path.name for path in tmp_path.iterdir()] == ["adapters"]
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file/adapters could not be written by rank 0"):
+        engine.save_adapters(tmp_path / "file" / "adapters")

@@ -128,12 +128,13 @@ def test_m2_a_sequence_longer_than_the_model_takes_is_refused_by_name(model):
         build(model).log_probs(Sequences.from_list([short, row]), [(0, 2)])
 
 
-def test_a_stretched_rotary_embedding_has_no_limit_of_its_own():
+def test_positions_without_a_limit_of_their_own_have_none():
     import transformers
 
     assert max_positions(transformers.Qwen2Config(max_position_embeddings=64)) == 64
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
     assert max_positions(transformers.Qwen2Config(max_position_embeddings=64, rope_parameters=yarn)) is None
+    assert max_positions(transformers.XLNetConfig()) is None
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,15 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         transformers.Qwen3MoeConfig,
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "mixtral": (
         transformers.MixtralConfig,
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
@@ -73,10 +82,15 @@ def save_tiny_model(path: Path, family: str = "qwen2", **overrides: object) -> s
         if name.endswith("bias"):  # transformers starts biases at 0, where a forgotten one goes unnoticed
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(path)
-    vocabulary = {f"t{index}": index for index in range(VOCABULARY)}
+    save_tokenizer(path, VOCABULARY)
+    return str(path)
+
+
+def save_tokenizer(path: Path, size: int) -> None:
+    """A tokenizer of `size` words at `path`."""
+    vocabulary = {f"t{index}": index for index in range(size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
-    return str(path)
 
 
 def random_sequences(count: int = 11, seed: int = 0, dtype: torch.dtype = torch.float64) -> Sequences:

@@ -11,13 +11,14 @@ over micro-batches and ranks is the loss, and the sum of their gradients its gra
     token_ratio.py   reinforce, ppo_clip, cispo, sapo        sequence_ratio.py   gspo, gmpo
     covariance.py    clip_cov, kl_cov                        supervised.py       sft
     correction.py    sampler against trainer: weights, rejection, metrics        kl.py   estimators
+    exponential.py   exp of a difference of log-probs, finite however large it is
     value.py         loss of a critic           preference.py        weighted_log_probs, for losses of pairs
 """
 
 from workers.model.losses.aggregation import Denominators, aggregate, group_tokens, token_weights
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.covariance import clip_cov, hold_back, kl_cov
-from workers.model.losses.kl import kl_estimate
+from workers.model.losses.kl import kl_estimate, kl_of_loss
 from workers.model.losses.predictions import Predictions
 from workers.model.losses.preference import weighted_log_probs
 from workers.model.losses.registry import (
@@ -64,6 +65,7 @@ __all__ = [
     "hold_back",
     "kl_cov",
     "kl_estimate",
+    "kl_of_loss",
     "make_policy_loss",
     "make_sft_loss",
     "make_value_loss",

@@ -18,6 +18,7 @@ from torch import Tensor
 from workers.config import RolloutCorrectionConfig
 from workers.errors import ConfigError
 from workers.metrics import Reduction
+from workers.model.losses.exponential import bounded_expm1
 from workers.model.losses.kl import kl_estimate
 from workers.model.losses.predictions import Predictions
 from workers.model.losses.statistics import Statistics, extreme, mean
@@ -41,7 +42,7 @@ def correction_weights(predictions: Predictions, config: RolloutCorrectionConfig
     weights = importance * kept
     statistics = {
         "rollout_kl": mean(kl_estimate(log_ratio, "k3")),
-        "rollout_chi_square": mean(log_ratio.exp().square() - 1),
+        "rollout_chi_square": mean(bounded_expm1(2 * log_ratio)),
         "rollout_rejected_fraction": mean(1 - kept),
         "rollout_weight_mean": mean(weights),
         **extreme("rollout_weight_max", weights, Reduction.MAX),

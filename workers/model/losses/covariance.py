@@ -24,6 +24,7 @@ from torch import Tensor
 from workers.config import LossConfig
 from workers.errors import DataError
 from workers.model.losses.aggregation import Denominators
+from workers.model.losses.exponential import bounded_exp
 from workers.model.losses.predictions import Predictions
 from workers.model.losses.ratio import log_ratio_to_old, ratio_statistics
 from workers.model.losses.registry import policy_loss
@@ -89,7 +90,7 @@ def kl_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statis
     The absolute log-ratio stands for the KL, as in the authors' program. Normaliser: token_mean.
     """
     log_ratio, held_back = log_ratio_to_old(predictions), predictions["held_back"]
-    losses = -log_ratio.exp() * predictions["advantages"]
+    losses = -bounded_exp(log_ratio) * predictions["advantages"]
     penalty = config.kl_cov_coefficient * log_ratio.abs()
     statistics = ratio_statistics(log_ratio, torch.zeros_like(held_back))
     del statistics["clip_fraction"]

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from workers.errors import ConfigError
+from workers.model.losses.exponential import bounded_expm1
 
 
 def kl_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
@@ -12,8 +13,7 @@ def kl_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
         k3 = exp(log_ratio) - 1 - log_ratio       absolute = |log_ratio|
 
     k1 is unbiased and noisy, k2 biased and quiet, k3 unbiased, quiet and never negative; absolute is no estimate of the
-    KL but a distance that ranks with it. As a loss term, k1 has a gradient of mean zero under the policy's own samples:
-    use it to watch, not to hold the policy near its reference. The gradient of k2 is that of the KL.
+    KL but a distance that ranks with it. Their gradients as loss terms are another matter: see `kl_of_loss`.
 
     Raises ConfigError for another name.
     """
@@ -22,7 +22,37 @@ def kl_estimate(log_ratio: Tensor, estimator: str) -> Tensor:
     if estimator == "k2":
         return 0.5 * log_ratio.square()
     if estimator == "k3":
-        return log_ratio.expm1() - log_ratio
+        return bounded_expm1(log_ratio) - log_ratio
     if estimator == "absolute":
         return log_ratio.abs()
     raise ConfigError(f"algorithm.loss.kl_estimator={estimator} is not one of k1, k2, k3, absolute")
+
+
+def kl_of_loss(log_ratio: Tensor, importance: Tensor, estimator: str, correction: str) -> Tensor:
+    """KL_t of a loss, whose gradient at the policy's parameters theta is to be that of KL(pi || pi_ref), [N].
+
+        none                KL_t = k(x_t)
+        straight_through    KL_t = sg(k(x_t) - k2(x_t)) + k2(x_t)        verl's `k1+`, `k3+`; sg: no gradient
+        importance          KL_t = r_t k(x_t)                            DeepSeek-V3.2 (2025), section 3.1; TRL
+
+    The samples depend on theta, too, which the gradient of an estimate k alone leaves out. Under the policy's own
+    samples that of k1 has mean zero, and that of k3 is the gradient of KL(pi_ref || pi) (Tang and Munos 2025, "On a few
+    pitfalls in KL divergence gradient estimation for RL"). The gradient of k2, x_t grad(x_t), is the right one:
+    `straight_through` takes it and keeps the value of the estimate. It is right for samples of the policy itself.
+    `importance` is right for samples of an older policy, too; at r_t = 1 the two agree, with k3 token by token.
+
+    All are gradients of a token's KL given the tokens before it. A KL in the reward also counts what a token does to
+    the KL of the tokens after it.
+
+    log_ratio: x_t = log pi_ref - log pi, [N]. importance: r_t = pi / pi_old, [N], with gradient. Raises ConfigError for
+    another name.
+    """
+    estimate = kl_estimate(log_ratio, estimator)
+    if correction == "none":
+        return estimate
+    if correction == "straight_through":
+        gradient_of = kl_estimate(log_ratio, "k2")
+        return (estimate - gradient_of).detach() + gradient_of
+    if correction == "importance":
+        return importance * estimate
+    raise ConfigError(f"algorithm.loss.kl_correction={correction} is not one of none, straight_through, importance")

@@ -9,10 +9,11 @@ N predicted tokens (those with `loss_mask`), B sequences of the micro-batch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,15 +28,20 @@ class PackedTokens:
     """Columns at the N predicted tokens of a micro-batch; what `Predictions` and `ValuePredictions` share.
 
     columns: name -> [N]; per-sequence columns repeat on each token. sequence_index: int64 [N], ascending, the sequence
-    each token belongs to, 0 to num_sequences - 1; a sequence may have none.
+    each token belongs to, 0 to num_sequences - 1; a sequence may have none. objects: what is no number, name -> object
+    array [num_sequences], one entry a sequence, such as `uid`. meta: what is true of the whole batch, such as `step`.
     """
 
     columns: dict[str, Tensor]
     sequence_index: Tensor
     num_sequences: int
+    objects: dict[str, np.ndarray] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
         """A column [N]. Raises DataError if the batch does not have it."""
+        if name in self.objects:
+            raise DataError(f"the column {name!r} holds no numbers; the loss finds it in predictions.objects[{name!r}]")
         if name not in self.columns:
             raise DataError(f"the loss needs the column {name!r}; the batch has {sorted(self.columns)}")
         return self.columns[name]
@@ -62,21 +68,22 @@ class PackedTokens:
         """Mean of [N] over the tokens of each sequence, at each of its tokens again: [N]."""
         return self.sequence_sum(values) / self.sequence_tokens.to(values.dtype)
 
-    def _part(self: Tokens, start: int, stop: int, **outputs: Tensor) -> Tokens:
+    def _part(self: Tokens, sequence: int, start: int, stop: int, **outputs: Tensor) -> Tokens:
         return replace(
             self,
             columns={name: values[start:stop] for name, values in self.columns.items()},
             sequence_index=torch.zeros_like(self.sequence_index[start:stop]),
             num_sequences=1,
+            objects={name: values[sequence : sequence + 1] for name, values in self.objects.items()},
             **outputs,
         )
 
-    def _bounds(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of the tokens of every sequence that has any."""
+    def _bounds(self) -> Iterator[tuple[int, int, int]]:
+        """(sequence, start and stop of its tokens) of every sequence that has any."""
         start = 0
-        for length in self.sequence_lengths.tolist():
+        for sequence, length in enumerate(self.sequence_lengths.tolist()):
             if length:
-                yield start, start + length
+                yield sequence, start, start + length
             start += length
 
 
@@ -97,8 +104,9 @@ class Predictions(PackedTokens):
 
     def sequences(self) -> Iterator["Predictions"]:
         """Each sequence that has a predicted token by itself, in order."""
-        for start, stop in self._bounds():
-            yield self._part(start, stop, log_probs=self.log_probs[start:stop], entropy=self.entropy[start:stop])
+        for sequence, start, stop in self._bounds():
+            outputs = {"log_probs": self.log_probs[start:stop], "entropy": self.entropy[start:stop]}
+            yield self._part(sequence, start, stop, **outputs)
 
 
 def columns_at(sequences: Sequences, rows: ModelInput, device: torch.device) -> dict[str, Any]:
@@ -106,4 +114,10 @@ def columns_at(sequences: Sequences, rows: ModelInput, device: torch.device) -> 
     owner = rows.sequence_index
     columns = {name: values[owner].to(device) for name, values in sequences.columns.items()}
     columns |= {name: values[rows.loss_positions].to(device) for name, values in sequences.tokens.items()}
-    return {"columns": columns, "sequence_index": owner.to(device), "num_sequences": len(sequences)}
+    return {
+        "columns": columns,
+        "sequence_index": owner.to(device),
+        "num_sequences": len(sequences),
+        "objects": sequences.objects,
+        "meta": sequences.meta,
+    }

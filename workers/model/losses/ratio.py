@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from workers.config import LossConfig
+from workers.model.losses.exponential import bounded_exp
 from workers.model.losses.kl import kl_estimate
 from workers.model.losses.predictions import Predictions
 from workers.model.losses.statistics import Statistics, mean
@@ -15,6 +16,11 @@ def log_ratio_to_old(predictions: Predictions) -> Tensor:
     on a batch, and one forward pass cheaper.
     """
     return predictions.log_probs - predictions.columns.get("old_log_probs", predictions.log_probs.detach())
+
+
+def ratio_to_old(predictions: Predictions) -> Tensor:
+    """r_t, [N], with gradient; see `bounded_exp`."""
+    return bounded_exp(log_ratio_to_old(predictions))
 
 
 def clip(ratio: Tensor, config: LossConfig) -> Tensor:

@@ -25,8 +25,9 @@ from workers.config import POLICY_LOSS_SETTINGS, LossConfig
 from workers.errors import ConfigError, DataError
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
-from workers.model.losses.kl import kl_estimate
+from workers.model.losses.kl import kl_of_loss
 from workers.model.losses.predictions import Predictions
+from workers.model.losses.ratio import ratio_to_old
 from workers.model.losses.statistics import Statistics, joined, mean, total
 from workers.model.packing import Sequences
 
@@ -51,6 +52,7 @@ class PolicyLoss:
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
+OF_CUSTOM_LOSSES = ("function", "columns", "old_entropies")  # settings that only a loss of the user's own reads
 
 
 def policy_loss(
@@ -110,7 +112,7 @@ class PolicyObjective:
 
         loss = sum_t weight_t (c_t L_t + c_kl KL_t - c_entropy H_t)
 
-    L_t: the registered loss; c_t: see `correction_weights`; KL_t: see `kl_estimate`; H_t: entropy in nats; weight_t:
+    L_t: the registered loss; c_t: see `correction_weights`; KL_t: see `kl_of_loss`; H_t: entropy in nats; weight_t:
     see `token_weights`. Needs `reference_log_probs` if kl_coefficient > 0, beside what the loss itself needs.
     """
 
@@ -137,7 +139,8 @@ class PolicyObjective:
         if config.entropy_coefficient:
             losses = losses - config.entropy_coefficient * predictions.entropy
         if config.kl_coefficient or "reference_log_probs" in predictions.columns:
-            kl = kl_estimate(predictions["reference_log_probs"] - predictions.log_probs, config.kl_estimator)
+            log_ratio = predictions["reference_log_probs"] - predictions.log_probs
+            kl = kl_of_loss(log_ratio, ratio_to_old(predictions), config.kl_estimator, config.kl_correction)
             losses = losses + config.kl_coefficient * kl
             statistics["reference_kl"] = mean(kl)
         loss = aggregate(losses, predictions, denominators, self.aggregation, config.constant_length)
@@ -194,7 +197,7 @@ def _check_settings_have_effect(config: LossConfig) -> None:
     used = POLICY_LOSS_SETTINGS.get(config.name)
     if used is None:  # registered by a user: it may read any of them
         return
-    particular = {name for names in POLICY_LOSS_SETTINGS.values() for name in names} | {"function"}
+    particular = {name for names in POLICY_LOSS_SETTINGS.values() for name in names} | set(OF_CUSTOM_LOSSES)
     for field in fields(config):
         if field.name in particular - set(used) and getattr(config, field.name) != field.default:
             raise ConfigError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.config import LossConfig
+from workers.model.losses.exponential import bounded_exp
 from workers.model.losses.predictions import Predictions
 from workers.model.losses.ratio import clip, log_ratio_to_old, ratio_statistics
 from workers.model.losses.registry import policy_loss
@@ -29,7 +30,7 @@ def gspo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
     """
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     own = predictions.log_probs - predictions.log_probs.detach()
-    ratio = (predictions.sequence_mean(log_ratio.detach()) + own).exp()
+    ratio = bounded_exp(predictions.sequence_mean(log_ratio.detach()) + own)
     unclipped, clipped = ratio * advantages, clip(ratio, config) * advantages
     return -torch.minimum(unclipped, clipped), ratio_statistics(log_ratio, clipped < unclipped)
 
@@ -47,5 +48,5 @@ def gmpo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
     """
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low))
-    ratio = predictions.sequence_mean(bounded).exp()
+    ratio = bounded_exp(predictions.sequence_mean(bounded))
     return -advantages * ratio, ratio_statistics(log_ratio, bounded != log_ratio)

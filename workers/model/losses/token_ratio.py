@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.config import LossConfig
+from workers.model.losses.exponential import bounded_exp, bounded_expm1
 from workers.model.losses.predictions import Predictions
 from workers.model.losses.ratio import clip, log_ratio_to_old, ratio_statistics
 from workers.model.losses.registry import policy_loss
@@ -51,7 +52,7 @@ def ppo_clip(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Stat
 def surrogate(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
     """(clipped surrogate loss [N], where the clip has cut it, bool [N], log ratio [N])."""
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
-    ratio = log_ratio.exp()
+    ratio = bounded_exp(log_ratio)
     unclipped, clipped = ratio * advantages, clip(ratio, config) * advantages
     return -torch.minimum(unclipped, clipped), clipped < unclipped, log_ratio
 
@@ -65,7 +66,7 @@ def cispo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statist
     The paper has no lower bound (clip_low = 1) and tunes the upper. Normaliser: token_mean.
     """
     log_ratio = log_ratio_to_old(predictions)
-    ratio = log_ratio.detach().exp()
+    ratio = bounded_exp(log_ratio.detach())
     weight = clip(ratio, config)
     return -weight * predictions["advantages"] * predictions.log_probs, ratio_statistics(log_ratio, weight != ratio)
 
@@ -82,7 +83,7 @@ def sapo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     positive, negative = (log_ratio.new_tensor(tau) for tau in (config.sapo_tau_positive, config.sapo_tau_negative))
     tau = torch.where(advantages > 0, positive, negative)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1))
+    gate = torch.sigmoid(tau * bounded_expm1(log_ratio))
     statistics = ratio_statistics(log_ratio, torch.zeros_like(gate, dtype=torch.bool))
     del statistics["clip_fraction"]
     statistics["sapo_gate"] = mean(4 * gate * (1 - gate))

@@ -1,0 +1,122 @@
+"""Whether a Ray cluster answers at the address of a run, asked before Ray, which would wait for it for minutes.
+
+resources.ray_address, RAY_ADDRESS --TCP--> answers? --gRPC health--> Ray's? --cluster id--> takes our token?
+"""
+
+import os
+import re
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from controller.config import TrainingConfig
+from workers.errors import ConfigError, ResourceError
+
+if TYPE_CHECKING:
+    import grpc
+
+LOCAL, AUTO = "local", "auto"
+CONNECT_SECONDS, ANSWER_SECONDS = 4.0, 2.0
+HEALTH, CLUSTER_ID = "/grpc.health.v1.Health/Check", "/ray.rpc.NodeInfoGcsService/GetClusterId"
+HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
+
+
+def cluster_address(config: TrainingConfig) -> str:
+    """`host:port`, `auto` for the cluster of this machine, or `local` for one that the run starts itself."""
+    return config.resources.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL
+
+
+def check_address(config: TrainingConfig) -> None:
+    """Raise ConfigError unless the address is of a form that a run can join."""
+    address, key = cluster_address(config), _key(config)
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"{key}={address}: Ray Client is not supported; start the run inside the cluster with `ray job submit`."
+        )
+    if address not in (LOCAL, AUTO) and not HOST_AND_PORT.fullmatch(address):
+        raise ConfigError(f"{key}={address} is neither host:port nor auto; Ray's port is 6379 unless set otherwise.")
+
+
+def check_cluster(config: TrainingConfig) -> None:
+    """Return when a Ray cluster answers at the address and takes our token; at once for `local` and `auto`.
+
+    Raises ResourceError within seconds, naming what does not answer.
+    """
+    address = cluster_address(config)
+    if address in (LOCAL, AUTO):
+        return
+    where = f"{_key(config)}={address}"
+    _connect(address, where)
+    import grpc  # here, because it takes half a second
+
+    with grpc.insecure_channel(address) as channel:
+        _check_is_ray(channel, where)
+        _check_token(channel, where)
+
+
+def _key(config: TrainingConfig) -> str:
+    return "resources.ray_address" if config.resources.ray_address else "RAY_ADDRESS"
+
+
+def _connect(address: str, where: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except socket.gaierror as error:
+        raise ResourceError(f"{where}: the host is not known ({error.strerror}); check its name.") from None
+    except TimeoutError:
+        raise ResourceError(
+            f"{where}: nothing answered within {CONNECT_SECONDS:g} s; check the address, and that no firewall is "
+            "between."
+        ) from None
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ResourceError(
+            f"{where}: no connection ({reason}); check the port, and that the cluster runs (`ray status` there)."
+        ) from None
+
+
+def _check_is_ray(channel: "grpc.Channel", where: str) -> None:
+    import grpc
+
+    code = _answer(channel, HEALTH)
+    if code is not grpc.StatusCode.OK:
+        raise ResourceError(
+            f"{where}: what answers there is not a Ray head node ({code.name}); give the port of `ray start --head` "
+            "(6379 unless set otherwise), not that of its dashboard or of Ray Client."
+        )
+
+
+def _check_token(channel: "grpc.Channel", where: str) -> None:
+    import grpc
+
+    token, source = _token()
+    sent = (("authorization", f"Bearer {token}"),) if token else ()
+    if _answer(channel, CLUSTER_ID, sent) is grpc.StatusCode.UNAUTHENTICATED:
+        raise ResourceError(
+            f"{where}: the cluster wants its token, and {source}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "
+            "`ray get-auth-token` prints on its head node."
+        )
+
+
+def _answer(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str], ...] = ()) -> "grpc.StatusCode":
+    import grpc
+
+    try:
+        channel.unary_unary(method)(b"", timeout=ANSWER_SECONDS, metadata=metadata)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def _token() -> tuple[str, str]:
+    """The token that Ray would send, and where it is from in words; looked for as Ray does where it joins a cluster."""
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if mode.lower() != "token":
+        return "", f"RAY_AUTH_MODE={mode} sends none" if mode else "without RAY_AUTH_MODE none is sent"
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token.strip(), "that of RAY_AUTH_TOKEN is another"
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if path.is_file():
+        return path.read_text(encoding="utf-8").strip(), f"that of {path} is another"
+    return "", "there is none here"

@@ -1,0 +1,81 @@
+"""What settings of other systems are called here, for whoever brings their configuration: docs/migration.md in short.
+
+trainer.total_epochs --name_here--> run.steps
+"""
+
+NAMES_ELSEWHERE = {
+    "data.train_files": "data.train",
+    "data.val_files": "data.validation",
+    "data.train_batch_size": "batch.prompts_per_step",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "rollout.sampling.max_new_tokens",
+    "filter_overlong_prompts": "data.over_long",
+    "truncation": "data.over_long",
+    "actor_rollout_ref.model.path": "model.path",
+    "use_remove_padding": "model.layout",
+    "enable_gradient_checkpointing": "model.gradient_checkpointing",
+    "ppo_mini_batch_size": "batch.mini_batches",
+    "ppo_max_token_len_per_gpu": "policy.max_tokens",
+    "log_prob_max_token_len_per_gpu": "policy.forward_max_tokens",
+    "ulysses_sequence_parallel_size": "policy.parallel.context_parallel",
+    "clip_ratio_low": "algorithm.loss.clip_low",
+    "clip_ratio_high": "algorithm.loss.clip_high",
+    "clip_ratio_c": "algorithm.loss.dual_clip",
+    "loss_agg_mode": "algorithm.loss.aggregation",
+    "kl_loss_coef": "algorithm.loss.kl_coefficient",
+    "kl_loss_type": "algorithm.loss.kl_estimator",
+    "entropy_coeff": "algorithm.loss.entropy_coefficient",
+    "actor.optim.lr": "policy.optimizer.learning_rate",
+    "grad_clip": "policy.optimizer.max_grad_norm",
+    "rollout.n": "rollout.samples_per_prompt",
+    "gpu_memory_utilization": "rollout.memory_fraction",
+    "tensor_model_parallel_size": "rollout.tensor_parallel",
+    "adv_estimator": "algorithm.advantage",
+    "norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
+    "algorithm.gamma": "algorithm.gae.gamma",
+    "algorithm.lam": "algorithm.gae.lam",
+    "critic.model.path": "critic.path",
+    "critic.optim.lr": "critic.optimizer.learning_rate",
+    "critic.cliprange_value": "critic.loss.clip",
+    "critic.ppo_max_token_len_per_gpu": "critic.max_tokens",
+    "forward_max_token_len_per_gpu": "critic.forward_max_tokens",
+    "critic_warmup": "critic.warmup_steps",
+    "custom_reward_function.path": "reward.function",
+    "balance_batch": "balance.algorithm",
+    "reward_model.model.path": "reward.model.path",
+    "overlong_buffer.len": "reward.overlong_tokens",
+    "overlong_buffer.penalty_factor": "reward.overlong_penalty",
+    "filter_groups.enable": "algorithm.groups_without_signal",
+    "max_num_gen_batches": "algorithm.max_sampling_rounds",
+    "use_kl_in_reward": "algorithm.kl_in_reward.coefficient",
+    "val_kwargs": "validation.sampling",
+    "multi_turn": "rollout.environment",
+    "param_offload": "policy.cpu_offload",
+    "optimizer_offload": "policy.cpu_offload",
+    "total_epochs": "run.steps",
+    "total_training_steps": "run.steps",
+    "project_name": "tracking.project",
+    "experiment_name": "run.name",
+    "default_local_dir": "run.dir",
+    "trainer.logger": "tracking",
+    "save_freq": "run.checkpoint_every",
+    "resume_mode": "run.resume",
+    "test_freq": "validation.every",
+    "nnodes": "policy.ranks",
+    "n_gpus_per_node": "policy.ranks",
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.sampling.max_new_tokens",
+    "n_samples_per_prompt": "rollout.samples_per_prompt",
+    "rollout_batch_size": "batch.prompts_per_step",
+    "max_num_steps": "run.steps",
+    "num_prompts_per_step": "batch.prompts_per_step",
+    "num_generations_per_prompt": "rollout.samples_per_prompt",
+}
+"""Setting here by its name elsewhere, which is the end of a full key: as much of it as tells it from others."""
+
+
+def name_here(key: str) -> str:
+    """The setting, or section, that another system's `key` is here; the longest known end of it decides. Or ""."""
+    parts = key.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((NAMES_ELSEWHERE[end] for end in ends if end in NAMES_ELSEWHERE), "")

@@ -1,0 +1,252 @@
+"""What a run needs beside its configuration: read, tried and checked before anything starts.
+
+    files --> records | users' code --process of its own--> packed, tried once | first prompts --process--> rendered
+    these are Tried, with which a dry run ends --tokenizer--> Inputs, with which a run starts
+
+Users' code and chat templates are programs: this process neither imports nor, before they have ended once, runs them.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from balancing import CostModel
+from controller.checkpoint import check_same_data
+from controller.config import Config
+from controller.config.file import value_of
+from controller.config.functions import check_environment, check_rewards, requested_columns
+from controller.config.model_files import read_model_files
+from controller.curriculum import IsolatedCurriculum
+from controller.data import (
+    PromptDataset,
+    PromptMixture,
+    PromptRules,
+    Prompts,
+    characters,
+    check_prompt,
+    is_too_long,
+    with_system_prompt,
+)
+from controller.data_identity import DataIdentity, data_identity
+from controller.preflight.validation_checks import check_keep_best
+from controller.records import Record, check_loss_columns, read_records
+from controller.watching.shown_text import counted
+from workers.chat_template import template_of, try_template
+from workers.errors import DataError
+from workers.reward_process import RewardFunction
+from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_function
+
+Say = Callable[[str], None]
+Records = dict[str, list[Record]]
+
+TRIED_PROMPTS = 32  # of each data set; the others are rendered by the run itself, as they are tokenized
+SILENT_SECONDS = 2.0  # of a trial, after which it is said what is waited for
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What needs no tokenizer. train, held_out: records by path. environment: the packed class of rollout.environment,
+    empty without one."""
+
+    train: Records
+    held_out: Records
+    reward_functions: list[RewardFunction]
+    environment: bytes
+    curriculum: IsolatedCurriculum | None
+    cost_model: CostModel
+    identity: DataIdentity
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts with. identity: of the training data, for its checkpoints. environment: as of `Tried`."""
+
+    sources: list[PromptDataset]
+    validation: PromptDataset | None
+    reward_functions: list[RewardFunction]
+    cost_model: CostModel
+    weights: dict[str, float]
+    environment: bytes
+    identity: DataIdentity
+
+    @property
+    def prompts(self) -> Prompts:
+        """The training prompts: those of the only source, or a mixture."""
+        return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
+
+
+def try_inputs(config: Config, say: Say = print) -> Tried:
+    """Read all data, try users' code and the chat template in processes of their own.
+
+    say: told what is waited for, where that takes long. Raises ConfigError or DataError for what cannot be used.
+    """
+    data = config.data
+    train = {path: read_records(path, data.prompt_key) for path in data.weights}
+    held_out = {data.validation: read_records(data.validation, data.prompt_key)} if data.validation else {}
+    identity = data_identity(config, train)
+    check_same_data(config, identity)
+    functions = _reward_functions(config, next(iter(train.values()))[0], say)
+    for path, rows in (train | held_out).items():
+        _check_records(path, rows, data.prompt_key, functions)
+        _check_lengths(config, path, rows)
+    for path, rows in train.items():
+        check_loss_columns(path, rows, config.loss_columns)
+    _try_template(config, train | held_out, say)
+    environment = _environment(config, next(iter(train.values()))[0], say)
+    curriculum = _curriculum(config, train, say)
+    if config.algorithm.loss.name == "custom":
+        key, name = "algorithm.loss.function", config.algorithm.loss.function
+        with _waiting(say, f"the import of {name}, {key}", config):
+            check_loss(key, name, timeout_s=config.resources.user_code_timeout_s)
+    cost_model = CostModel.from_model_config(config.model_description())
+    return Tried(train, held_out, functions, environment, curriculum, cost_model, identity)
+
+
+def tried_lines(config: Config, tried: Tried) -> list[str]:
+    """What was tried, in words, and what only a run finds."""
+    code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
+    return [
+        *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
+        *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
+        "prompts are not counted in tokens: that takes the tokenizer, with which a run begins",
+    ]
+
+
+def read_inputs(config: Config, say: Say = print) -> Inputs:
+    """`try_inputs`, tokenized; raises as that does, and for prompts that do not become tokens."""
+    tried, data = try_inputs(config, say), config.data
+
+    from workers.model.model import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model.path)
+    if config.rollout.environment:
+        _check_continuing(config, tokenizer, tried.train)
+    rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
+    dataset = partial(PromptDataset, tokenizer=tokenizer, rules=rules)
+    sources = [
+        dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
+        for path, rows in tried.train.items()
+    ]
+    validation = [dataset(rows, shuffle=False, name=path) for path, rows in tried.held_out.items()]
+    identity = tried.identity | {"prompts": [len(source) for source in sources]}
+    check_same_data(config, identity)
+    return Inputs(
+        sources,
+        validation[0] if validation else None,
+        tried.reward_functions,
+        tried.cost_model,
+        data.weights,
+        tried.environment,
+        identity,
+    )
+
+
+def _reward_functions(config: Config, example: Record, say: Say) -> list[RewardFunction]:
+    """The reward functions, tried on the first record and an empty response: one that cannot work stops here."""
+    functions = []
+    key = "reward.functions" if config.reward.functions else "reward.function"
+    for name, weight in config.reward.weights.items():
+        with _waiting(say, f"the import of {name}, {key}", config):
+            found = find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
+        columns = requested_columns(found.signature, example, name)
+        functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
+    if functions:
+        with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
+            score = check_rewards(functions, example, timeout_s=config.reward.timeout_s)
+        check_keep_best(config, score.parts)
+    return functions
+
+
+def _environment(config: Config, example: Record, say: Say) -> bytes:
+    """The packed environment, tried on the first record; empty without one."""
+    key, name = "rollout.environment", config.rollout.environment
+    if not name:
+        return b""
+    with _waiting(say, f"the import of {name}, {key}", config):
+        packed = find_class(key, name, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
+    with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
+        check_environment(packed, example, timeout_s=config.reward.timeout_s)
+    return packed
+
+
+def _curriculum(config: Config, train: Records, say: Say) -> IsolatedCurriculum | None:
+    """The curriculum, tried on the first epoch of every source."""
+    key, name, timeout_s = "data.curriculum", config.data.curriculum, config.resources.user_code_timeout_s
+    if not name:
+        return None
+    with _waiting(say, f"the import of {name}, {key}", config):
+        curriculum = IsolatedCurriculum(find_function(key, name, timeout_s=timeout_s).packed, timeout_s)
+    with _waiting(say, f"{key}, tried on the first epoch", config):
+        for rows in train.values():
+            curriculum(rows, 0)
+    return curriculum
+
+
+def _check_records(path: str, rows: list[Record], prompt_key: str, functions: Sequence[RewardFunction]) -> None:
+    needed = {column: function.name for function in functions for column in function.columns}
+    for number, record in enumerate(rows, start=1):
+        check_prompt(record[prompt_key], f"{path} record {number}")
+        if missing := sorted(needed.keys() - record.keys()):
+            raise DataError(f"{path}: record {number} lacks {missing}, which {needed[missing[0]]} takes.")
+
+
+def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
+    """What can be said of lengths without a tokenizer: which prompts are too long with any."""
+    data = config.data
+    short = [not is_too_long(row[data.prompt_key], data.max_prompt_tokens) for row in rows]
+    if data.over_long != "truncate" and not any(short):
+        raise DataError(
+            f"{path}: all prompts, {len(rows)}, have many more characters than data.max_prompt_tokens="
+            f"{data.max_prompt_tokens} tokens hold; raise it, set data.over_long=truncate, or give shorter prompts."
+        )
+    if data.over_long == "error" and not all(short):
+        number = short.index(False) + 1
+        raise DataError(
+            f"{path} record {number} has {characters(rows[number - 1][data.prompt_key]):,} characters, more than "
+            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens hold; raise it, or set data.over_long=drop."
+        )
+
+
+def _try_template(config: Config, data: Mapping[str, list[Record]], say: Say) -> None:
+    """Render the first prompts of every data set that are chat messages."""
+    tried: list[Any] = []
+    for path, rows in data.items():
+        chats = [row[config.data.prompt_key] for row in rows if isinstance(row[config.data.prompt_key], list)]
+        tried += chats[:TRIED_PROMPTS]
+        if config.data.system_prompt:
+            tried = [with_system_prompt(prompt, config.data.system_prompt, path) for prompt in tried]
+    if not tried:
+        return
+    template = template_of(read_model_files(config.model.path, "model.path").folder)
+    if template is None:
+        raise DataError(
+            f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
+        )
+    timeout_s = config.resources.user_code_timeout_s
+    with _waiting(say, f"the chat template of model.path={config.model.path}", config):
+        try_template(template, tried, config.model.path, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
+
+
+def _check_continuing(config: Config, tokenizer: Any, train: Records) -> None:
+    """Raise ConfigError if prompts need a chat template that cannot continue a turn."""
+    from workers.rollout.conversation import check_template
+
+    if isinstance(next(iter(train.values()))[0][config.data.prompt_key], list):
+        check_template(tokenizer, config.model.path)
+
+
+@contextmanager
+def _waiting(say: Say, what: str, config: Config, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
+    """Say what is waited for, and which setting ends that, unless it is there in a moment."""
+    timer = threading.Timer(
+        SILENT_SECONDS, say, [f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"]
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

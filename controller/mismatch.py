@@ -1,0 +1,97 @@
+"""Do engines and trainer give the same tokens the same log-probs? Judged in every step, before weights are given out.
+
+    first step after a start            samples of the weights that were just sent          --> rounding, or stop
+    first step of changed weights       samples of weights that an update has changed       --> rounding, or stop
+    every step                          also samples of older weights, after the update     --> policy.max_mismatch
+
+The second is not the first again. A transfer that loses a weight, or an engine that keeps an arrangement of the old one
+(as vLLM on a CPU keeps packed linear layers and experts), gives equal log-probs as long as no weight has changed. Both
+are judged before the optimiser takes its step; where the algorithm has no pass of log-probs before it, one is made.
+Samples of older weights differ from the trainer by what the policy has learned since, so that rounding says nothing of
+them.
+"""
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+
+import numpy as np
+
+from controller.config import Config
+from workers.errors import MismatchError
+from workers.metrics import Metric
+from workers.tolerance import TOLERANCE
+
+MEAN, LARGEST = "rollout_mismatch_mean", "rollout_mismatch_max"
+COARSER = ("quantization", "kv_cache_dtype")
+"""Arguments of vLLM (`rollout.engine`) with which an engine computes in fewer bits than the trainer."""
+
+
+class Proof(Enum):
+    """What a step's samples show beyond `policy.max_mismatch`, in the words of an error."""
+
+    FIRST = "at the weights that the engines were sent at the start"
+    CHANGED = "at the first weights that an update has changed"
+    NONE = ""
+
+
+class MismatchWatch:
+    """Decides over the steps of one attempt of a run."""
+
+    def __init__(self, config: Config, first_version: int) -> None:
+        """first_version: of the weights that the attempt starts with."""
+        self._limit, self._first = config.policy.max_mismatch, first_version
+        self._dtype = config.compute_dtype
+        self._pending: set[Proof] = {Proof.FIRST, Proof.CHANGED} if compares_exactly(config) else set()
+
+    def proof(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> Proof:
+        """What samples [B] of weight versions `oldest` to `newest` can still show of the trainer's, version `current`.
+
+        A sample may have begun with older weights than it ended with. NONE where it was shown before.
+        """
+        of_current = bool(np.all(oldest == current) and np.all(newest == current))
+        found = Proof.FIRST if current == self._first else Proof.CHANGED
+        return found if of_current and found in self._pending else Proof.NONE
+
+    def judge(self, step: int, metrics: Mapping[str, Metric], proof: Proof = Proof.NONE) -> None:
+        """Raise MismatchError, with what to look at, if sampler and trainer differ by more than they may.
+
+        metrics: of a pass over the step's samples; one that says nothing of the mismatch is not judged.
+        """
+        if MEAN not in metrics or not metrics[MEAN].weight:
+            return
+        mean, largest = metrics[MEAN].result(), metrics[LARGEST].result()
+        if problem := beyond(mean, largest, self._limit, self._dtype, proof):
+            raise MismatchError(f"step {step}: {problem}")
+        self._pending.discard(proof)
+
+
+def compares_exactly(config: Config) -> bool:
+    """Whether at equal weights rounding in the compute type is all that may come between engines and trainer.
+
+    Not so where the sampler's log-probs are of a cut distribution, or the engine computes in fewer bits.
+    """
+    sampling, engine = config.rollout.sampling, config.rollout.engine
+    return sampling.top_p == 1 and not sampling.top_k and not any(engine.get(name) for name in COARSER)
+
+
+def beyond(mean: float, largest: float, limit: float, dtype: str, proof: Proof) -> str:
+    """What is wrong with a mismatch, nats a token, or an empty string. limit: policy.max_mismatch."""
+    told = f"log-probs of engines and trainer differ by {mean:.2g} nats a token (largest {largest:.2g})"
+    if math.isnan(mean):
+        return (
+            "log-probs of engines and trainer differ by NaN, so that one of them gives NaN; no weights were sent and "
+            "nothing was saved; go on from the last checkpoint with a lower policy.optimizer.learning_rate."
+        )
+    if proof is not Proof.NONE and mean > TOLERANCE[dtype]:
+        return (
+            f"{told} {proof.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): the engine does not "
+            "compute what the trainer does; `python -m controller.doctor` compares them step by step."
+        )
+    if mean > limit:
+        return (
+            f"{told}, above policy.max_mismatch={limit:g}; `python -m controller.doctor` compares them at equal "
+            "weights; raise policy.max_mismatch if samples are older than the weights, or of a distribution that "
+            "rollout.sampling.top_p or top_k cut."
+        )
+    return ""

@@ -1,0 +1,70 @@
+"""Whether this machine has what the run asks for, where no cluster is named: then a local Ray has this machine alone.
+
+Config --check_machine--> nothing, or ConfigError
+"""
+
+import os
+import re
+from pathlib import Path
+
+import psutil
+
+from controller.config import Config, TrainingConfig
+from controller.layout import reserved
+from workers.errors import ConfigError
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+ELSEWHERE = "or set resources.ray_address (or RAY_ADDRESS) for a cluster"
+
+
+def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
+    """Raise ConfigError if a local Ray on this machine could not hold the run; with an address Ray itself says so.
+
+    dry_run: GPUs are then asked of a machine that has some: a configuration for others is looked at anywhere.
+    """
+    if config.resources.ray_address or os.environ.get("RAY_ADDRESS"):
+        return
+    if config.uses_gpus:
+        _check_gpus(config, visible_gpus(), dry_run=dry_run)
+    elif isinstance(config, Config):
+        _check_cpus(config)
+
+
+def visible_gpus() -> int:
+    """NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves of this machine's."""
+    found = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        found if chosen is None else min(found, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
+    )
+
+
+def _check_gpus(config: TrainingConfig, gpus: int, *, dry_run: bool) -> None:
+    asked = reserved(config, "GPU")
+    if asked > gpus and not (dry_run and gpus == 0):
+        settings = "policy.ranks, rollout.replicas or rollout.tensor_parallel" if config.samples else "policy.ranks"
+        raise ConfigError(
+            f"the run asks for {asked:g} GPUs and this machine has {gpus}; lower {settings}, {ELSEWHERE}."
+        )
+
+
+def _check_cpus(config: Config) -> None:
+    cores, engines = len(os.sched_getaffinity(0)), config.rollout.replicas
+    if engines > cores:
+        raise ConfigError(
+            f"rollout.replicas={engines} engines are more than the {cores} CPU cores of this machine, and each needs "
+            f"one; lower it, {ELSEWHERE}."
+        )
+    caches, memory = engines * config.rollout.cpu_kv_cache_gib, memory_gib()
+    if caches > memory:
+        raise ConfigError(
+            f"rollout.replicas * rollout.cpu_kv_cache_gib = {caches:g} GiB of KV cache are more than the {memory:.1f} "
+            f"GiB of this machine; lower them, {ELSEWHERE}."
+        )
+
+
+def memory_gib() -> float:
+    """Memory of this machine, or what its container may use of it."""
+    total = psutil.virtual_memory().total
+    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
+    return (min(total, int(limit)) if limit.isdigit() else total) / 2**30

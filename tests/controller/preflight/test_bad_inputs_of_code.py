@@ -1,0 +1,201 @@
+"""Users' code and chat templates that hang, exit, raise or cannot be sent on: one line, and never in the driver."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.controller.bad_inputs import BadInput, check_refused, rows
+
+SHORT = "resources.user_code_timeout_s=1"
+REWARD = "\n\ndef reward(response, solution):\n    {body}\n"
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def reward(top: str = "", body: str = "return 0.0") -> Callable[[Path], object]:
+    """Writes reward.py: `top` runs when it is imported, `body` when it is called."""
+    return lambda folder: (folder / "reward.py").write_text(top + REWARD.format(body=body))
+
+
+def file(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def template(text: str) -> Callable[[Path], object]:
+    """A chat template, and data that need it."""
+
+    def write(folder: Path) -> None:
+        (folder / "model" / "tokenizer_config.json").write_text(json.dumps({"chat_template": text, "eos_token": "#"}))
+        record = {"prompt": [{"role": "user", "content": "1+1="}], "solution": "2"}
+        for name in ("train", "validation"):
+            (folder / f"{name}.jsonl").write_text(json.dumps(record))
+
+    return write
+
+
+IMPORTS = (
+    BadInput("raises", ["reward.function", "reward.py", "RuntimeError: no"], write=reward("raise RuntimeError('no')")),
+    BadInput("is no Python", ["reward.py is not valid Python"], write=file("reward.py", "def reward(:")),
+    BadInput("interrupts", ["reward.py", "KeyboardInterrupt"], write=reward("raise KeyboardInterrupt")),
+    BadInput(
+        "hangs",
+        ["reward.function", "took more than resources.user_code_timeout_s=1 s", "__main__"],
+        [SHORT],
+        reward("import subprocess\nsubprocess.run(['sleep', '1000'])"),
+    ),
+    BadInput("ends its process", ["reward.py", "exit code 7"], write=reward("import os\nos._exit(7)")),
+    BadInput("exits", ["reward.py", "exit code 3", "__main__"], write=reward("import sys\nsys.exit(3)")),
+    BadInput("exits with a word", ["exit code 1: no key"], write=reward("import sys\nsys.exit('no key')")),
+    BadInput("kills its process", ["killed by SIGKILL"], write=reward("import os\nos.kill(os.getpid(), 9)")),
+    BadInput(
+        "requires arguments",
+        ["exit code 2", "the following arguments are required: --rate", "__main__"],
+        write=reward(
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', required=True)\np.parse_args()"
+        ),
+    ),
+    BadInput(
+        "holds a thread pool",
+        ["reward.py", "POOL (ThreadPoolExecutor)", "make it inside the function"],
+        write=reward(
+            "from concurrent.futures import ThreadPoolExecutor\nPOOL = ThreadPoolExecutor()",
+            "return POOL.submit(float, 0).result()",
+        ),
+    ),
+    BadInput(
+        "holds an open file",
+        ["reward.py", "LOG (TextIOWrapper)", "make it inside the function"],
+        write=reward("LOG = open('log', 'w')", "LOG.write(response)"),
+    ),
+    BadInput(
+        "asks for a column", ["asks for ['target']"], write=file("reward.py", "def reward(response, target): ...")
+    ),
+)
+
+CALLS = (
+    BadInput("raises", ["reward.function failed", "ZeroDivisionError"], write=reward(body="return 1 / 0")),
+    BadInput(
+        "interrupts", ["reward.function failed", "KeyboardInterrupt"], write=reward(body="raise KeyboardInterrupt")
+    ),
+    BadInput("exits", ["reward.function failed", "SystemExit: 4"], write=reward(body="raise SystemExit(4)")),
+    BadInput("ends its process", ["exit code 5"], write=reward("import os", "os._exit(5)")),
+    BadInput(
+        "exits as a coroutine",
+        ["SystemExit: 6"],
+        write=file("reward.py", "async def reward(response):\n    raise SystemExit(6)\n"),
+    ),
+    BadInput(
+        "hangs",
+        ["took more than reward.timeout_s=0.2 s"],
+        ["reward.timeout_s=0.2"],
+        reward("import time", "time.sleep(99)"),
+    ),
+    BadInput(
+        "is noisy and raises",
+        ["ValueError: no"],
+        write=reward("import sys", "print('x', file=sys.stderr); raise ValueError('no')"),
+    ),
+    BadInput("raises in lines", ["ValueError: first"], write=reward(body="raise ValueError('first\\nsecond')")),
+    BadInput("returns text", ["must return numbers"], write=reward(body="return 'high'")),
+)
+
+ENVIRONMENT = "class Guess:\n    def reset(self, record):\n        {body}\n    def step(self, response): ...\n"
+OTHERS = (
+    BadInput(
+        "an environment that exits",
+        ["rollout.environment", "exit code 3"],
+        ["rollout.environment=guess.py:Guess", "policy.max_tokens=9999", "rollout.max_turns=1"],
+        file("guess.py", "import sys\nsys.exit(3)\n" + ENVIRONMENT.format(body="...")),
+    ),
+    BadInput(
+        "an environment whose reset exits",
+        ["rollout.environment failed", "SystemExit: 3"],
+        ["rollout.environment=guess.py:Guess", "policy.max_tokens=9999", "rollout.max_turns=1"],
+        file("guess.py", ENVIRONMENT.format(body="raise SystemExit(3)")),
+    ),
+    BadInput(
+        "a curriculum that hangs",
+        ["data.curriculum for epoch 0 took more than resources.user_code_timeout_s=1 s"],
+        ["data.curriculum=order.py:order", SHORT],
+        file("order.py", "import time\n\n\ndef order(records, epoch):\n    time.sleep(99)\n"),
+    ),
+    BadInput(
+        "a curriculum that names no record",
+        ["returned record 1 for epoch 0, of 1 records"],
+        ["data.curriculum=order.py:order"],
+        file("order.py", "def order(records, epoch):\n    return [1]\n"),
+    ),
+    BadInput(
+        "a curriculum that exits",
+        ["data.curriculum for epoch 0 raised SystemExit: 2"],
+        ["data.curriculum=order.py:order"],
+        file("order.py", "def order(records, epoch):\n    raise SystemExit(2)\n"),
+    ),
+)
+
+LOSSES = (
+    BadInput(
+        "a loss that is not decorated",
+        ["algorithm.loss.function='losses:mine'", "does not state its normaliser"],
+        ["algorithm.loss.name=custom", "algorithm.loss.function=losses:mine"],
+        file("losses.py", "def mine(predictions, config): ...\n"),
+    ),
+    BadInput(
+        "a loss that exits",
+        ["algorithm.loss.function='lost:mine'", "exit code 9"],
+        ["algorithm.loss.name=custom", "algorithm.loss.function=lost:mine"],
+        file("lost.py", "import os\nos._exit(9)\n\n\ndef mine(predictions, config): ...\n"),
+    ),
+)
+
+TEMPLATES = (
+    BadInput(
+        "broken", ["chat template of model.path=model", "TemplateSyntaxError", "line 2"], write=template("x\n{% if %}")
+    ),
+    BadInput(
+        "raises", ["chat template", "no user may speak"], write=template("{{ raise_exception('no user may speak') }}")
+    ),
+    BadInput(
+        "never ends",
+        ["chat template of model.path=model took more than resources.user_code_timeout_s=3 s"],
+        ["resources.user_code_timeout_s=3"],
+        template(ENDLESS),
+        told=["waiting for the chat template of model.path=model (at most resources.user_code_timeout_s=3 s)\n"],
+    ),
+)
+
+
+@rows(*IMPORTS)
+def test_code_that_is_not_fit_to_be_imported_is_refused(
+    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
+
+
+@rows(*CALLS)
+def test_a_reward_that_cannot_score_an_empty_response_is_refused(
+    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
+
+
+@rows(*OTHERS, *LOSSES)
+def test_environments_curricula_and_losses_are_tried_too(
+    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
+
+
+@rows(*TEMPLATES)
+def test_a_chat_template_that_does_not_render_the_first_prompts_is_refused(
+    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
+
+
+@rows(IMPORTS[0])
+def test_a_run_refuses_what_a_dry_run_refuses(
+    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_refused(case, workspace, capfd, monkeypatch)

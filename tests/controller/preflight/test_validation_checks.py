@@ -1,0 +1,67 @@
+"""validation.keep_best names a metric that validation gives, or the command says so before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from controller.config import load
+from controller.fit import main
+from controller.preflight.validation_checks import check_counted_metric, check_keep_best
+from controller.validation import Graded, is_possible, summarize
+from workers.errors import ConfigError
+
+PARTS = "def reward(response, solution):\n    return {'reward': 0, 'exact': 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["validation.keep_best=rewards"],
+            "keep_best=rewards is not a validation metric: the reward gives reward; ",
+        ),
+        (["validation.keep_best=pass@4"], "keep_best=pass@4 is no metric of validation.samples=1, which give reward; "),
+        (
+            ["validation.keep_best=pass@3", "validation.samples=6"],
+            "which give reward, pass@1, pass@2, pass@4, pass@6, maj@6; choose one of them",
+        ),
+        (
+            ["validation.keep_best=exat", "reward.function=parts.py:reward"],
+            "keep_best=exat is not a validation metric: the reward gives reward, exact; choose one of them, or return",
+        ),
+    ],
+)
+def test_a_metric_that_validation_does_not_give_is_refused(
+    workspace: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], words: str
+) -> None:
+    (workspace / "parts.py").write_text(PARTS)
+    assert main(["--config", "config.yaml", "--dry-run", *overrides]) == 2
+    shown = capsys.readouterr().err
+    assert words in shown and len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["reward", "exact", "sums/exact", "pass@1", "pass@4", "sums/pass@6", "maj@6"])
+def test_a_metric_that_it_may_give_is_accepted(workspace: Path, name: str) -> None:
+    config = load("config.yaml", [f"validation.keep_best={name}", "validation.samples=6"])
+    check_counted_metric(config)
+    check_keep_best(config, ["exact"])
+
+
+def test_what_others_add_to_the_reward_is_left_to_the_run(workspace: Path) -> None:
+    for adding in ("rollout.environment=guess.py:Guess", "reward.model.path=judge", "reward.overlong_tokens=8"):
+        check_keep_best(load("config.yaml", ["validation.keep_best=turns", adding]), [])
+    with pytest.raises(ConfigError):
+        check_keep_best(load("config.yaml", ["validation.keep_best=turns"]), [])
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4, 6])
+def test_every_metric_of_a_validation_is_a_possible_one(samples: int) -> None:
+    graded = [
+        Graded(f"{source}{uid}", source, {"reward": 1.0, "exact": 0.0}, "4")
+        for source in ("sums", "products")
+        for uid in range(2)
+        for _ in range(samples)
+    ]
+    for name in summarize(graded, "reward", 1.0):
+        assert is_possible(name, samples, ["exact"])
+    assert not is_possible("exac", samples, ["exact"])

@@ -1,0 +1,154 @@
+"""Engines and trainer that do not agree stop a run, before it learns from the difference or saves what came of it."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from controller.config import Config, load
+from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof, beyond, compares_exactly
+from tests.controller.stand_ins.run import StandInRun, StandIns
+from workers.errors import MismatchError
+from workers.metrics import Metric
+
+Run = Callable[..., StandInRun]
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("mean", "dtype", "proof", "text"),
+    [
+        (1e-5, "float32", Proof.FIRST, ""),
+        (2e-3, "float32", Proof.FIRST, "at the weights that the engines were sent"),
+        (2e-3, "float32", Proof.CHANGED, "at the first weights that an update has changed"),
+        (2e-3, "float32", Proof.NONE, ""),
+        (2e-3, "bfloat16", Proof.FIRST, ""),
+        (0.2, "bfloat16", Proof.FIRST, "more than rounding in bfloat16"),
+        (0.2, "bfloat16", Proof.NONE, ""),
+        (
+            0.6,
+            "bfloat16",
+            Proof.NONE,
+            r"0.6 nats a token .* above policy.max_mismatch=0.5; .*controller.doctor",
+        ),
+        (math.inf, "float32", Proof.NONE, "above policy.max_mismatch"),
+        (NAN, "float32", Proof.NONE, "differ by NaN"),
+        (NAN, "bfloat16", Proof.CHANGED, "differ by NaN"),
+    ],
+)
+def test_only_rounding_may_differ_at_equal_weights(mean: float, dtype: str, proof: Proof, text: str) -> None:
+    found = beyond(mean, 2 * mean, 0.5, dtype, proof)
+    assert bool(found) == bool(text)
+    assert re.search(text, found)
+
+
+def config(*overrides: str) -> Config:
+    required = ("run.name=run", "model.path=model", "data.train=train.jsonl", "resources.device=cpu")
+    return load(None, [*required, *overrides])
+
+
+def watch(*overrides: str) -> MismatchWatch:
+    return MismatchWatch(config(*overrides), first_version=4)
+
+
+def versions(*numbers: int) -> np.ndarray:
+    return np.array(numbers)
+
+
+def mismatch(mean: float) -> dict[str, Metric]:
+    return {MEAN: Metric.mean(3 * mean, 3, "tokens"), LARGEST: Metric.max(mean)}
+
+
+def test_the_first_weights_and_the_first_changed_ones_are_proved_once_each() -> None:
+    watching = watch()
+    assert watching.proof(versions(4, 4), versions(4, 4), 4) is Proof.FIRST
+    watching.judge(1, mismatch(1e-6), Proof.FIRST)
+    assert watching.proof(versions(4, 4), versions(4, 4), 4) is Proof.NONE
+    assert watching.proof(versions(5, 5), versions(5, 5), 5) is Proof.CHANGED
+    watching.judge(2, mismatch(1e-6), Proof.CHANGED)
+    assert watching.proof(versions(6, 6), versions(6, 6), 6) is Proof.NONE
+
+
+def test_samples_of_older_weights_prove_nothing() -> None:
+    watching = watch()
+    assert watching.proof(versions(4, 5), versions(5, 5), 5) is Proof.NONE
+    assert watching.proof(versions(4, 4), versions(4, 4), 5) is Proof.NONE
+
+
+def test_a_pass_that_says_nothing_proves_nothing() -> None:
+    watching = watch()
+    watching.judge(1, {}, Proof.FIRST)
+    watching.judge(1, {MEAN: Metric.mean(0, 0, "tokens")}, Proof.FIRST)
+    assert watching.proof(versions(4), versions(4), 4) is Proof.FIRST
+
+
+@pytest.mark.parametrize(
+    "override", ["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20", "rollout.engine={quantization: fp8}"]
+)
+def test_a_cut_distribution_or_a_coarser_engine_is_held_to_the_limit_alone(override: str) -> None:
+    assert not compares_exactly(config(override))
+    watching = watch(override)
+    assert watching.proof(versions(4), versions(4), 4) is Proof.NONE
+    with pytest.raises(MismatchError, match=r"step 7: .* above policy\.max_mismatch=0\.5"):
+        watching.judge(7, mismatch(0.6))
+
+
+LONG = ("run.steps=6", "data.validation=''", "rollout.placement=apart", "run.checkpoint_every=1")
+
+
+def optimizer_steps(stand_ins: StandIns) -> int:
+    return sum(what == "update" for actor, what in stand_ins.world.ledger.events if actor == "policy dp=0")
+
+
+def newest_checkpoint(folder: Path) -> str:
+    return max(path.name for path in (folder / "run" / "checkpoints" / "policy").iterdir())
+
+
+@pytest.mark.parametrize("placement", ["colocated", "apart"])
+def test_weights_that_do_not_reach_the_engines_stop_the_run_before_the_second_update(
+    stand_ins: StandIns, run_on_stand_ins: Run, tmp_path: Path, placement: str
+) -> None:
+    stand_ins.world.loses_updates = True
+    with pytest.raises(MismatchError, match=r"step 2: .* differ by 0\.25 nats .* that an update has changed"):
+        run_on_stand_ins(*LONG, f"rollout.placement={placement}")
+    assert optimizer_steps(stand_ins) == 1
+    assert newest_checkpoint(tmp_path) == "step-1"
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_mismatch_that_grows_beyond_the_limit_stops_the_run_and_saves_nothing_more(
+    stand_ins: StandIns, run_on_stand_ins: Run, tmp_path: Path
+) -> None:
+    """Of an engine with a cut distribution, which may differ at once."""
+    stand_ins.world.loses_updates = True
+    with pytest.raises(MismatchError, match=r"step 4: .* differ by 0\.75 nats .* policy\.max_mismatch=0\.6"):
+        run_on_stand_ins(*LONG, "rollout.sampling.top_p=0.9", "policy.max_mismatch=0.6")
+    assert newest_checkpoint(tmp_path) == "step-3"
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("passes", ["batch.mini_batches=1", "batch.mini_batches=2"])
+def test_log_probs_that_are_nan_stop_the_run(stand_ins: StandIns, run_on_stand_ins: Run, passes: str) -> None:
+    sent = []
+
+    def spoil(actor: str, what: str) -> None:
+        if (actor, what) == ("policy dp=0", "send"):
+            sent.append(what)
+            stand_ins.world.log_prob = NAN if len(sent) == 4 else stand_ins.world.log_prob
+
+    stand_ins.world.trouble = spoil
+    with pytest.raises(MismatchError, match="step 4: log-probs of engines and trainer differ by NaN"):
+        run_on_stand_ins(*LONG, passes)
+
+
+def test_a_pass_is_added_in_the_two_steps_that_prove_and_in_no_other(
+    stand_ins: StandIns, run_on_stand_ins: Run
+) -> None:
+    finished = run_on_stand_ins(*LONG)
+    events = finished.world.ledger.of("policy dp=0")
+    passes = [what for what in events if what in ("log_probs", "update")]
+    assert passes == ["log_probs", "update", "log_probs", "update", *["update"] * 4]
+    assert all(step["policy/rollout_mismatch_mean"] == 0 for step in finished.outcome.steps)

@@ -1,0 +1,91 @@
+"""From a configuration: a model that the engine would compute wrongly is refused, by a dry run and by a run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from controller import parity
+from controller.fit import main
+from examples.addition.warm_start import create_model
+from tests.controller.stand_ins.run import StandIns
+from tests.workers.model.broken import as_broken, save_broken_model
+from tests.workers.model.tiny import save_tiny_model
+from workers.errors import UnsupportedModelError
+from workers.model.engine import Engine
+from workers.model.parallel import make_parallel
+
+
+def dry_run(*overrides: str) -> int:
+    return main(["--config", "config.yaml", "--dry-run", *overrides])
+
+
+def test_a_dry_run_says_how_well_each_model_is_computed(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_model(workspace / "tiny")
+    overrides = ("model.path=tiny", "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1")
+    assert dry_run(*overrides) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parity")]
+    assert len(lines) == 2, "the reference is the policy's model, the critic has a head of its own"
+    assert lines[0].startswith("parity: packed rows of model.path match the model's own forward pass within ")
+    assert lines[0].endswith("e-06 nats") or lines[0].endswith("e-07 nats")
+    assert "critic.path" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("louder", (), r"(louder): with model.layout=packed log-probs differ by up to"),
+        ("louder", ("model.layout=padded",), r"(louder): with model.layout=padded log-probs differ by up to"),
+        ("leaking", (), r"(leaking): with model.layout=packed log-probs differ by up to"),
+    ],
+)
+def test_a_dry_run_refuses_a_broken_model_in_one_line(
+    workspace: Path, capsys: pytest.CaptureFixture[str], name: str, overrides: tuple[str, ...], message: str
+) -> None:
+    save_broken_model(workspace / "broken", name)
+    capsys.readouterr()  # what writing a model says
+    assert dry_run("model.path=broken", *overrides) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_dry_run_refuses_weights_with_nan(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(save_tiny_model(workspace / "tiny")) / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    assert dry_run("model.path=tiny") == 2
+    assert "its weights contain NaN or infinity (first: model.norm.weight)" in capsys.readouterr().err
+
+
+def test_a_dry_run_leaves_a_large_model_to_the_run(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "MOST_BYTES", 1000)
+    save_broken_model(workspace / "broken", "louder")
+    assert dry_run("model.path=broken") == 0
+    assert "is not loaded here (up to 0.0); the run measures it when it starts" in capsys.readouterr().out
+
+
+@pytest.fixture
+def process_group() -> None:
+    """Of this process alone, made before stand-ins take the place of what makes them."""
+    make_parallel(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["louder", "leaking"])
+def test_a_run_ends_before_its_first_sample_where_the_model_is_broken(
+    process_group: None, stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(
+        "workers.model_worker.Engine", lambda model, **settings: Engine(model, **settings | {"device": "cpu"})
+    )
+    create_model(tmp_path / "model", seed=0, width=32, layers=2)
+    as_broken(tmp_path / "model", name)
+    settings = (f"run.dir={tmp_path}", f"model.path={tmp_path / 'model'}", "policy.ranks=1")
+    with pytest.raises(
+        UnsupportedModelError, match=rf"^policy dp=0: model\.path=.* \({name}\): with model\.layout=packed"
+    ):
+        stand_ins.run(settings)
+    assert "generate" not in [what for _, what in stand_ins.world.ledger.events]

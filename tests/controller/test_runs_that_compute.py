@@ -1,0 +1,200 @@
+"""Whole runs in this process, from a configuration: the real driver, dispatch and training engine of one rank; vLLM and
+Ray are stand-ins."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from controller.credit import sequence_advantages
+from controller.mini_batches import draw_mini_batches
+from controller.preflight.column_checks import OF_A_BATCH
+from controller.trainer import Trainer
+from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
+from tests.workers.model.tiny import unpacked_log_probs
+from workers.errors import DataError, NonFiniteError
+from workers.model.packing import Sequences
+from workers.model_worker import sequences_from
+from workers.remote_batch import RemoteBatch
+
+Run = Callable[..., StandInRun]
+
+LOSSES = """
+from workers.model.losses import per_sequence_loss, policy_loss
+
+SEEN = []
+
+
+@policy_loss("no_number", aggregation="token_mean")
+def no_number(predictions, config):
+    return predictions.log_probs * float("nan"), {}
+
+
+@policy_loss("looks", aggregation="token_mean")
+@per_sequence_loss
+def looks(sequence, config):
+    SEEN.append(sequence)
+    return -sequence["advantages"] * sequence.log_probs, {}
+"""
+TWO_EPOCHS = ("batch.epochs=2", "batch.mini_batches=2", "policy.optimizer.learning_rate=1e-3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("computing")
+    write_stand_in_workspace(path)
+    (path / "losses_of_a_user.py").write_text(LOSSES)
+    return path
+
+
+@pytest.fixture
+def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    found = StandIns(monkeypatch)
+    found.compute()
+    return found
+
+
+@pytest.fixture
+def run(stand_ins: StandIns, tmp_path: Path) -> Run:
+    settings = [f"run.dir={tmp_path}", "policy.ranks=1", "data.validation=''", "rollout.placement=colocated"]
+    return lambda *overrides: stand_ins.run([*settings, *overrides])
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[RemoteBatch]:
+    """The batch of every step, as the driver holds it."""
+    found: list[RemoteBatch] = []
+    learn = Trainer.learn
+
+    def look(trainer, rollout, batch, *rest):
+        found.append(batch)
+        return learn(trainer, rollout, batch, *rest)
+
+    monkeypatch.setattr(Trainer, "learn", look)
+    return found
+
+
+def custom(name: str) -> tuple[str, str]:
+    return "algorithm.loss.name=custom", f"algorithm.loss.function=losses_of_a_user:{name}"
+
+
+def engine_of(finished: StandInRun):
+    return finished.world.ray.actors["policy dp=0"].instance.engine
+
+
+def weights_of(finished: StandInRun) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in engine_of(finished).named_weights()}
+
+
+def test_too_many_skipped_steps_stop_the_run_with_the_names_of_its_sequences(run: Run) -> None:
+    names = ", ".join(f"uid {prompt} sample {sample}" for prompt in (0, 1) for sample in (0, 1))
+    with pytest.raises(NonFiniteError, match=f"the loss was NaN or infinite for rank 0: {names};"):
+        run(*custom("no_number"), "policy.optimizer.max_skipped_steps=1")
+
+
+def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
+    run: Run, batches: list[RemoteBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = run("run.steps=1", "model.lora.rank=2", "run.save_every=1", "policy.optimizer.learning_rate=1e-2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the stand-ins' GPUs are gone: peft would use them
+    folder = finished.config.run_folder
+    sequences = sequences_from(batches[0].gather())
+    base = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
+    without = log_probs_by(base, sequences)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    expected = log_probs_by(merged, sequences)
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapters")
+    assert (expected - without).abs().max() > 1e-3
+    assert (log_probs_by(adapted, sequences) - expected).abs().max() < 1e-5
+    weights = "adapter_model.safetensors"
+    assert (folder / "adapters-1" / weights).read_bytes() == (folder / "adapters" / weights).read_bytes()
+
+
+def log_probs_by(module: torch.nn.Module, sequences: Sequences) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([log_probs for log_probs, _ in unpacked_log_probs(module, sequences)])
+
+
+def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_entropies(
+    run: Run, batches: list[RemoteBatch]
+) -> None:
+    several_micro_batches = "policy.max_tokens=24"
+    columns = ("algorithm.loss.columns=level, source", "algorithm.loss.old_entropies=true")
+    run(*custom("looks"), *columns, several_micro_batches)
+    seen = sys.modules["losses_of_a_user"].SEEN
+    assert [(sequence.meta["step"], sequence.meta["steps"], sequence.meta["epoch"]) for sequence in seen] == [
+        (step, 2, 0) for step in (1, 2) for _ in range(4)
+    ]
+    first = {(sequence.objects["uid"][0], int(sequence["sample"][0])): sequence for sequence in seen[:4]}
+    rows = sequences_from(batches[0].gather())
+    base = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
+    with torch.no_grad():
+        expected = [entropies for _, entropies in unpacked_log_probs(base, rows)]
+    for row, uid in enumerate(batches[0]["uid"].tolist()):
+        sequence = first[uid, int(batches[0]["sample"][row])]
+        level = int(sequence["level"][0])
+        assert sequence.objects["source"].tolist() == [f"table {level}"]
+        assert sequence["level"].tolist() == [level] * len(sequence)
+        mask = rows.slice(row, row + 1).tokens["loss_mask"]
+        assert (sequence["old_entropies"] - expected[row][mask]).abs().max() < 1e-5
+    of_the_batch = (set(seen[0].columns) | set(seen[0].objects)) - {"level", "source"}
+    assert of_the_batch <= OF_A_BATCH
+    with pytest.raises(DataError, match=r"'source' holds no numbers; the loss finds it in predictions.objects"):
+        seen[0]["source"]
+
+
+def test_m9_two_epochs_are_two_passes_of_a_plain_loop_over_the_same_mini_batches(
+    run: Run, stand_ins: StandIns, batches: list[RemoteBatch]
+) -> None:
+    stand_ins.compute("float64")
+    finished = run(*TWO_EPOCHS, "run.steps=1")
+    (batch,) = batches
+    rows = sequences_from(batch.gather())
+    advantages = sequence_advantages(finished.config.algorithm, batch, batch["reward"])
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    with torch.no_grad():
+        old = [log_probs.float() for log_probs, _ in unpacked_log_probs(model, rows)]
+    ratios = []
+    for epoch in (0, 1):
+        for mini_batch in draw_mini_batches(len(batch), 2, seed=0, step=1, epoch=epoch):
+            losses = []
+            for row in mini_batch:
+                one = rows.slice(row, row + 1)
+                ((log_probs, _),) = unpacked_log_probs(model, one)
+                ratio = (log_probs - old[row])[one.tokens["loss_mask"]].exp()
+                advantage = float(advantages[row])
+                losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
+                ratios.append(ratio.detach())
+            torch.cat(losses).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (torch.cat(ratios[4:]) - 1).abs().max() > 0.01  # the second pass starts from the log-probs before the first
+    expected, found = dict(model.named_parameters()), weights_of(finished)
+    assert max(float((found[name] - weight.detach()).abs().max()) for name, weight in expected.items()) < 1e-9
+    assert finished.outcome.steps[0]["tokens/update"] == 2 * batch["length"].sum()
+
+
+def test_a_run_of_two_epochs_goes_on_from_a_checkpoint_as_if_never_stopped(run: Run) -> None:
+    straight = run(*TWO_EPOCHS, "run.name=straight")
+    weights = weights_of(straight)
+    run(*TWO_EPOCHS, "run.checkpoint_every=1", "run.steps=1")
+    resumed = run(*TWO_EPOCHS, "run.checkpoint_every=1", "run.resume=auto")
+    assert len(resumed.outcome.steps) == 1
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(resumed).items())
+    assert resumed.outcome.steps[-1]["policy/loss"] == straight.outcome.steps[-1]["policy/loss"]
+
+
+def test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs(run: Run) -> None:
+    finished = run(*TWO_EPOCHS, "policy.optimizer.schedule=linear")
+    rates = [step["policy/learning_rate"] for step in finished.outcome.steps]
+    assert rates == pytest.approx([1e-3 / 8 * np.mean(part) for part in ([8, 7, 6, 5], [4, 3, 2, 1])])
+    assert engine_of(finished).schedule.get_last_lr()[0] == pytest.approx(0.0, abs=1e-12)

@@ -1,0 +1,61 @@
+"""C: context parallelism, from a configuration."""
+
+import numpy as np
+import pytest
+
+from tests.controller.config_workspace import refusal
+from tests.designs.configured import SMALL, Result, compute, configuration
+from tests.workers.model.ranks import RankPool
+
+METHODS = ("ulysses", "ring")
+
+
+def shared(method: str, size: int = 2) -> tuple[str, ...]:
+    name = "policy.parallel.context_parallel"
+    return "policy.ranks=1", f"{name}={size}", f"{name}_method={method}"
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, workspace, request) -> Result:
+    """By one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workspace)
+        return compute(ranks, str(workspace / "config.yaml"), *SMALL, "policy.ranks=1")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_c1_c6_p5_losses_and_log_probs_are_those_of_one_rank(
+    ranks: RankPool, file: str, alone: Result, method: str
+) -> None:
+    """Whole and in order on every rank; the gradient's norm says that they carry it."""
+    result = compute(ranks, file, *SMALL, *shared(method))
+    for name in ("loss", "grad_norm", "entropy"):
+        assert result.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-9)
+    for row, log_probs in alone.log_probs.items():
+        np.testing.assert_allclose(result.log_probs[row], log_probs, atol=1e-6)
+
+
+def test_c2_ulysses_wants_heads_that_divide_and_names_ring(file: str) -> None:
+    assert "ring" in refusal(*SMALL, *shared("ulysses", 3))
+    assert "ring" in refusal(*SMALL, *shared("ulysses", 8))
+
+
+def test_c2_ring_has_no_such_limit_and_key_value_heads_are_repeated(ranks: RankPool, file: str, alone: Result) -> None:
+    """Four query heads on two of keys and values: ring over three ranks, Ulysses over four."""
+    for method, size in (("ring", 3), ("ulysses", 4)):
+        result = compute(ranks, file, *SMALL, *shared(method, size))
+        assert result.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-9)
+
+
+def test_c3_ring_is_causal_only(file: str) -> None:
+    assert "ulysses" in refusal(*SMALL, *shared("ring"), "model.path=windowed")
+    configuration(file, *SMALL, *shared("ulysses"), "model.path=windowed")
+
+
+def test_c4_ulysses_goes_to_whole_sequences_of_a_share_of_the_heads_and_back(ranks: RankPool, file: str) -> None:
+    """Two layers, and in each: queries, keys and values there, outputs back. Ring sends keys and values round."""
+    exchanged = {}
+    for method in METHODS:
+        found = compute(ranks, file, *SMALL, *shared(method)).collectives
+        exchanged[method] = sum(count for name, count in found.items() if "all_to_all" in name)
+    assert exchanged["ulysses"] >= 2 * 2 and exchanged["ring"] == 0

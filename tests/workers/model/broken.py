@@ -1,0 +1,95 @@
+"""Models that rows, or the engine's output layer, would compute wrongly without a word: each breaks one promise.
+
+They are Qwen2 with a change in the code and none in config.json, so that no list of names or settings can tell.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+from tests.workers.model.tiny import save_tiny_model
+
+
+class LouderConfig(Qwen2Config):
+    model_type = "louder"
+
+
+class Louder(Qwen2ForCausalLM):
+    """A factor on the logits that no setting names."""
+
+    config_class = LouderConfig
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = 1.25 * output.logits
+        return output
+
+
+class LeakingConfig(Qwen2Config):
+    model_type = "leaking"
+
+
+class RunningMean(Qwen2MLP):
+    """A state that runs along the row, whoever's tokens they are."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        output = super().forward(hidden_states)
+        return output.cumsum(1) / torch.arange(1, output.shape[1] + 1, device=output.device)[:, None]
+
+
+class Leaking(Qwen2ForCausalLM):
+    """A recurrent first layer."""
+
+    config_class = LeakingConfig
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp.__class__ = RunningMean
+
+
+class CrashingConfig(Qwen2Config):
+    model_type = "crashing"
+
+
+class OneShape(Qwen2MLP):
+    """Takes rows of 7, 12 and 19 tokens, as a family takes what its authors tried."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.shape[1] not in (7, 12, 19):
+            raise RuntimeError("view size is not compatible\nwith a traceback of its own")
+        return super().forward(hidden_states)
+
+
+class Crashing(Qwen2ForCausalLM):
+    """Raises in a row."""
+
+    config_class = CrashingConfig
+
+    def __init__(self, config: Qwen2Config) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp.__class__ = OneShape
+
+
+BROKEN: dict[str, type[Qwen2ForCausalLM]] = {"louder": Louder, "leaking": Leaking, "crashing": Crashing}
+for name, model in BROKEN.items():
+    AutoConfig.register(name, model.config_class)
+    AutoModelForCausalLM.register(model.config_class, model)
+
+
+def save_broken_model(path: Path, name: str) -> str:
+    """The tiny model as one of `BROKEN`, which transformers in this process knows."""
+    save_tiny_model(path)
+    return as_broken(path, name)
+
+
+def as_broken(path: Path, name: str) -> str:
+    """The Qwen2 at `path`, from now on one of `BROKEN`."""
+    settings = json.loads((path / "config.json").read_text())
+    settings |= {"model_type": name, "architectures": [BROKEN[name].__name__]}
+    (path / "config.json").write_text(json.dumps(settings))
+    return str(path)

@@ -1,0 +1,112 @@
+"""Tiny models of families that ask for more than plain attention, by the measurement that writes docs/models.md.
+
+Each is loaded as a run loads it, and compared with transformers' own forward pass of one sequence at a time.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.benchmarks.families.measuring import RUNS, Outcome, build, compare
+from tests.benchmarks.families.page import markdown
+from tests.workers.model.ranks import RankPool
+from workers.config import ModelConfig
+from workers.model.model import load_model
+from workers.model.recurrent import find_mixers
+
+
+def measured(model_type: str, folder: Path, *names: str) -> dict[str, Outcome]:
+    assert build(model_type, folder) == ""
+    return {name: compare(folder, RUNS[name]) for name in names}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_next",  # linear attention beside full
+        "falcon_h1",  # a state space and attention in one layer, and a factor on the logits
+        "nemotron_h",  # a state space, experts and attention, a layer each
+        "granite",  # a divisor of the logits
+        "minicpm3",  # latent attention, and a divisor that is a property
+        "jetmoe",  # takes a view of the attention's output
+    ],
+)
+def test_rows_of_either_layout_are_computed_as_sequences_alone(tmp_path, model_type):
+    found = measured(model_type, tmp_path, "packed", "padded")
+    assert {name: outcome.verdict for name, outcome in found.items()} == {"packed": "exact", "padded": "exact"}, found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mamba", r"MambaForCausalLM takes no position_ids, .*; set model\.layout=padded"),
+        ("bart", r"BartForCausalLM takes no position_ids, .*; set model\.layout=padded"),
+        ("llama4_text", r"uses chunked_attention, which the packed layout does not compute"),
+    ],
+)
+def test_what_cannot_be_packed_says_so_and_is_computed_padded(tmp_path, model_type, reason):
+    found = measured(model_type, tmp_path, "packed", "padded")
+    assert found["packed"].verdict == "refused"
+    assert re.search(reason, found["packed"].reason)
+    assert found["padded"].verdict == "exact", found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("deepseek_v32", r"uses index_topk, indexed_attention, which the padded layout does not compute"),
+        ("zamba2", r"has layers that share parameters, so it cannot be sharded by layer"),
+    ],
+)
+def test_what_no_layout_computes_is_refused(tmp_path, model_type, reason):
+    found = measured(model_type, tmp_path, "padded")["padded"]
+    assert found.verdict == "refused"
+    assert re.search(reason, found.reason)
+
+
+@pytest.mark.parametrize("name", ["Ulysses", "ring"])
+def test_latent_attention_is_shared_between_ranks(ranks: RankPool, tmp_path, name):
+    """Its values are smaller than its keys."""
+    assert build("deepseek_v3", tmp_path) == ""
+    assert [found.verdict for found in ranks.run(compare, 2, tmp_path, RUNS[name])] == ["exact", "exact"]
+
+
+@pytest.mark.parametrize("name", ["Ulysses", "ring"])
+def test_a_state_is_not_shared_between_ranks(ranks: RankPool, tmp_path, name):
+    assert build("qwen3_next", tmp_path) == ""
+    for found in ranks.run(compare, 2, tmp_path, RUNS[name]):
+        assert found.verdict == "refused"
+        assert "carries a state from token to token" in found.reason
+
+
+def test_a_state_starts_anew_where_activations_are_computed_again(tmp_path):
+    """Gradient checkpointing calls the layers once more, long after the forward pass."""
+    assert build("qwen3_next", tmp_path) == ""
+    plain, again = (compare(tmp_path, RUNS["packed"], gradient_checkpointing=flag) for flag in (False, True))
+    assert plain.verdict == again.verdict == "exact", again
+
+
+def test_a_row_that_is_not_packed_goes_through_mixers_whole(tmp_path):
+    assert build("qwen3_next", tmp_path) == ""
+    module = load_model(ModelConfig(path=str(tmp_path), dtype="float32"), torch.float32)
+    assert any(find_mixers(layer) for layer in module.layers)
+    module.model.set_attn_implementation("eager")
+    ids = torch.randint(4, 100, (1, 12))
+    together, alone = module.model(ids, use_cache=False).logits, module.model(ids[:, 5:], use_cache=False).logits
+    assert not torch.allclose(together[:, 5:], alone, atol=1e-3), "the comparison cannot tell a state that is lost"
+
+
+def test_the_page_counts_and_shortens_what_was_found():
+    found = {
+        "one": {"packed": Outcome("exact", 3.3e-6), "padded": Outcome("wrong", 2.5, "its gradient differs by 3%")},
+        "two": {"packed": Outcome("refused", reason="TwoConfig uses index_topk, which the packed layout does not")},
+        "three": {"all": Outcome("not built", reason="ImportError: no timm. Install it:")},
+    }
+    page = markdown(found)
+    assert "| packed | 1 | 1 | 0 | 0 |" in page
+    assert "| padded | 0 | 0 | 0 | 1 |" in page
+    assert "| `one` | 3e-06 | wrong 2.5: its gradient differs by 3% |  |  |  |" in page
+    assert "- index_topk: `two`" in page
+    assert "- ImportError: no timm: `three`" in page

@@ -1,0 +1,179 @@
+"""At load the engine is compared with the model's own forward pass: exact models pass, and no broken one does."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers.model.broken import RunningMean, save_broken_model
+from tests.workers.model.tiny import random_sequences, save_tiny_model
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.engine import Engine
+from workers.model.losses import Denominators, sft
+from workers.model.model import load_model
+from workers.model.parity import check_parity, make_probe, measure
+from workers.model.values import load_value_model
+
+FLOAT32 = torch.float32
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("broken")
+    return {name: save_broken_model(folder / name, name) for name in ("louder", "leaking", "crashing")}
+
+
+def build(path: str, *, head: str = "lm", frozen: bool = False, dtype: str = "float32", **model: object) -> Engine:
+    return Engine(
+        ModelConfig(path=path, dtype=dtype, **model),
+        optimizer=None if frozen else OptimizerConfig(),
+        total_steps=1,
+        device="cpu",
+        temperature=0.7,
+        head=head,
+        check_parity=True,
+    )
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_an_exact_model_is_exact_to_rounding(path, layout):
+    config = ModelConfig(path=path, layout=layout)
+    found = measure(load_model(config, FLOAT32), config)
+    assert 0 < found.largest < 1e-5 and 0 < found.gradient < 1e-5
+
+
+def test_a_value_head_is_compared_though_a_new_one_gives_0(path):
+    config = ModelConfig(path=path)
+    module = load_value_model(config, FLOAT32)
+    assert 0 < measure(module, config).largest < 1e-5
+    module.model.model.layers[0].mlp.__class__ = RunningMean
+    with pytest.raises(UnsupportedModelError, match=r"values differ by up to .* of a hidden state's size"):
+        check_parity(module, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message"),
+    [
+        ("louder", "packed", r"\(louder\): with model.layout=packed log-probs differ by up to [\d.]+ nats"),
+        ("louder", "padded", r"\(louder\): with model.layout=padded log-probs differ .*; take another model"),
+        ("leaking", "packed", r"\(leaking\): with model.layout=packed .*; set model.layout=padded"),
+        ("crashing", "packed", r"\(crashing\): model.layout=packed raises RuntimeError: view size is not compatible$"),
+    ],
+)
+def test_a_model_that_rows_would_compute_wrongly_is_refused_by_family_layout_and_difference(
+    broken, name, layout, message
+):
+    config = ModelConfig(path=broken[name], layout=layout)
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_parity(load_model(config, FLOAT32), config)
+    with pytest.raises(UnsupportedModelError, match=message):
+        build(broken[name], layout=layout)
+
+
+def test_what_leaks_between_sequences_of_a_row_does_not_leak_between_padded_rows(broken):
+    config = ModelConfig(path=broken["leaking"], layout="padded")
+    assert check_parity(load_model(config, FLOAT32), config).largest < 1e-5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(tmp_path, value):
+    path = save_tiny_model(tmp_path)
+    file = f"{path}/model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"NaN or infinity \(first: model\.layers\.1\.mlp\.up_proj\.weight\)"):
+        build(path)
+
+
+def test_half_precision_is_judged_by_what_rounding_does_to_the_model_itself(path, broken):
+    build(path, dtype="bfloat16")
+    for name in ("louder", "leaking"):
+        with pytest.raises(UnsupportedModelError, match="more than rounding in bfloat16"):
+            build(broken[name], dtype="bfloat16")
+
+
+def test_the_engine_is_left_as_it_was(path):
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    engine = build(path, gradient_checkpointing=True)
+    assert torch.rand(1) == expected
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    assert not engine.optimizer.state
+    assert [layer.training for layer in engine.module.layers] == [True, True]
+    assert engine.module.model.config._attn_implementation == "ballast_packed"
+
+
+def test_adapters_are_probed_by_their_gradient(path):
+    engine = build(path, lora=LoraConfig(rank=2))
+    assert ".lora_B." in make_probe(engine.module, FLOAT32).parameter
+
+
+def test_frozen_models_and_value_heads_are_probed_without_gradients(path):
+    assert make_probe(build(path, frozen=True).module, FLOAT32).parameter == ""
+    assert make_probe(build(path, head="value").module, FLOAT32).parameter == ""
+
+
+def test_the_probe_goes_beyond_a_short_window_and_within_the_models_positions(tmp_path):
+    windowed = save_tiny_model(tmp_path / "windowed", "mistral windowed", sliding_window=30)
+    probe = make_probe(load_model(ModelConfig(path=windowed), FLOAT32), FLOAT32)
+    assert probe.sequences.lengths.tolist() == [7, 38, 12]
+    short = save_tiny_model(tmp_path / "short", max_position_embeddings=10)
+    probe = make_probe(load_model(ModelConfig(path=short), FLOAT32), FLOAT32)
+    assert probe.sequences.lengths.tolist() == [7, 10, 10]
+
+
+def trained_weights(path: str, check_parity: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    settings = {"optimizer": OptimizerConfig(learning_rate=1e-2), "total_steps": 2, "device": "cpu"}
+    engine = Engine(ModelConfig(path=path, dtype="float32"), check_parity=check_parity, **settings)
+    sequences = random_sequences(dtype=FLOAT32)
+    for _ in range(2):
+        engine.forward_backward(sequences, [(0, 11)], sft, Denominators.of(sequences))
+        engine.optimizer_step()
+    return dict(engine.named_weights())
+
+
+def test_training_goes_on_to_the_bit_as_if_nothing_had_been_measured(path):
+    measured, expected = trained_weights(path, True), trained_weights(path, False)
+    assert all(torch.equal(weight, expected[name]) for name, weight in measured.items())
+
+
+def refusals(path: str, parallel: ParallelConfig, head: str = "lm") -> str:
+    settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "check_parity": True, "head": head}
+    try:
+        Engine(ModelConfig(path=path, dtype="float32"), parallel=parallel, **settings)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(context_parallel=2),
+        ParallelConfig(context_parallel=2, context_parallel_method="ring"),
+        ParallelConfig(tensor_parallel=2),
+        ParallelConfig(replicate=2),
+        ParallelConfig(),
+    ],
+    ids=["ulysses", "ring", "tensor parallel", "copies", "shards"],
+)
+def test_every_way_of_sharing_is_proved_and_refused_by_all_ranks_alike(ranks, path, parallel):
+    assert ranks.run(refusals, 2, path, parallel) == ["", ""]
+
+
+def test_a_value_head_is_proved_over_ranks_too(ranks, path):
+    assert ranks.run(refusals, 2, path, ParallelConfig(context_parallel=2), "value") == ["", ""]
+
+
+def test_two_ranks_refuse_a_broken_model_alike(ranks, broken):
+    found = ranks.run(refusals, 2, broken["louder"], ParallelConfig(context_parallel=2))
+    assert found[0] == found[1]
+    assert "policy.parallel.context_parallel=2 log-probs differ" in found[0]

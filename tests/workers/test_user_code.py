@@ -1,0 +1,49 @@
+"""Users' code found in a process of its own: what comes back works elsewhere, and this process has not imported it."""
+
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from workers.user_code import Signature, call, find_function
+
+PARSING = """\
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", default=3)
+ARGUMENTS = parser.parse_args()
+
+
+def score(response):
+    return ARGUMENTS.rate
+"""
+
+
+def test_a_function_of_a_file_works_without_the_file_and_is_not_imported_here(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("BONUS = 2\n\n\ndef score(response, *, scale=1):\n    return scale * (len(response) + BONUS)\n")
+    found = find_function("reward.function", f"{file}:score", timeout_s=20)
+    file.unlink()
+    assert found.signature == Signature(("response", "scale"), ("response",), takes_all=False)
+    assert not [name for name in sys.modules if name.endswith("mine")]
+    assert call(found.packed, "abc", key="reward.function", timeout_s=20) == 5
+
+
+def test_a_function_of_a_module_is_found_with_no_arguments_to_parse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parsing.py").write_text(PARSING)
+    found = find_function("reward.function", "parsing:score", timeout_s=20)
+    assert "parsing" not in sys.modules
+    assert cloudpickle.loads(found.packed)("") == 3
+
+
+def test_what_a_module_writes_when_it_is_imported_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "telling.py").write_text(
+        "import sys\nprint('here I am')\nprint('and here', file=sys.stderr)\ndef score(response): ...\n"
+    )
+    find_function("reward.function", f"{tmp_path / 'telling.py'}:score", timeout_s=20)
+    assert capfd.readouterr() == ("here I am\n", "and here\n")

@@ -1,0 +1,83 @@
+"""First prompts rendered by a chat template in a process of its own: templates are programs, and may never end.
+
+    tokenizer files --template_of--> Template     try_template --process--> rendered, or ConfigError
+
+transformers' own renderer, without a tokenizer and without torch: it is there in a second.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.errors import ConfigError
+from workers.isolation import NoAnswerError, ask
+
+Messages = list[dict[str, Any]]
+DEFAULT = "default"  # of several templates, the one for prompts without tools
+
+
+@dataclass(frozen=True)
+class Template:
+    """text: in Jinja. special_tokens: what it may name beside the messages, such as bos_token."""
+
+    text: str
+    special_tokens: dict[str, str]
+
+
+def template_of(folder: Path) -> Template | None:
+    """The chat template among a model's files, where transformers looks for it; None if there is none.
+
+    Raises ConfigError if a file of it is no JSON object, or no UTF-8.
+    """
+    settings = _read_json(folder / "tokenizer_config.json")
+    text: Any = settings.get("chat_template")
+    if (folder / "chat_template.json").is_file():
+        text = _read_json(folder / "chat_template.json").get("chat_template")
+    if (folder / "chat_template.jinja").is_file():
+        text = _read(folder / "chat_template.jinja")
+    if isinstance(text, list):
+        text = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}.get(DEFAULT)
+    return Template(text, _special_tokens(folder, settings)) if isinstance(text, str) and text else None
+
+
+def try_template(
+    template: Template, prompts: Sequence[Messages], model: str, *, timeout_s: float, setting: str
+) -> None:
+    """Render `prompts`, each a list of chat messages. Raises ConfigError, naming `model`, if that fails or takes more
+    than `timeout_s` seconds, which `setting` limits."""
+    question = {"template": template.text, "special_tokens": template.special_tokens}
+    which = f"the chat template of model.path={model}"
+    try:
+        payload = json.dumps(list(prompts), default=str).encode()
+        answer, _ = ask("workers.chat_template_process", question, payload, timeout_s=timeout_s, setting=setting)
+    except NoAnswerError as error:
+        raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts; mend the template.") from None
+    if "failure" in answer:
+        raise ConfigError(f"{which} {answer['failure']}.")
+
+
+def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    found = settings | _read_json(folder / "special_tokens_map.json")
+    plain = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: token for name, token in plain.items() if name.endswith("_token") and isinstance(token, str)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: {path} is not valid JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"model.path: {path} is not a JSON object.")
+    return content
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.path: {path} cannot be read: {error}.") from None

@@ -1,0 +1,383 @@
+"""Does the engine compute what the model's own forward pass computes? Measured on a few random sequences at load.
+
+    Probe --one sequence after the other, transformers' own attention, float32--> Expected      rank 0, the whole model
+          --in rows, as the run lays out its micro-batches--> Outputs                           every rank, its shards
+    Expected, Outputs --compare--> Difference --judge--> nothing, or UnsupportedModelError
+
+Lists of families cannot keep up with transformers: a state that leaks from one sequence into the next, positions that
+are not taken, or a factor on the logits change log-probs without a word. The first sequence of a row shows none of
+this, so there are three. Policy and reference are compared by log-probs, critic and reward model by their values and by
+what the value head reads; gradients are those of a trained policy.
+
+Shapes: N predicted tokens of the probe, C columns: 1 for log-probs, 1 + H (hidden size) for a value head.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from workers.config import ModelConfig
+from workers.errors import BallastError, ConfigError, UnsupportedModelError
+from workers.model.input_checks import max_positions
+from workers.model.layout import LaidOut, Layout
+from workers.model.model import PackedModel
+from workers.model.packing import Sequences
+from workers.model.parallel import full_tensor, reshard
+from workers.model.values import HEAD, PackedValueModel
+from workers.tolerance import TOLERANCE
+
+if TYPE_CHECKING:
+    from workers.model.engine import Engine
+
+LENGTHS = (7, 19, 12)
+SPANS = ("sliding_window", "index_topk")  # tokens that a token sees at most, in the names of configurations
+LONGEST_SPAN = 512  # of those that the longest sequence goes beyond
+BEYOND_SPAN = 8
+
+GRADIENT_TOLERANCE = 1e-2
+"""Relative, in the L2 norm. Exact models reach 1e-6 in float32; a sequence or a rank that is left out gives 0.1."""
+TIMES_ROUNDING, HALF_TOLERANCE, HALF_GRADIENT = 4.0, 2e-2, 1e-1
+"""A half-precision engine may differ by so many times what rounded activations change in the model's own pass, and by
+so much in any case: its kernels sum in another order."""
+
+CPU = torch.device("cpu")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameter: the name of that
+    whose gradient is compared, empty for none."""
+
+    sequences: Sequences
+    temperature: float
+    dtype: torch.dtype
+    parameter: str
+
+    @property
+    def dtype_name(self) -> str:
+        """As `model.dtype` has it."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """values: float32 [N, C] on the CPU. gradient: of the sum of values by the probed parameter, flat, if any."""
+
+    values: Tensor
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean and largest absolute difference of an output, nats for log-probs, and the relative one of a gradient (L2).
+
+    Hidden states and values are in units of their own root mean square. gradient: 0 where none was taken.
+    """
+
+    mean: float
+    largest: float
+    gradient: float = 0.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of the model's own forward pass. rounding: how far it is from itself with activations rounded to the engine's
+    type; nothing for an engine in float32."""
+
+    outputs: Outputs
+    rounding: Difference = Difference(0.0, 0.0)
+
+
+def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None) -> Difference:
+    """What one process finds, in float32, for a model as `load_model` or `load_value_model` gives it.
+
+    The module is on the CPU, in float32, and not sharded; it is left as it was. Raises what the model raises in rows,
+    and as `own_outputs` does.
+    """
+    probe = probe or make_probe(packed, torch.float32)
+    expected = own_outputs(packed, probe)
+    layout = Layout(config, None, packed, CPU, probe.dtype)
+    with _undisturbed(), torch.set_grad_enabled(bool(probe.parameter)):
+        values = row_values(packed, layout.lay_out(probe.sequences), probe.temperature)
+        found = Outputs(values.detach().float(), _gradient(values, packed, probe.parameter))
+    return compare(found, expected.outputs)
+
+
+def check_parity(packed: PackedModel, config: ModelConfig) -> Difference:
+    """`measure`, judged. Raises UnsupportedModelError as `prove` does."""
+    probe = make_probe(packed, torch.float32)
+    found = _translated(packed, _path(config), lambda: measure(packed, config, probe))
+    judge(found, Difference(0.0, 0.0), probe, packed, _path(config))
+    return found
+
+
+def prove(engine: "Engine", probe: Probe, expected: Expected) -> Difference:
+    """Compute the probe as `engine` computes its micro-batches, and compare; collective, nothing of it is changed.
+
+    Raises UnsupportedModelError, on every rank alike, if the difference is more than rounding or a pass raises; it
+    names family, layout and largest difference.
+    """
+    path = _path(engine.model_config, engine.parallel.context.size(), engine.parallel.tensor.size())
+    found = compare(_translated(engine.module, path, lambda: _engine_outputs(engine, probe)), expected.outputs)
+    worst = torch.tensor([found.mean, found.largest, found.gradient], device=engine.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    found = Difference(*worst.tolist())
+    judge(found, expected.rounding, probe, engine.module, path)
+    return found
+
+
+def _engine_outputs(engine: "Engine", probe: Probe) -> Outputs:
+    trains, gradient = bool(probe.parameter), None
+    if trains:
+        engine.prepare_backward(last=True)
+    with _undisturbed(engine.device), torch.set_grad_enabled(trains):
+        values = row_values(engine.module, engine.layout.lay_out(probe.sequences), probe.temperature)
+        if trains:
+            # All ranks have the same sequences, and their gradients are summed.
+            (values.sum() / engine.parallel.dp).backward()
+            summed = engine.module.get_parameter(probe.parameter).grad
+            gradient = None if summed is None else full_tensor(summed.to(engine.device))
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    reshard(engine.module)
+    return Outputs(values.detach().float().cpu(), _flat(gradient))
+
+
+def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0) -> Probe:
+    """Sequences of random ids, the same for every model of a vocabulary; `packed` may be a skeleton.
+
+    Ids with a meaning to the model's own forward pass (padding, images) are left out. The longest sequence, in the
+    middle, goes beyond a window of up to `LONGEST_SPAN` tokens.
+    """
+    config = packed.model.config.get_text_config()
+    spans = [span for name in SPANS if (span := getattr(config, name, None)) and span <= LONGEST_SPAN]
+    longest = max([LENGTHS[1], *(span + BEYOND_SPAN for span in spans)])
+    limit = max_positions(packed.model.config) or longest
+    generator = torch.Generator().manual_seed(0)
+    ids = _ordinary_ids(packed.model)
+    rows = []
+    for length in (LENGTHS[0], longest, LENGTHS[2]):
+        chosen = torch.randint(len(ids), (min(length, limit),), generator=generator)
+        rows.append({"input_ids": ids[chosen], "loss_mask": torch.arange(len(chosen)) > 0})
+    return Probe(Sequences.from_list(rows), temperature, dtype, probed_parameter(packed))
+
+
+def _ordinary_ids(model: PreTrainedModel) -> Tensor:
+    settings = model.config.to_dict() | model.config.get_text_config().to_dict()
+    named = [value for name, value in settings.items() if name.endswith(("token_id", "token_index"))]
+    special = {one for value in named for one in (value if isinstance(value, list) else [value]) if one is not None}
+    ids = torch.arange(model.get_input_embeddings().num_embeddings)
+    ordinary = ids[~torch.isin(ids, torch.tensor(list(special), dtype=torch.int64))]
+    return ordinary if len(ordinary) else ids
+
+
+def probed_parameter(packed: PackedModel) -> str:
+    """Name of the smallest trained parameter of the first layer; its gradient has passed all that comes after.
+
+    Not a bias, which softmax may cancel, nor the half of an adapter whose gradient is 0 at the start. Empty for a
+    frozen model, and for a value head, which is 0 when it is new and then passes no gradient on.
+    """
+    if isinstance(packed, PackedValueModel):
+        return ""
+    first = {id(parameter) for parameter in packed.layers[0].parameters()}
+    sizes = {
+        name: parameter.numel()
+        for name, parameter in packed.named_parameters()
+        if id(parameter) in first and parameter.requires_grad and not name.endswith("bias") and ".lora_A." not in name
+    }
+    return min(sizes, key=sizes.__getitem__) if sizes else ""
+
+
+def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
+    """What transformers computes of each sequence by itself: its own forward pass, attention and output layer.
+
+    packed: whole, on the CPU, in float32 or float64. Raises ConfigError for weights with NaN or infinity,
+    UnsupportedModelError if the forward pass raises or gives such.
+    """
+    check_weights(packed)
+    with _undisturbed(), _own_attention(packed.model), torch.set_grad_enabled(bool(probe.parameter)):
+        outputs = _translated(packed, "its own forward pass", lambda: _own_forward(packed, probe))
+        if not outputs.values.isfinite().all():
+            raise UnsupportedModelError(f"{_described(packed)}: its own forward pass gives NaN or infinity")
+        if probe.dtype in (torch.float32, torch.float64):
+            return Expected(outputs)
+        with _rounded(packed.model, probe.dtype):
+            return Expected(outputs, compare(_own_forward(packed, probe), outputs))
+
+
+def _translated(packed: nn.Module, where: str, compute: Callable[[], Result]) -> Result:
+    """`compute()`; what any line of any family may raise in it becomes an UnsupportedModelError."""
+    try:
+        return compute()
+    except (BallastError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except Exception as error:
+        text = next(iter(str(error).strip().splitlines()), "")
+        raise UnsupportedModelError(f"{_described(packed)}: {where} raises {type(error).__name__}: {text}") from error
+
+
+def check_weights(packed: PackedModel) -> None:
+    """Raise ConfigError, naming the first, if a parameter holds NaN or infinity."""
+    for name, parameter in packed.model.named_parameters():
+        # A sum is read at the speed of memory and keeps what is not finite; it might overflow by itself.
+        if not parameter.detach().sum().isfinite() and not parameter.detach().isfinite().all():
+            raise ConfigError(
+                f"model.path={packed.model.name_or_path}: its weights contain NaN or infinity (first: {name}); take a "
+                "sound copy of the model"
+            )
+
+
+def row_values(packed: nn.Module, laid_out: LaidOut, temperature: float) -> Tensor:
+    """[N, C] of the engine's path, on every rank of a context-parallel group: log-probs, or values and what the head
+    reads."""
+    if not isinstance(packed, PackedValueModel):
+        return laid_out.whole(packed(**laid_out.arguments, temperature=temperature)[0])[:, None]
+    arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
+    with _head_inputs(packed) as seen:
+        values = packed(**arguments)
+    return laid_out.whole(torch.cat([values[:, None], seen[0].to(values.dtype)], dim=1))
+
+
+def compare(actual: Outputs, expected: Outputs) -> Difference:
+    """NaN on either side is an infinite difference."""
+    # Of values and hidden states, blocks of their own units; log-probs are compared in nats.
+    blocks = [1, expected.values.shape[1] - 1] if expected.values.shape[1] > 1 else [1]
+    scales = [_scale(block) for block in expected.values.split(blocks, dim=1)] if len(blocks) > 1 else [1.0]
+    scale = torch.cat([torch.full((size,), one) for size, one in zip(blocks, scales, strict=True)])
+    distance = ((actual.values - expected.values).abs() / scale).nan_to_num(nan=torch.inf)
+    return Difference(float(distance.mean()), float(distance.max()), _relative(actual.gradient, expected.gradient))
+
+
+def _scale(values: Tensor) -> float:
+    return float(values.square().mean().sqrt()) or 1.0  # a new value head gives 0
+
+
+def _relative(actual: Tensor | None, expected: Tensor | None) -> float:
+    if actual is None or expected is None or not expected.any():
+        return 0.0
+    return float(((actual - expected).norm() / expected.norm()).nan_to_num(nan=torch.inf))
+
+
+def judge(found: Difference, rounding: Difference, probe: Probe, packed: nn.Module, path: str) -> None:
+    """Raise UnsupportedModelError if a difference is more than rounding in the engine's type.
+
+    In float32 every token counts. In half precision single tokens may be far off, in a mixture of experts above all,
+    where rounding sends them to another expert: the mean is judged, by several times what rounding does to the model's
+    own pass. rounding: that. path: how the engine computed the probe, in settings.
+    """
+    is_half = probe.dtype not in (torch.float32, torch.float64)
+    outputs = max(HALF_TOLERANCE, TIMES_ROUNDING * rounding.mean) if is_half else TOLERANCE[probe.dtype_name]
+    gradient = max(HALF_GRADIENT, TIMES_ROUNDING * rounding.gradient) if is_half else GRADIENT_TOLERANCE
+    is_value = isinstance(packed, PackedValueModel)
+    what, unit = ("values", "of a hidden state's size") if is_value else ("log-probs", "nats")
+    problem = ""
+    if not (found.mean if is_half else found.largest) <= outputs:
+        problem = f"{what} differ by up to {found.largest:.2g} {unit} (mean {found.mean:.2g})"
+    elif not found.gradient <= gradient:
+        problem = f"the gradient of {probe.parameter} differs by {found.gradient:.1%}"
+    if problem:
+        raise UnsupportedModelError(
+            f"{_described(packed)}: with {path} {problem} from the model's own forward pass of one sequence at a time, "
+            f"which is more than rounding in {probe.dtype_name}; {_advice(path)}"
+        )
+
+
+def _path(config: ModelConfig, context_parallel: int = 1, tensor_parallel: int = 1) -> str:
+    sizes = {"context_parallel": context_parallel, "tensor_parallel": tensor_parallel}
+    shared = [f"policy.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([f"model.layout={config.layout}", *shared])
+
+
+def _advice(path: str) -> str:
+    if "parallel" in path:
+        return "set these to 1, or take another model"
+    return "take another model" if "padded" in path else "set model.layout=padded, or take another model"
+
+
+def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
+    parts = [probe.sequences.slice(index, index + 1).tokens["input_ids"] for index in range(len(probe.sequences))]
+    is_value = isinstance(packed, PackedValueModel)
+    values = torch.cat(
+        [_own_values(packed, ids) if is_value else _own_log_probs(packed, ids, probe.temperature) for ids in parts]
+    )
+    return Outputs(values.detach().float(), _gradient(values, packed, probe.parameter))
+
+
+def _gradient(values: Tensor, packed: nn.Module, name: str) -> Tensor | None:
+    """By the parameter of that name, flat; no other gets a gradient."""
+    if not name:
+        return None
+    return _flat(torch.autograd.grad(values.sum(), [packed.get_parameter(name)], allow_unused=True)[0])
+
+
+def _own_log_probs(packed: PackedModel, ids: Tensor, temperature: float) -> Tensor:
+    logits = packed.model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, ids[1:, None])
+
+
+def _own_values(packed: PackedModel, ids: Tensor) -> Tensor:
+    with _head_inputs(packed) as seen:
+        packed.model(input_ids=ids[None], use_cache=False)
+    hidden = seen[0][0, :-1]
+    return torch.cat([getattr(packed.model, HEAD)(hidden), hidden], dim=1)
+
+
+@contextmanager
+def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
+    """What the value head reads inside; a new head gives 0 whatever that is."""
+    seen: list[Tensor] = []
+    handle = getattr(packed.model, HEAD).register_forward_pre_hook(lambda head, given: seen.append(given[0].detach()))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, attention is transformers' own: `eager`, which computes all that a family asks for."""
+    before = model.config._attn_implementation
+    with ExitStack() as stack:
+        try:
+            model.set_attn_implementation("eager")
+        except ValueError:  # a family with one of its own
+            pass
+        else:
+            stack.callback(model.set_attn_implementation, before)
+        yield
+
+
+def _undisturbed(device: torch.device = CPU) -> Any:
+    """A context in which random numbers are drawn that are not missing afterwards."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+@contextmanager
+def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, what every module gives, and its gradient, is rounded to `dtype`."""
+
+    def rounded(part: nn.Module, given: Any, output: Any) -> Any:
+        is_float = isinstance(output, Tensor) and output.is_floating_point()
+        return output.to(dtype).to(output.dtype) if is_float else output
+
+    handles = [part.register_forward_hook(rounded) for part in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _flat(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().float().flatten().cpu()
+
+
+def _described(packed: Any) -> str:
+    return f"model.path={packed.model.name_or_path} ({packed.model.config.model_type})"

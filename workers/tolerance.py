@@ -1,0 +1,11 @@
+"""How far two computations of the same log-probs may differ by rounding: one rule for load, runs and the doctor.
+
+It imports nothing, so that the driver may read it.
+"""
+
+TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 1e-1}
+"""Mean difference of a token's log-prob, nats, by the type that both sides compute in.
+
+float32: exact models reach 1e-6 within one process and 3e-5 between engine and trainer. bfloat16 keeps 8 bits: means of
+0.01 to 0.1 are usual, the larger ones for mixtures of experts, where rounding sends a token to another expert.
+"""

@@ -1,0 +1,222 @@
+"""Users' functions and classes, found, described and pickled in a process of their own: ours never imports them.
+
+    find_function(key, "module:function" or "path/file.py:function") --process--> import, signature, cloudpickle
+        --> UserFunction(packed, signature), which only the processes that run it unpickle
+    call(packed, arguments) --process--> unpickle, call --JSON--> value
+
+An import that raises, hangs, exits, reads the command line or kills its process is a ConfigError in one sentence.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import cloudpickle
+
+from workers.errors import BallastError, ConfigError
+from workers.isolation import Answer, NoAnswerError, answering, ask, named
+
+TIMEOUT_SETTING = "resources.user_code_timeout_s"
+AS_A_PROGRAM = 'keep what only a program does behind `if __name__ == "__main__":`'
+
+
+@dataclass(frozen=True)
+class Signature:
+    """names: parameters that can be given by name, in order. required: those without a default. takes_all: whether
+    there is a `**` parameter."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_all: bool
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """packed: the function, pickled by value, so that other nodes and processes need no copy of its file."""
+
+    packed: bytes
+    signature: Signature
+
+
+def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
+    """The function that `module:function` or `path/file.py:function`, the value of setting `key`, names.
+
+    timeout_s: what its import may take. Raises ConfigError with what was wrong.
+    """
+    answer, packed = _asked(__name__, key, name, timeout_s)
+    return UserFunction(packed, Signature(tuple(answer["names"]), tuple(answer["required"]), answer["takes_all"]))
+
+
+def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:
+    """The class that setting `key` names, pickled by value. Raises ConfigError, also if it lacks one of `methods`."""
+    answer, packed = _asked(__name__, key, name, timeout_s)
+    if not answer["is_class"] or not set(methods) <= set(answer["methods"]):
+        raise ConfigError(f"{key}={name!r} must be a class with the methods {' and '.join(methods)}.")
+    return packed
+
+
+def check_loss(key: str, name: str, *, timeout_s: float) -> None:
+    """Raise ConfigError if the workers could not take the policy loss `module:function` that setting `key` names."""
+    _asked("workers.loss_process", key, name, timeout_s)
+
+
+def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
+    """What a packed function returns, as JSON gives it back; NumPy arrays and tensors are lists.
+
+    Raises ConfigError if it raises, ends its process, or takes more than `timeout_s` seconds.
+    """
+    try:
+        answer, _ = ask(
+            __name__, {"task": "call"}, pickle.dumps((packed, arguments)), timeout_s=timeout_s, setting=TIMEOUT_SETTING
+        )
+    except NoAnswerError as error:
+        raise ConfigError(f"{key} {error}.") from None
+    if "failure" in answer:
+        raise ConfigError(f"{key} {answer['failure']}.")
+    return answer["value"]
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """A function's parameters, as a call by name sees them."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = tuple(p.name for p in named if p.default is p.empty)
+    return Signature(tuple(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+def _asked(module: str, key: str, name: str, timeout_s: float) -> tuple[Answer, bytes]:
+    question = {"task": "find", "key": key, "name": name}
+    try:
+        answer, packed = ask(module, question, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
+    except NoAnswerError as error:
+        raise ConfigError(f"{key}={name!r}: its import {error}; {AS_A_PROGRAM}.") from None
+    if "failure" in answer:
+        raise ConfigError(answer["failure"])
+    return answer, packed
+
+
+# What follows runs in the process.
+
+
+def respond(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
+    """The answer to a question of `_asked` or `call`. SystemExit passes: it ends the process, and its code is told."""
+    task = {"find": _found, "call": _called}[question["task"]]
+    try:
+        return task(question, payload)
+    except BallastError as error:
+        return {"failure": str(error)}, b""
+
+
+def _found(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
+    del payload
+    key, name = question["key"], question["name"]
+    module, found = load(key, name)
+    packed = _packed(f"{key}={name!r}", module, found)
+    methods = [method for method in dir(found) if callable(getattr(found, method, None))]
+    try:
+        signature = asdict(signature_of(found))
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key}={name!r} has no signature that can be read; name a Python function.") from None
+    return signature | {"is_class": isinstance(found, type), "methods": methods}, packed
+
+
+def _called(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
+    del question
+    packed, arguments = pickle.loads(payload)
+    try:
+        value = cloudpickle.loads(packed)(*arguments)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        return {"failure": f"raised {named(error)}"}, b""
+    return {"value": _plain(value)}, b""
+
+
+def load(key: str, name: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """The module and the function that `name` names. Raises ConfigError naming what is missing, or what it raised."""
+    place, separator, function_name = name.rpartition(":")
+    if not separator:
+        raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
+    module = _load_file(key, Path(place)) if place.endswith(".py") else _load_module(key, place)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{key}={name!r}: {place} has no function {function_name!r}.")
+    return module, function
+
+
+def _load_file(key: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file {path}.")
+    module_name = f"ballast_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}: {path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, KeyboardInterrupt) as error:
+        raise ConfigError(f"{key}: {path} cannot be imported: {named(error)}.") from error
+    return module
+
+
+def _load_module(key: str, name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except (Exception, KeyboardInterrupt) as error:
+        raise ConfigError(f"{key}: module {name!r} cannot be imported: {named(error)}.") from error
+
+
+def _packed(which: str, module: ModuleType, found: Any) -> bytes:
+    for each in {module.__name__: module, found.__module__: sys.modules[found.__module__]}.values():
+        if "site-packages" not in (getattr(each, "__file__", None) or "site-packages"):
+            cloudpickle.register_pickle_by_value(each)
+    try:
+        return cast(bytes, cloudpickle.dumps(found))
+    except Exception as error:
+        held = ", ".join(_not_picklable(module)) or "something"
+        raise ConfigError(
+            f"{which} cannot be sent to other processes, because {held} cannot be pickled ({named(error)}); make "
+            "it inside the function, at its first call."
+        ) from None
+
+
+def _not_picklable(module: ModuleType) -> list[str]:
+    """Names of the module's own values that cannot be pickled, such as a thread pool or an open file."""
+    code = (ModuleType, type)
+    return [
+        f"{name} ({type(value).__name__})"
+        for name, value in vars(module).items()
+        if not name.startswith("__") and not isinstance(value, code) and not inspect.isroutine(value)
+        if not _can_be_pickled(value)
+    ]
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it; what it cannot hold is shown as text, which no caller takes for a number."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
+
+
+if __name__ == "__main__":
+    # By its importable name: what is pickled here must be found under the same name on the other side.
+    from workers.user_code import respond as respond_here
+
+    answering(respond_here)
