@@ -112,7 +112,7 @@ class Collector:
         """The rollout with the reward model's scores in its rewards, where there is one."""
         if self.roles.reward_model is None:
             return rollout
-        plan = self.planner.whole(rollout.batch, self.config.reward_model_max_tokens)
+        plan = self.planner.whole(rollout.batch, "reward_model.scores")
         self.roles.sleep_engines()
         scores = self.roles.reward_model.score(rollout.batch, plan)
         return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)

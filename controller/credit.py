@@ -44,7 +44,7 @@ class Credit:
         if self._roles.critic is None:
             rewards = batch["reward"] - weight * kl
             return batch.with_columns(advantages=sequence_advantages(self._config.algorithm, batch, rewards)), metrics
-        plan = self._planner.whole(batch, self._config.critic_forward_max_tokens)
+        plan = self._planner.whole(batch, "critic.values")
         valued = self._roles.critic.advantages(batch, plan, self._config.algorithm.gae, penalty)
         return batch.with_tokens(**valued.tokens), metrics | value_metrics(valued.metrics)
 
@@ -53,7 +53,7 @@ class Credit:
         algorithm, credited = self._config.algorithm, batch
         if algorithm.advantage == "reinforce_plus_plus_baseline":
             credited = batch.with_columns(reward=advantages.dr_grpo(batch["reward"], batch["uid"]))
-        plan = self._planner.whole(batch, self._config.policy.max_tokens)
+        plan = self._planner.whole(batch, "policy.log_probs")
         found = self._roles.policy.token_advantages(credited, plan, algorithm.gamma, penalty)
         return batch.with_tokens(**found.tokens)
 
@@ -63,7 +63,7 @@ class Credit:
         if not settings.coefficient:
             return 0.0, np.zeros(len(batch)), {}
         weight = settings.coefficient if self._progress.kl_coefficient is None else self._progress.kl_coefficient
-        plan = self._planner.whole(batch, self._config.reference_max_tokens)
+        plan = self._planner.whole(batch, "reference.log_probs")
         kl = (self._roles.reference or self._roles.policy).kl(batch, plan, settings.estimator)
         self._progress.kl_coefficient = adapted(weight, float(kl.mean()), len(batch), settings)
         return weight, kl, {"reward/kl": float(kl.mean()), "reward/kl_coefficient": weight}

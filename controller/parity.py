@@ -81,8 +81,9 @@ def _measured(role: Role) -> tuple[float, str]:
 
     logging.disable_progress_bar()
     # A kernel of GPUs is none of this machine's; what it computes is measured where it runs.
-    attention = role.model.attention if role.model.layout == "padded" else "auto"
-    model = replace(role.model, attention=attention, activation_offload=False)
+    layout = role.model.attention_layout()
+    attention = role.model.attention if layout == "padded" else "auto"
+    model = replace(role.model, attention=attention, layout=layout, forward_layout="same", activation_offload=False)
     try:
         module = LOADERS[role.head](model, torch.float32)
     except BallastError:

@@ -118,8 +118,8 @@ class Trainer(TrainingLoop):
         self.writer.lengths(step, batch["length"])
         batch = batch.with_meta(step=step, steps=self.config.run.steps)
         with watch.phase("plan"):
-            drawn = self.draw_epochs(len(batch), step)
-            plans = [self.planner.plan(batch, epoch, self.config.policy.max_tokens) for epoch in drawn]
+            drawn = [self.planner.redealt(batch, epoch) for epoch in self.draw_epochs(len(batch), step)]
+            plans = [self.planner.plan(batch, epoch, "policy.update") for epoch in drawn]
         with watch.phase("log_probs"), self.console.phase("log-probs"):
             self.roles.sleep_engines()
             batch, mismatch = self.with_log_probs(batch, step)
@@ -154,7 +154,7 @@ class Trainer(TrainingLoop):
         """The critic's optimiser steps, on the policy's mini-batches of every epoch; nothing without a critic."""
         if self.roles.critic is None:
             return {}
-        plans = [self.planner.plan(batch, epoch, self.config.critic_max_tokens) for epoch in drawn]
+        plans = [self.planner.plan(batch, epoch, "critic.update") for epoch in drawn]
         updated = update(self.roles.critic, batch, drawn, plans, self.config.critic.loss)
         return prefixed("critic", {name: value for name, value in results(updated).items() if name in CRITIC_METRICS})
 
@@ -183,7 +183,7 @@ class Trainer(TrainingLoop):
             batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
         proof = self.mismatch.proof(batch["weight_version"], batch["newest_weight_version"], version)
         if config.has_forward_pass or proof is not Proof.NONE:
-            plan = self.planner.whole(batch, config.forward_max_tokens)
+            plan = self.planner.whole(batch, "policy.log_probs")
             entropies = config.algorithm.loss.old_entropies
             read = self.roles.policy.log_probs_and_entropies if entropies else self.roles.policy.log_probs
             passed = read(batch, plan)
@@ -195,7 +195,7 @@ class Trainer(TrainingLoop):
             if entropies:
                 batch = batch.with_tokens(old_entropies=passed.tokens["entropies"])
         if self.config.uses_reference:
-            plan = self.planner.whole(batch, self.config.reference_max_tokens)
+            plan = self.planner.whole(batch, "reference.log_probs")
             batch = batch.with_tokens(reference_log_probs=self.roles.reference_log_probs(batch, plan))
         return batch, mismatch
 

@@ -7,88 +7,9 @@ A field's documentation, default and range stand where it is declared: `setting(
 from dataclasses import dataclass, field
 from typing import Any
 
-
-def setting(
-    default: Any,
-    doc: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    exclusive_minimum: bool = False,
-    exclusive_maximum: bool = False,
-) -> Any:
-    """A dataclass field with its documentation and range; an `exclusive_` bound is itself not allowed."""
-    metadata = {
-        "doc": doc,
-        "minimum": minimum,
-        "maximum": maximum,
-        "choices": choices,
-        "exclusive_minimum": exclusive_minimum,
-        "exclusive_maximum": exclusive_maximum,
-    }
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass
-class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A, of which A and B alone are trained."""
-
-    rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", minimum=0)
-    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", minimum=0, exclusive_minimum=True)
-    target_modules: str = setting(
-        "all-linear",
-        "Modules that get an adapter, by the last part of their names, as in `q_proj,v_proj`; `all-linear` is every "
-        "linear module but the output layer.",
-    )
-
-
-@dataclass
-class ModelConfig:
-    path: str = setting("???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache.")
-    dtype: str = setting(
-        "auto",
-        "Parameter and compute type; `auto` is float32 on CPU and bfloat16 on GPU (parameters kept in float32).",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    attention: str = setting(
-        "auto",
-        "Attention kernel. Packed: `varlen` (CUDA), `flash3` (Hopper, with FlashAttention 3's package), `flash` (CUDA, "
-        "the flash-attn package), `sdpa` (one call a sequence, any device). Padded: transformers' own `sdpa` or "
-        "`eager`. `auto` picks by device, packages and model.",
-        choices=("auto", "varlen", "flash3", "flash", "sdpa", "eager"),
-    )
-    layout: str = setting(
-        "packed",
-        "`packed`: a micro-batch is one row without padding. `padded`: a row a sequence, rounded up to the longest, "
-        "for models whose attention cannot be told where sequences begin.",
-        choices=("packed", "padded"),
-    )
-    length_multiple: int = setting(
-        1,
-        "Tokens that a sequence (packed) or a row (padded) is padded to a multiple of, for kernels that want it.",
-        minimum=1,
-    )
-    gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
-    activation_offload: bool = setting(
-        False, "Keep what gradient checkpointing keeps of each layer in host memory until the backward pass (GPU)."
-    )
-    compile: bool = setting(
-        False, "Compile each decoder layer (torch.compile): fewer and larger kernels, minutes at the first step (GPU)."
-    )
-    logprob_chunk_tokens: int = setting(
-        0,
-        "Tokens whose logits exist at one time; bounds the memory of log-probs (tokens x vocabulary). 0 is 2,048 on a "
-        "GPU, which adds to the output layer's gradient once a chunk, and 256 on a CPU.",
-        minimum=0,
-    )
-    lora: LoraConfig = field(default_factory=LoraConfig)
-
-    def chunk_tokens(self, device: str) -> int:
-        """`logprob_chunk_tokens` on a type of device, as torch names it."""
-        return self.logprob_chunk_tokens or (256 if device == "cpu" else 2048)
+from workers.model_config import LoraConfig as LoraConfig
+from workers.model_config import ModelConfig as ModelConfig
+from workers.setting import setting as setting
 
 
 @dataclass
@@ -156,7 +77,21 @@ class PolicyConfig:
     forward_max_tokens: int = setting(
         0, "Cap on packed tokens of a forward-only micro-batch; 0 takes policy.max_tokens.", minimum=0
     )
-    max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 is no cap.", minimum=0)
+    max_sequences: int = setting(
+        0, "Cap on sequences of a training micro-batch; 0 is no cap, else 2 or more is advised.", minimum=0
+    )
+    forward_max_sequences: int = setting(
+        0, "Cap on sequences of a forward-only micro-batch; 0 takes policy.max_sequences.", minimum=0
+    )
+    min_micro_batches: int = setting(
+        1,
+        "Least number of micro-batches of a rank in each mini-batch, of the policy and of the critic; raise it where "
+        "memory is short.",
+        minimum=1,
+    )
+    forward_min_micro_batches: int = setting(
+        1, "Least number of micro-batches of a rank in a forward-only pass of any training role.", minimum=1
+    )
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
     threads: int = setting(0, "CPU threads of a worker; 0 divides the node's cores by the role's workers.", minimum=0)
@@ -180,6 +115,9 @@ class ReferenceConfig:
         "", "Model of the reference; empty takes model.path, or with model.lora the policy without its adapters."
     )
     forward_max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
+    forward_max_sequences: int = setting(
+        0, "Cap on sequences of a micro-batch; 0 takes policy.max_sequences.", minimum=0
+    )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
@@ -361,6 +299,7 @@ class RewardModelConfig:
     )
     weight: float = setting(1.0, "Weight of its score in the reward.")
     max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
+    max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 takes policy.max_sequences.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
@@ -397,6 +336,12 @@ class CriticConfig:
     )
     forward_max_tokens: int = setting(
         0, "Cap on packed tokens of a forward-only micro-batch; 0 takes critic.max_tokens.", minimum=0
+    )
+    max_sequences: int = setting(
+        0, "Cap on sequences of a training micro-batch; 0 takes policy.max_sequences.", minimum=0
+    )
+    forward_max_sequences: int = setting(
+        0, "Cap on sequences of a forward-only micro-batch; 0 takes critic.max_sequences.", minimum=0
     )
     warmup_steps: int = setting(0, "First steps of a run, in which only the critic learns.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")

@@ -6,6 +6,7 @@ PreferencesConfig     controller.preferences    pairs of a chosen and a rejected
 
 from dataclasses import dataclass, field
 
+from controller.config.limits import Limits
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from controller.config.training import ReferenceSettings, TrainingConfig
 from workers.config import (
@@ -177,10 +178,10 @@ class SftConfig(OfflineConfig):
         return self.batch.sequences_per_step
 
     @property
-    def caps(self) -> dict[str, int]:
-        """Every cap on packed tokens that holds in this run, by key."""
-        caps = {"policy.max_tokens": self.policy.max_tokens}
-        return caps | ({"policy.forward_max_tokens": self.forward_max_tokens} if self.data.validation else {})
+    def limits(self) -> dict[str, Limits]:
+        """What the micro-batches of every pass of this run keep; `policy.log_probs` is that of validation."""
+        there = ("policy.update", "policy.log_probs") if self.data.validation else ("policy.update",)
+        return {name: self.policy_limits[name] for name in there}
 
 
 @dataclass
@@ -223,7 +224,6 @@ class PreferencesConfig(OfflineConfig, ReferenceSettings):
         return self.loss.name != "simpo"
 
     @property
-    def caps(self) -> dict[str, int]:
-        """Every cap on packed tokens that holds in this run, by key."""
-        caps = {"policy.max_tokens": self.policy.max_tokens, "policy.forward_max_tokens": self.forward_max_tokens}
-        return caps | ({"reference.forward_max_tokens": self.reference_max_tokens} if self.uses_reference else {})
+    def limits(self) -> dict[str, Limits]:
+        """What the micro-batches of every pass of this run keep."""
+        return self.policy_limits | self.reference_limits

@@ -16,6 +16,7 @@ from typing import TypeVar
 from omegaconf import OmegaConf
 
 from controller.config.file import read
+from controller.config.limits import Limits
 from controller.config.sections import (
     AlgorithmConfig,
     BalanceConfig,
@@ -157,17 +158,23 @@ class Config(ReferenceSettings):
         return self.critic.forward_max_tokens or self.critic_max_tokens
 
     @property
-    def caps(self) -> dict[str, int]:
-        """Every cap on packed tokens that holds in this run, by key."""
-        caps = {"policy.max_tokens": self.policy.max_tokens, "policy.forward_max_tokens": self.forward_max_tokens}
-        if self.uses_reference:
-            caps["reference.forward_max_tokens"] = self.reference_max_tokens
+    def limits(self) -> dict[str, Limits]:
+        """What the micro-batches of every pass of this run keep, by role and pass, as in `policy.update`."""
+        critic, most = self.critic, self.policy.max_sequences
+        found = self.policy_limits | self.reference_limits
         if self.uses_critic:
-            caps["critic.max_tokens"] = self.critic_max_tokens
-            caps["critic.forward_max_tokens"] = self.critic_forward_max_tokens
+            most_of_critic = critic.max_sequences or most
+            found["critic.update"] = self._training("critic.max_tokens", self.critic_max_tokens, most_of_critic)
+            found["critic.values"] = self._forward(
+                "critic.forward_max_tokens",
+                self.critic_forward_max_tokens,
+                critic.forward_max_sequences or most_of_critic,
+            )
         if self.uses_reward_model:
-            caps["reward.model.max_tokens"] = self.reward_model_max_tokens
-        return caps
+            found["reward_model.scores"] = self._forward(
+                "reward.model.max_tokens", self.reward_model_max_tokens, self.reward.model.max_sequences or most
+            )
+        return found
 
     @property
     def total_optimizer_steps(self) -> int:

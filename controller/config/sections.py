@@ -201,6 +201,20 @@ class BalanceConfig:
         "`none` keeps the order drawn; the others balance rank by rank as those systems do, with the caps kept.",
         choices=("karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"),
     )
+    count_multiple: int = setting(
+        1, "Micro-batches of a rank in each mini-batch are a multiple of this, as pipelines need.", minimum=1
+    )
+    order: str = setting(
+        "descending",
+        "Order of micro-steps: `descending`, the heaviest first, or `small_ends`, light ones first and last, where a "
+        "pipeline fills and empties.",
+        choices=("descending", "small_ends"),
+    )
+    redeal_groups: bool = setting(
+        False,
+        "Move whole groups between the mini-batches of a step until these weigh the same. This changes which sequences "
+        "share an optimiser step: mini-batches are no longer random draws.",
+    )
     refit: str = setting(
         "auto",
         "Fit the cost model that plans follow to the measured times of micro-steps, every ten steps. `auto` does it on "

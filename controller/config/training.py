@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from workers.config import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
@@ -54,7 +55,35 @@ class TrainingConfig:
     @property
     def caps(self) -> dict[str, int]:
         """Every cap on packed tokens that holds in this run, by key."""
+        return {limits.cap: limits.max_tokens for limits in self.limits.values()}
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """What the micro-batches of every pass of this run keep, by role and pass, as in `policy.update`."""
         raise NotImplementedError
+
+    @property
+    def policy_limits(self) -> dict[str, Limits]:
+        """`limits` of the policy."""
+        policy = self.policy
+        return {
+            "policy.update": self._training("policy.max_tokens", policy.max_tokens, policy.max_sequences),
+            "policy.log_probs": self._forward(
+                "policy.forward_max_tokens",
+                self.forward_max_tokens,
+                policy.forward_max_sequences or policy.max_sequences,
+            ),
+        }
+
+    def _training(self, cap: str, tokens: int, sequences: int) -> Limits:
+        return self._limits(cap, tokens, sequences, self.policy.min_micro_batches, forward=False)
+
+    def _forward(self, cap: str, tokens: int, sequences: int) -> Limits:
+        return self._limits(cap, tokens, sequences, self.policy.forward_min_micro_batches, forward=True)
+
+    def _limits(self, cap: str, tokens: int, sequences: int, count: int, *, forward: bool) -> Limits:
+        layout, multiple = self.model.rows(forward=forward)
+        return Limits(cap, tokens, sequences, count, layout, self._multiple(multiple))
 
     @property
     def starts_reference(self) -> bool:
@@ -90,14 +119,20 @@ class TrainingConfig:
 
     @property
     def length_multiple(self) -> int:
-        """Tokens that a sequence is padded to a multiple of, for kernels and for the ranks that share it."""
+        """Tokens that a sequence is padded to a multiple of in training, for kernels and the ranks that share it."""
+        return self._multiple(self.model.length_multiple)
+
+    def _multiple(self, of_kernels: int) -> int:
         # Here, because the balancing package takes longer to import than all else that a mistyped key needs.
         from balancing.alignment import length_multiple
 
         parallel = self.policy.parallel
-        return math.lcm(
-            self.model.length_multiple, length_multiple(parallel.context_parallel, parallel.tensor_parallel)
-        )
+        return math.lcm(of_kernels, length_multiple(parallel.context_parallel, parallel.tensor_parallel))
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether ranks share sequences or layers."""
+        return self.policy.parallel.context_parallel * self.policy.parallel.tensor_parallel > 1
 
     @property
     def refits_cost_model(self) -> bool:
@@ -150,6 +185,16 @@ class ReferenceSettings(TrainingConfig):
     def reference_max_tokens(self) -> int:
         """Cap on packed tokens of the reference's micro-batches."""
         return self.reference.forward_max_tokens or self.policy.max_tokens
+
+    @property
+    def reference_limits(self) -> dict[str, Limits]:
+        """`limits` of the reference; empty without one."""
+        if not self.uses_reference:
+            return {}
+        sequences = self.reference.forward_max_sequences or self.policy.max_sequences
+        return {
+            "reference.log_probs": self._forward("reference.forward_max_tokens", self.reference_max_tokens, sequences)
+        }
 
 
 def _has_nvidia_gpu() -> bool:

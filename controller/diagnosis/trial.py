@@ -133,14 +133,14 @@ class Trial:
 
     def compare(self, batch: RemoteBatch) -> Compared:
         """The policy's log-probs of a batch against those that it was sampled with."""
-        passed = self.roles.policy.log_probs(batch, self.planner.whole(batch, self.config.forward_max_tokens))
+        passed = self.roles.policy.log_probs(batch, self.planner.whole(batch, "policy.log_probs"))
         found = results(passed.metrics)
         return Compared(found["rollout_mismatch_mean"], found["rollout_mismatch_max"])
 
     def update(self, batch: RemoteBatch) -> None:
         """One optimiser step."""
         batch = batch.with_columns(advantages=(2 * batch["reward"] - 1).astype(np.float32))
-        plan = self.planner.whole(batch, self.config.policy.max_tokens)
+        plan = self.planner.whole(batch, "policy.update")
         self.roles.policy.update(batch, plan, self.config.algorithm.loss)
 
     def sent_checksums(self) -> dict[str, str]:

@@ -68,7 +68,7 @@ class OfflineTrainer(TrainingLoop, Generic[Settings]):
             with watch.phase("plan"), self.console.phase("plan"):
                 count = self._records_of_step()
                 batch = self.dataset.take(self.progress.position, count)
-                plan = self.planner.plan(batch, [np.arange(len(batch))], self.config.policy.max_tokens)
+                plan = self.planner.plan(batch, [np.arange(len(batch))], "policy.update")
             self.writer.lengths(step, batch["length"])
             metrics = self.learn(batch, plan, watch)
             self.progress.position += count
@@ -111,7 +111,7 @@ class SftTrainer(OfflineTrainer[SftConfig]):
 
     def measure(self, batch: RemoteBatch) -> dict[str, float]:
         """`loss`, mean over tokens in nats, `perplexity` exp(loss), and `entropy`."""
-        plan = self.planner.whole(batch, self.config.forward_max_tokens)
+        plan = self.planner.whole(batch, "policy.log_probs")
         measured = results(self.roles.policy.measure_tokens(batch, plan))
         return {"loss": measured["loss"], "perplexity": math.exp(measured["loss"]), "entropy": measured["entropy"]}
 
@@ -137,10 +137,10 @@ class PreferencesTrainer(OfflineTrainer[PreferencesConfig]):
 
     def pair_loss(self, batch: RemoteBatch) -> PairLoss:
         """The loss of the batch's pairs and its gradient by each sequence's log-prob."""
-        plan = self.planner.whole(batch, self.config.forward_max_tokens)
+        plan = self.planner.whole(batch, "policy.log_probs")
         log_probs = self.roles.policy.sequence_log_probs(batch, plan)
         reference = None
         if self.config.uses_reference:
-            plan = self.planner.whole(batch, self.config.reference_max_tokens)
+            plan = self.planner.whole(batch, "reference.log_probs")
             reference = self.roles.reference_sequence_log_probs(batch, plan)
         return pair_loss(self.config.loss, log_probs, reference, batch["response_tokens"])

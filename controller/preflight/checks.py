@@ -19,6 +19,7 @@ from controller.config import Config, TrainingConfig
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.column_checks import check_column_names, check_columns_are_there
+from controller.preflight.count_checks import check_counts
 from controller.preflight.critic_checks import check_critic, check_reward_model, check_same_vocabulary
 from controller.preflight.effects import check_settings_have_effect
 from controller.preflight.loss_checks import check_kl_correction, check_token_returns
@@ -40,6 +41,7 @@ def check(config: Config) -> None:
     check_settings_have_effect(config)
     check_run(config)
     _check_batch(config)
+    check_counts(config)
     _check_loss(config)
     check_kl_correction(config)
     check_token_returns(config)
@@ -278,15 +280,15 @@ def _check_caps(config: Config) -> None:
 def check_caps_hold(config: TrainingConfig, parts: str) -> None:
     """Every cap holds the longest possible sequence; `parts` says what makes its length."""
     longest = config.longest_sequence
-    multiple, sharing = config.length_multiple, config.policy.parallel.context_parallel
-    if longest % multiple:
-        longest += multiple - longest % multiple
-        parts += f", {longest} as a multiple of {multiple}"
-    for key, cap in config.caps.items():
-        if cap * sharing < longest:
+    sharing = config.policy.parallel.context_parallel
+    for limits in config.limits.values():
+        needed, multiple = -(-longest // limits.length_multiple) * limits.length_multiple, limits.length_multiple
+        if limits.max_tokens * sharing < needed:
+            rounded = f", {needed} as a multiple of {multiple}" if needed > longest else ""
             times = f" times policy.parallel.context_parallel={sharing}" if sharing > 1 else ""
             raise ConfigError(
-                f"{key}={cap}{times} is below the longest possible sequence, {parts}; raise the cap or lower either."
+                f"{limits.cap}={limits.max_tokens}{times} is below the longest possible sequence, {parts}{rounded}; "
+                "raise the cap or lower either."
             )
 
 
@@ -323,16 +325,14 @@ def _check_devices(config: Config) -> None:
     check_attention(config)
 
 
-ATTENTION_KERNELS = {"packed": ("auto", "varlen", "flash3", "flash", "sdpa"), "padded": ("auto", "sdpa", "eager")}
-
-
 def check_attention(config: TrainingConfig) -> None:
     """model.attention is a kernel of the layout, the device and the type."""
-    kernel, layout = config.model.attention, config.model.layout
-    kernels = ATTENTION_KERNELS[layout]
-    if kernel not in kernels:
+    kernel = config.model.attention
+    if kernel == "eager" and config.model.attention_layout(shared=config.shares_model) == "packed":
+        others = "ranks that share sequences or layers (policy.parallel)" if config.shares_model else "packed rows"
         raise ConfigError(
-            f"model.attention={kernel} is not for model.layout={layout}; set attention to one of {', '.join(kernels)}."
+            f"model.attention=eager is transformers' own, for padded rows, and not for {others}; set model.attention "
+            "to auto, varlen, flash3, flash or sdpa."
         )
     if kernel not in ("varlen", "flash3", "flash"):
         return
@@ -351,11 +351,6 @@ def check_parallel(config: TrainingConfig, model: ModelFiles) -> None:
     if config.policy.ranks % parallel.replicate:
         raise ConfigError(
             f"policy.parallel.replicate={parallel.replicate} does not divide policy.ranks={config.policy.ranks}."
-        )
-    if cp * tp > 1 and config.model.layout == "padded":
-        raise ConfigError(
-            "model.layout=padded does not share sequences between ranks; set model.layout=packed, or "
-            "policy.parallel.context_parallel and tensor_parallel to 1."
         )
     if tp > 1 and config.model.lora.rank:
         raise ConfigError(

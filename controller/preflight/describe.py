@@ -9,6 +9,7 @@ from itertools import groupby
 
 from controller.config import Config, TrainingConfig, to_yaml
 from controller.config.file import Setting, settings
+from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
 from controller.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
@@ -114,16 +115,17 @@ def _sampling_sizes(config: Config) -> list[str]:
 
 
 def _caps(config: TrainingConfig) -> list[str]:
-    return [_cap_line(config, key, cap) for key, cap in config.caps.items()]
+    return [_cap_line(config, limits) for limits in config.limits.values()]
 
 
-def _cap_line(config: TrainingConfig, key: str, cap: int) -> str:
+def _cap_line(config: TrainingConfig, limits: Limits) -> str:
     longest = config.longest_sequence
-    room = cap * config.policy.parallel.context_parallel // longest
-    if config.policy.max_sequences:
-        room = min(room, config.policy.max_sequences)
+    room = limits.max_tokens * config.policy.parallel.context_parallel // longest
+    if limits.max_sequences:
+        room = min(room, limits.max_sequences)
     return (
-        f"{key} {cap} >= longest possible sequence {longest}: a micro-batch has room for at least {room} such sequences"
+        f"{limits.cap} {limits.max_tokens} >= longest possible sequence {longest}: a micro-batch has room for at least "
+        f"{room} such sequences"
     )
 
 

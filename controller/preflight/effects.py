@@ -21,6 +21,11 @@ Row = tuple[str, Callable[[Any], bool], tuple[str, ...]]
 
 EVERYWHERE: tuple[Row, ...] = (
     (
+        "balance.algorithm=karmarkar_karp (the others have an order of their own)",
+        lambda c: c.balance.algorithm in ("karmarkar_karp", "load_balance"),
+        ("balance.order",),
+    ),
+    (
         "balance.algorithm other than none",
         lambda c: c.balance.algorithm != "none",
         ("balance.refit",),
@@ -112,7 +117,17 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
     (
         "batch.mini_batches or batch.epochs above 1 (and no ratios to the sampler's log-probs)",
         lambda c: c.has_forward_pass,
-        ("policy.forward_max_tokens",),
+        ("policy.forward_max_tokens", "policy.forward_max_sequences"),
+    ),
+    (
+        "a forward-only pass: batch.mini_batches or batch.epochs above 1, a KL, a critic or a reward model",
+        lambda c: c.has_forward_pass or c.uses_reference or c.uses_critic or c.uses_reward_model,
+        ("policy.forward_min_micro_batches", "model.forward_layout", "model.forward_length_multiple"),
+    ),
+    (
+        "batch.mini_batches above 1",
+        lambda c: c.batch.mini_batches > 1,
+        ("balance.redeal_groups",),
     ),
     *(
         (

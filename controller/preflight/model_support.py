@@ -26,13 +26,13 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
     method = description.get("quantization_config", {}).get("quant_method")
     if method:
         raise ConfigError(f"{model} has weights quantized by {method}, which are not trained; take them in bfloat16.")
-    asked = uncomputed_features(text, config.model.layout)
+    layout = config.model.attention_layout(shared=config.shares_model)
+    asked = uncomputed_features(text, layout)
     if asked:
-        helps = config.model.layout == "packed" and not uncomputed_features(text, "padded")
-        advice = "set model.layout=padded" if helps else "take another model"
-        raise ConfigError(
-            f"{model} with {', '.join(asked)}, which model.layout={config.model.layout} does not compute; {advice}."
-        )
+        helps = layout == "packed" and not uncomputed_features(text, "padded")
+        shares = helps and config.shares_model
+        advice = "set model.layout=padded" + " and policy.parallel to 1" * shares if helps else "take another model"
+        raise ConfigError(f"{model} with {', '.join(asked)}, which model.layout={layout} does not compute; {advice}.")
     _check_kernel(config, features_of_file(text), model)
     if config.policy.parallel.context_parallel > 1 and is_recurrent(text):
         raise ConfigError(
@@ -49,7 +49,7 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
 
 
 def _check_kernel(config: TrainingConfig, features: frozenset[str], model: str) -> None:
-    kernel, layout = config.model.attention, config.model.layout
+    kernel, layout = config.model.attention, config.model.attention_layout(shared=config.shares_model)
     missing = features - KERNEL_FEATURES[layout].get(kernel, features)
     if missing:
         raise ConfigError(

@@ -10,6 +10,7 @@ from controller.preflight.checks import (
     check_warmup,
     first_record,
 )
+from controller.preflight.count_checks import check_micro_batches
 from controller.preflight.critic_checks import check_same_vocabulary
 from controller.preflight.effects import EVERYWHERE, Row, check_settings_have_effect
 from controller.preflight.model_sizes import check_model_sizes
@@ -26,10 +27,15 @@ ROWS: tuple[Row, ...] = (
         lambda c: c.policy.optimizer.schedule != "constant",
         ("policy.optimizer.total_steps", "policy.optimizer.final_learning_rate_ratio"),
     ),
+    ("several mini-batches in a step, which controller.fit alone has", lambda c: False, ("balance.redeal_groups",)),
     *EVERYWHERE,
 )
 SFT_ROWS: tuple[Row, ...] = (
-    ("data.validation", lambda c: bool(c.data.validation), ("policy.forward_max_tokens",)),
+    (
+        "data.validation",
+        lambda c: bool(c.data.validation),
+        ("policy.forward_", "model.forward_"),
+    ),
     (
         "loss.aggregation=sequence_mean_token_sum_norm",
         lambda c: c.loss.aggregation == "sequence_mean_token_sum_norm",
@@ -73,6 +79,8 @@ def _check_batch(config: OfflineConfig) -> None:
             f"policy.ranks={config.policy.ranks} is more than the {sequences} sequences of a step; lower it, or raise "
             "the batch."
         )
+    for name in ("min_micro_batches", "forward_min_micro_batches"):
+        check_micro_batches(config, name, sequences, f"{sequences} sequences of a step", "raise the batch")
 
 
 def _check_schedule(config: OfflineConfig) -> None:

@@ -161,9 +161,10 @@ def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
     """The last step and its Gantt charts, in the given order and as planned; None where there is nothing to compare.
 
     The plan, with several epochs the first one's, is made again from the recorded lengths, with the settings, the seed
-    and the costs of the run.
+    and the costs of the run. Groups are not recorded, so that mini-batches dealt anew (balance.redeal_groups) cannot be
+    made again.
     """
-    if not run.lengths or config.policy.ranks == 1:
+    if not run.lengths or config.policy.ranks == 1 or config.balance.redeal_groups:
         return None
     step = max(run.lengths)
     try:
@@ -178,10 +179,13 @@ def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
 
 
 def _plan(run: RunFolder, config: TrainingConfig, step: int, algorithm: str) -> Plan:
-    found, costs = run.lengths[step], CostModel(*run.costs.get(step, (1.0, 0.0)))
-    mini_batches = draw_mini_batches(len(found), config.mini_batches, config.run.seed, step)
-    arguments = plan_arguments(config, costs, config.policy.max_tokens) | {"algorithm": algorithm}
-    return plan_batch(found, mini_batches=mini_batches, **arguments)
+    found = run.lengths[step]
+    return plan_batch(
+        found,
+        mini_batches=draw_mini_batches(len(found), config.mini_batches, config.run.seed, step),
+        cost_model=CostModel(*run.costs.get(step, (1.0, 0.0))),
+        **plan_arguments(config, "policy.update") | {"algorithm": algorithm},
+    )
 
 
 def _drawing(panel: Panel) -> Draw:

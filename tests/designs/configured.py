@@ -71,11 +71,11 @@ def light_batch(lengths: Sequence[int], uids: Sequence[str] | None = None) -> Re
     return RemoteBatch({"uid": names, "length": counts, "response_tokens": np.maximum(counts - 1, 0)}, {})
 
 
-def plan_of(config: Config, lengths: Sequence[int], step: int = 1) -> Plan:
-    """The plan of an update, balanced by tokens, so that worked examples can be followed by hand."""
+def plan_of(config: Config, lengths: Sequence[int], step: int = 1, of: str = "policy.update") -> Plan:
+    """The plan of an update or another pass, balanced by tokens, so that worked examples can be followed by hand."""
     batch = light_batch(lengths)
     drawn = draw_mini_batches(len(batch), config.batch.mini_batches, config.run.seed, step)
-    return Planner(config, CostModel.tokens()).plan(batch, drawn, config.policy.max_tokens)
+    return Planner(config, CostModel.tokens()).plan(batch, drawn, of)
 
 
 def micro_batches(plan: Plan) -> list[list[list[int]]]:
@@ -146,10 +146,10 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | Non
     drawn = draw_mini_batches(len(whole), config.batch.mini_batches, config.run.seed, step=1)
     batch = with_group_tokens(batch, drawn)
     whole = replace(whole, columns=whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])})
-    forward = planner.whole(batch, config.forward_max_tokens).for_rank(worker.coordinates.dp)
+    forward = planner.whole(batch, "policy.log_probs").for_rank(worker.coordinates.dp)
     with recorded_cells(worker.engine.module) as cells, CountedCalls() as counted:
         block, _ = worker.log_probs(as_proto(in_order(whole, forward.rows.tolist())), forward)
-    update = planner.plan(batch, drawn, config.policy.max_tokens).for_rank(worker.coordinates.dp)
+    update = planner.plan(batch, drawn, "policy.update").for_rank(worker.coordinates.dp)
     metrics = worker.update(as_proto(in_order(whole, update.rows.tolist())), update, config.algorithm.loss)
     return {
         "leads": worker.coordinates.leads_dp_group,

@@ -1,12 +1,16 @@
 """D: dynamic batching in the padded layout, from a configuration."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, compute, configuration, micro_batches, plan_of, up_to
 from tests.workers.model.ranks import RankPool
+from workers.errors import ConfigError
 
+CP = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring")
 PADDED = ("model.layout=padded", "batch.mini_batches=1")
 
 
@@ -39,3 +43,54 @@ def test_d3_widths_are_multiples(ranks: RankPool, file: str) -> None:
     cells = compute(ranks, file, *overrides).cells[0]
     assert all(len(batch) % 16 == 0 for batch in cells)
     assert np.gcd.reduce([len(batch) for batch in cells]) % 16 == 0
+
+
+@pytest.mark.parametrize(("multiple", "count"), [(1, 3), (2, 4), (4, 4)])
+def test_d5_counts_are_a_multiple_as_pipelines_need(file: str, multiple: int, count: int) -> None:
+    """The published lengths and cap: micro-batches are split until their count divides."""
+    how = ("policy.ranks=2", "policy.max_tokens=12", "model.length_multiple=2", "balance.algorithm=roll")
+    config = configuration(file, *up_to(8), *PADDED, *how, f"balance.count_multiple={multiple}")
+    lengths = [7, 6, 8, 5, 1, 3, 8, 6]
+    for of in ("policy.update", "policy.log_probs"):
+        assert len(micro_batches(plan_of(config, lengths, of=of))) == count
+
+
+def test_d5_a_multiple_that_a_mini_batch_cannot_fill_is_refused_with_the_reason(file: str) -> None:
+    said = refusal("batch.mini_batches=2", "balance.count_multiple=100")
+    assert "balance.count_multiple=100 ask for 100 micro-batches" in said
+    config = configuration(file, *SMALL, *PADDED, "policy.ranks=1", "balance.count_multiple=4")
+    with pytest.raises(ConfigError, match=r"^policy.update: 3 sequences cannot fill 4 .*balance.count_multiple"):
+        plan_of(config, [5, 5, 5])
+
+
+def test_d6_layout_cap_and_rounding_are_separate_for_training_and_forward_passes(ranks: RankPool, file: str) -> None:
+    """What the model read in the forward pass is padded to 16; the update is packed and padded to nothing."""
+    own = ("model.forward_layout=padded", "model.forward_length_multiple=16", "policy.forward_max_tokens=96")
+    overrides = (*SMALL, "policy.ranks=1", "policy.max_tokens=64", *own)
+    config = configuration(file, *overrides)
+    update, forward = (plan_of(config, [5] * 8, of=of).settings for of in ("policy.update", "policy.log_probs"))
+    assert (update.layout, update.length_multiple, update.max_tokens) == ("packed", 1, 64)
+    assert (forward.layout, forward.length_multiple, forward.max_tokens) == ("padded", 16, 96)
+    result, packed = compute(ranks, file, *overrides), compute(ranks, file, *SMALL, "policy.ranks=1")
+    assert all(len(cells) % 16 == 0 for cells in result.cells[0])
+    assert result.metrics["loss"] == pytest.approx(packed.metrics["loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("way", [CP, ("policy.parallel.tensor_parallel=2",)], ids=["cp", "tp"])
+def test_c1_d8_padded_rows_are_shared_by_ranks_with_the_losses_of_one(
+    ranks: RankPool, file: str, way: tuple[str, ...]
+) -> None:
+    alone = compute(ranks, file, *SMALL, *PADDED, "policy.ranks=1")
+    shared = compute(ranks, file, *SMALL, *PADDED, "policy.ranks=1", *way)
+    for name in ("loss", "grad_norm", "entropy"):
+        assert shared.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-9)
+    for row, log_probs in alone.log_probs.items():
+        np.testing.assert_allclose(shared.log_probs[row], log_probs, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash", "flash3"])
+def test_d8_flash_kernels_take_padded_rows(file: str, kernel: str) -> None:
+    """Accepted for a machine with GPUs; transformers' own attention is then not used."""
+    kernel_on_gpus = (f"model.attention={kernel}", "resources.device=cuda")
+    config = configuration(file, *SMALL, *PADDED, *kernel_on_gpus)
+    assert config.model.attention_layout() == "packed"

@@ -117,3 +117,14 @@ def test_p6_a_custom_loss_sees_the_row_or_whole_sequences_and_says_its_normalise
     )
     assert by_sequence == pytest.approx(row, rel=1e-9)
     assert mean_of_means != pytest.approx(row, rel=1e-3)
+
+
+def test_p13_minimum_counts_are_separate_for_training_and_forward_passes(ranks: RankPool, file: str) -> None:
+    """Caps alone need one micro-batch; what the model read in the forward pass are three."""
+    counts = ("policy.ranks=1", "batch.mini_batches=2", "policy.min_micro_batches=2")
+    config = configuration(file, *SMALL, *counts, "policy.forward_min_micro_batches=3")
+    lengths = [5] * 24
+    assert [len(part.micro_steps) for part in plan_of(config, lengths).mini_batches] == [2, 2]
+    (plain,) = plan_of(configuration(file, *SMALL, "policy.ranks=1", "batch.mini_batches=1"), lengths).mini_batches
+    assert len(plain.micro_steps) == 1
+    assert len(compute(ranks, file, *SMALL, *counts, "policy.forward_min_micro_batches=3").cells[0]) == 3

@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from balancing import Plan
+from balancing import CostModel, Plan
 from balancing.errors import OverCapError
 from controller.credit import sequence_advantages
 from controller.fit import main
+from controller.planner import Planner
+from tests.controller.config_workspace import refusal
 from tests.controller.stand_ins.run import StandInRun
 from tests.designs.configured import SMALL, compute, configuration, light_batch, micro_batches, plan_of, up_to
 from tests.workers.model.ranks import RankPool
+from workers.errors import ConfigError
 
 Run = Callable[..., StandInRun]
 Calls = list[tuple[str, Plan | None]]
@@ -150,3 +153,91 @@ def test_v4_advantages_go_by_uid_whatever_the_order(file: str) -> None:
 def test_m8_mindspeed_s_deal_is_longest_first_into_the_lightest_rank(file: str) -> None:
     config = configuration(file, *SMALL, "policy.ranks=2", "balance.algorithm=mindspeed_rl", *ONE_STEP)
     assert micro_batches(plan_of(config, [10, 4, 3, 3])) == [[[0], [1, 2, 3]]]
+
+
+def test_v6_the_count_is_at_least_the_minimum_a_multiple_and_never_above_the_sequences(file: str) -> None:
+    counts = ("policy.min_micro_batches=3", "balance.count_multiple=4", *ONE_STEP)
+    config = configuration(file, *SMALL, "policy.ranks=2", *counts)
+    plan = plan_of(config, long_tailed(24))
+    assert [len(plan.for_rank(rank).mini_batches[0].micro_batches) for rank in range(2)] == [4, 4]
+    with pytest.raises(ConfigError, match=r"policy.min_micro_batches.*balance.count_multiple"):
+        plan_of(config, [5, 5, 5])
+    assert "ask for 100 micro-batches" in refusal("policy.min_micro_batches=97", "balance.count_multiple=50")
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_v8_small_micro_batches_stand_at_both_ends_where_asked(file: str, layout: str) -> None:
+    config = configuration(
+        file,
+        *SMALL,
+        "policy.ranks=1",
+        "policy.max_tokens=40",
+        f"model.layout={layout}",
+        "balance.order=small_ends",
+        *ONE_STEP,
+    )
+    lengths = [36, 30, 35, 40, 38]
+    tokens = [sum(lengths[row] for row in step[0]) for step in micro_batches(plan_of(config, lengths))]
+    peak = tokens.index(40)
+    assert 0 < peak < 4 and tokens[: peak + 1] == sorted(tokens[: peak + 1])
+    assert tokens[peak:] == sorted(tokens[peak:], reverse=True)
+
+
+def test_m4_caps_on_sequences_are_separate_for_every_pass(run: Run, calls: Calls) -> None:
+    run(
+        "algorithm.advantage=gae",
+        "algorithm.loss.kl_coefficient=0.1",
+        "batch.mini_batches=2",
+        "run.steps=1",
+        "reward.model.path=judge",
+        "policy.max_sequences=2",
+        "policy.forward_max_sequences=3",
+        "reference.forward_max_sequences=4",
+        "critic.max_sequences=5",
+        "critic.forward_max_sequences=6",
+        "reward.model.max_sequences=7",
+    )
+    used = {method: plan.settings.max_sequences for method, plan in calls if plan}
+    assert used == {
+        "policy.update": 2,
+        "policy.log_probs": 3,
+        "reference.log_probs": 4,
+        "critic.update": 5,
+        "critic.advantages": 6,
+        "reward_model.score": 7,
+    }
+
+
+def test_m4_no_micro_batch_has_more_sequences_and_passes_take_the_policy_s_cap(file: str) -> None:
+    config = configuration(file, *SMALL, "algorithm.loss.kl_coefficient=0.1", "policy.max_sequences=2")
+    for of in ("policy.update", "policy.log_probs", "reference.log_probs"):
+        groups = [rows for step in micro_batches(plan_of(config, [3] * 20, of=of)) for rows in step]
+        assert max(map(len, groups)) == 2
+
+
+def test_groups_are_dealt_anew_to_mini_batches_only_where_asked(run: Run, calls: Calls) -> None:
+    """In a run, by the normalisers of its mini-batches, in which a whole group counts once."""
+    counted = {}
+    for asked in ("false", "true"):
+        calls.clear()
+        sizes = ("batch.prompts_per_step=4", "batch.mini_batches=2", "run.steps=1")
+        run(*sizes, f"balance.redeal_groups={asked}", f"run.name=redeal-{asked}")
+        (plan,) = [plan for method, plan in calls if method == "policy.update"]
+        assert plan is not None
+        counted[asked] = sum(part.groups or 0 for part in plan.mini_batches)
+    assert counted["true"] == 4 < counted["false"]
+
+
+def test_groups_dealt_anew_even_out_the_mini_batches(file: str) -> None:
+    config = configuration(file, *SMALL, "balance.redeal_groups=true", "batch.mini_batches=2")
+    batch = light_batch([40, 40, 38, 2, 2, 3], uids=list("aabbcc"))
+    drawn = [np.array([0, 2, 4]), np.array([1, 3, 5])]
+    dealt = Planner(config, CostModel.tokens()).redealt(batch, drawn)
+    assert sorted(rows.tolist() for rows in dealt) == [[0, 1], [2, 3, 4, 5]]
+    few = Planner(config, CostModel.tokens()).redealt(batch.select(np.array([0, 1])), [np.array([0]), np.array([1])])
+    assert [rows.tolist() for rows in few] == [[0, 1]]
+
+
+def test_groups_are_not_dealt_anew_to_more_mini_batches_than_there_are_groups(file: str) -> None:
+    said = refusal("balance.redeal_groups=true", "batch.mini_batches=5")
+    assert said.startswith("balance.redeal_groups=true deals whole groups, and the 4 of a step")

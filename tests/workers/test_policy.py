@@ -49,7 +49,7 @@ def planned(ranks: int, cap: int, algorithm: str) -> tuple[RemoteBatch, Plan]:
     columns = {"uid": UIDS, "length": sequences().lengths.numpy()}
     columns["response_tokens"] = loss_token_counts(sequences()).numpy()
     batch = with_group_tokens(RemoteBatch(columns, {}), MINI_BATCHES)
-    return batch, Planner(config, CostModel.tokens()).plan(batch, MINI_BATCHES, cap)
+    return batch, Planner(config, CostModel.tokens()).plan(batch, MINI_BATCHES, "policy.update")
 
 
 def update_on_a_rank(path: str, cap: int, algorithm: str) -> Metrics:

@@ -13,6 +13,7 @@ T tokens and B sequences of this rank.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,9 @@ class Engine:
         self.defer_gradient_reduction = parallel is not None and parallel.defer_gradient_reduction
         # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
         parameter_dtype = torch.promote_types(dtype, torch.float32)
-        source = Source(partial(LOADERS[head], model_config, parameter_dtype))
+        shared = self.parallel.context.size() * self.parallel.tensor.size() > 1
+        loaded = replace(model_config, layout=model_config.attention_layout(shared=shared), forward_layout="same")
+        source = Source(partial(LOADERS[head], loaded, parameter_dtype))
         self.module = source.module
         self.model_config, self.head = model_config, head
         if head == "value" and self.parallel.tensor.size() > 1:
@@ -224,7 +227,7 @@ class Engine:
         result = torch.zeros(len(sequences), dtype=torch.float32)
         for start, stop in micro_batches:
             with self.clock.micro_step("scores", sequences.lengths[start:stop]):
-                laid_out = self.layout.lay_out(sequences.slice(start, stop), last=True)
+                laid_out = self.layout.lay_out(sequences.slice(start, stop), forward=True, last=True)
                 result[start:stop] = self._values(laid_out).float().cpu()
         reshard(self.module)
         return result
@@ -244,7 +247,7 @@ class Engine:
         statistics: list[Statistics] = []
         for start, stop in micro_batches:
             with self.clock.micro_step(name, sequences.lengths[start:stop]):
-                predictions, row = self._predict(sequences.slice(start, stop))
+                predictions, row = self._predict(sequences.slice(start, stop), forward=True)
                 first = int(sequences.lengths[:start].sum())
                 for result, column in zip(results, kept, strict=True):
                     result[first + row.loss_positions] = getattr(predictions, column).float().cpu()
@@ -401,9 +404,9 @@ class Engine:
         reshard(self.module)
         write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
 
-    def _predict(self, micro_batch: Sequences) -> tuple[Any, ModelInput]:
+    def _predict(self, micro_batch: Sequences, *, forward: bool = False) -> tuple[Any, ModelInput]:
         """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
-        laid_out = self.layout.lay_out(micro_batch)
+        laid_out = self.layout.lay_out(micro_batch, forward=forward)
         if self.head == "value":
             return ValuePredictions.gather(self._values(laid_out), micro_batch, laid_out.rows), laid_out.rows
         outputs = self.module(**laid_out.arguments, temperature=self.temperature)

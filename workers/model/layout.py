@@ -3,6 +3,9 @@
     Sequences --pack--> PackedRow --cut--> this rank's part --model--> values of its tokens --whole--> [N]
               --pad---> PaddedRows ----------------------------------> values of all tokens
 
+Padded rows that ranks share, or that a flash kernel computes, are a PackedRow whose segments are all as long as the
+longest: attention is causal and padding stands at the end, so that no token sees it.
+
 T cells of the row, N predicted tokens of the micro-batch.
 """
 
@@ -54,16 +57,11 @@ class Layout:
         device: torch.device,
         compute_dtype: torch.dtype,
     ) -> None:
-        self._device, self._packed = device, config.layout == "packed"
         cp, tp = (parallel.context.size(), parallel.tensor.size()) if parallel else (1, 1)
         self._context = parallel.context if parallel and cp > 1 else None
         self._ring = parallel is not None and cp > 1 and parallel.method == "ring"
-        self._multiple = math.lcm(config.length_multiple, length_multiple(cp, tp))
-        if not self._packed and cp * tp > 1:
-            raise ConfigError(
-                "model.layout=padded goes through transformers' own attention, which does not share sequences between "
-                "ranks; set model.layout=packed, or parallel.context_parallel and parallel.tensor_parallel to 1"
-            )
+        self._device, self._config, self._sharing = device, config, length_multiple(cp, tp)
+        self._by_segment = config.attention_layout(shared=cp * tp > 1) == "packed"
         if cp > 1 and model.is_recurrent:
             raise UnsupportedModelError(
                 f"{type(model.model).__name__} carries a state from token to token, which ranks that share a sequence "
@@ -73,21 +71,24 @@ class Layout:
             raise ConfigError(f"model.attention={config.attention} does nothing with ring attention; set auto")
         if self._ring:
             check_ring(model.required_features, device, compute_dtype)
-        elif self._packed:
+        elif self._by_segment:
             check_heads(model.model.config, context_parallel=cp, tensor_parallel=tp)
             self._backend = choose_backend(config.attention, device, compute_dtype, model.required_features)
 
-    def lay_out(self, micro_batch: Sequences, *, last: bool = False) -> LaidOut:
-        """last: in place of what is before each token with `loss_mask`, what is after the last token of each sequence.
+    def lay_out(self, micro_batch: Sequences, *, forward: bool = False, last: bool = False) -> LaidOut:
+        """forward: as in forward-only passes, not in training. last: in place of what is before each token with
+        `loss_mask`, what is after the last token of each sequence.
 
         Raises DataError if `loss_mask` marks the first token of a sequence.
         """
-        if not self._packed:
-            rows = pad(micro_batch, self._multiple)
+        layout, multiple = self._config.rows(forward=forward)
+        multiple = math.lcm(multiple, self._sharing)
+        if not self._by_segment:
+            rows = pad(micro_batch, multiple)
             rows = after_last(rows, micro_batch) if last else rows
             mask = {"attention": None, "attention_mask": rows.attention_mask.to(self._device)}
             return LaidOut(rows, self._cells(rows) | mask, lambda values: values)
-        row = pack(micro_batch, self._multiple)
+        row = pack(micro_batch, multiple, to_longest=layout == "padded")
         row = after_last(row, micro_batch) if last else row
         if self._context is None:
             attention = packed_attention(self._backend, row, self._device)

@@ -105,7 +105,8 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledge
         optimizer_state(engine.optimizer)
     found: dict[str, float] = {"states": ledger.current - before}
     for name, tokens in role.tokens.items():
-        sequences, micro_batches = full_micro_batches(tokens, request["longest"], padded=role.model.layout == "padded")
+        layout, _ = role.model.rows(forward=name != "update")
+        sequences, micro_batches = full_micro_batches(tokens, request["longest"], padded=layout == "padded")
         ledger.restart()
         run = _update if name == "update" else getattr(Engine, name)
         run(engine, sequences, micro_batches, **({"request": request} if name == "update" else {}))

@@ -143,7 +143,7 @@ def read_pretrained(
     _check_path(config.path)
     try:
         hf_config = AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False, **options)
-        check_supported(hf_config, config.layout)
+        check_supported(hf_config, config.attention_layout())
         if skeleton:
             with torch.device("meta"):
                 return auto_class.from_config(hf_config, dtype=dtype, trust_remote_code=False), []
@@ -171,16 +171,16 @@ Packed = TypeVar("Packed", bound=PackedModel)
 def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Packed]) -> Packed:
     """Make `model`, wrapped by `wrap`, read the rows of `config.layout`.
 
-    Raises UnsupportedModelError if it cannot, ConfigError if `config.attention` is none of that layout's.
+    Raises UnsupportedModelError if it cannot, ConfigError for settings that do not go together.
     """
-    check_supported(model.config, config.layout)
+    check_supported(model.config, config.attention_layout())
     if _layers(model) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of layers, so it cannot be sharded by layer")
     _check_shares(model)
     if config.activation_offload and not config.gradient_checkpointing:
         raise ConfigError("model.activation_offload needs model.gradient_checkpointing")
     packed = wrap()
-    if config.layout == "packed":
+    if config.attention_layout() == "packed":
         _use_packed_attention(model)
         _check_positions(packed)
         check_mixers(packed.layers, model.config)
@@ -227,8 +227,6 @@ def _use_packed_attention(model: PreTrainedModel) -> None:
 def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset[str]) -> None:
     """transformers' attention for padded rows: `sdpa`, or `eager` where sdpa would leave out what the model needs or
     the family has none."""
-    if setting not in ("auto", "sdpa", "eager"):
-        raise ConfigError(f"model.attention={setting} is not for padded rows; set auto, sdpa or eager")
     beyond_sdpa = sorted(features & {"softcap", "sinks"})
     if setting == "sdpa" and beyond_sdpa:
         raise UnsupportedModelError(

@@ -148,14 +148,16 @@ class PackedRow(ModelInput):
         return max(self.padded_lengths)
 
 
-def pack(sequences: Sequences, multiple: int = 1) -> PackedRow:
+def pack(sequences: Sequences, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:
     """The packed row of a micro-batch, on the CPU; each sequence is padded to a multiple of `multiple` tokens.
 
+    to_longest: each to the longest of them, as in rows of the padded layout that stand one after another.
     `balancing.alignment.length_multiple` says what context and tensor parallelism need; 1 is no padding at all.
     Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
     """
     sequences = with_work(sequences)
     padded = round_up(sequences.lengths, multiple)
+    padded = padded.max().expand(len(padded)) if to_longest else padded
     bounds = cumulative(padded)
     cells = sequence_cells(sequences, bounds[:-1])
     return PackedRow(

@@ -14,7 +14,7 @@ Shapes: N predicted tokens of the probe, C columns: 1 for log-probs, 1 + H (hidd
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -124,8 +124,19 @@ def prove(engine: "Engine", probe: Probe, expected: Expected) -> Difference:
     Raises UnsupportedModelError, on every rank alike, if the difference is more than rounding or a pass raises; it
     names family, layout and largest difference.
     """
-    path = _path(engine.model_config, engine.parallel.context.size(), engine.parallel.tensor.size())
-    found = compare(_translated(engine.module, path, lambda: _engine_outputs(engine, probe)), expected.outputs)
+    found = _prove_pass(engine, probe, expected, forward=False)
+    config = engine.model_config
+    if config.rows(forward=True)[0] != config.layout:
+        _prove_pass(engine, probe, expected, forward=True)
+    return found
+
+
+def _prove_pass(engine: "Engine", probe: Probe, expected: Expected, forward: bool) -> Difference:
+    """Of training's layout of rows, or of the one of forward-only passes."""
+    config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
+    path = _path(config, engine.parallel.context.size(), engine.parallel.tensor.size())
+    outputs = _translated(engine.module, path, lambda: _engine_outputs(engine, probe, forward))
+    found = compare(outputs, expected.outputs)
     worst = torch.tensor([found.mean, found.largest, found.gradient], device=engine.device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     found = Difference(*worst.tolist())
@@ -133,12 +144,12 @@ def prove(engine: "Engine", probe: Probe, expected: Expected) -> Difference:
     return found
 
 
-def _engine_outputs(engine: "Engine", probe: Probe) -> Outputs:
+def _engine_outputs(engine: "Engine", probe: Probe, forward: bool) -> Outputs:
     trains, gradient = bool(probe.parameter), None
     if trains:
         engine.prepare_backward(last=True)
     with _undisturbed(engine.device), torch.set_grad_enabled(trains):
-        values = row_values(engine.module, engine.layout.lay_out(probe.sequences), probe.temperature)
+        values = row_values(engine.module, engine.layout.lay_out(probe.sequences, forward=forward), probe.temperature)
         if trains:
             # All ranks have the same sequences, and their gradients are summed.
             (values.sum() / engine.parallel.dp).backward()

@@ -80,6 +80,22 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (("reference.path=model",), "reference.path=model has no effect without algorithm.loss.kl_coefficient above 0"),
         (("reference.forward_max_tokens=99",), "reference.forward_max_tokens=99 has no effect without"),
         (
+            ("batch.mini_batches=1", "policy.forward_max_sequences=2"),
+            "policy.forward_max_sequences=2 has no effect without batch.mini_batches above 1",
+        ),
+        (
+            ("batch.mini_batches=1", "policy.forward_min_micro_batches=2"),
+            "policy.forward_min_micro_batches=2 has no effect without a forward-only pass",
+        ),
+        (
+            ("batch.mini_batches=1", "balance.redeal_groups=true"),
+            "balance.redeal_groups=True has no effect without batch.mini_batches above 1",
+        ),
+        (
+            ("balance.algorithm=verl", "balance.order=small_ends"),
+            "balance.order=small_ends has no effect without balance.algorithm=karmarkar_karp",
+        ),
+        (
             ("algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4", "reference.cpu_offload=true"),
             "reference.cpu_offload=True has no effect without a reference of its own",
         ),
@@ -249,8 +265,8 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (("policy.parallel.tensor_parallel=4",), "policy.parallel.tensor_parallel=4 does not divide the 2 key-value"),
         (
-            ("policy.parallel.tensor_parallel=2", "model.layout=padded"),
-            "model.layout=padded does not share sequences between ranks",
+            ("policy.parallel.tensor_parallel=2", "model.layout=padded", "model.attention=eager"),
+            "model.attention=eager is transformers' own, for padded rows, and not for ranks that share",
         ),
         (("policy.parallel.tensor_parallel=2", "model.lora.rank=8"), "adapters are not shared between ranks"),
         (
@@ -301,8 +317,13 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (("model.attention=flash",), "model.attention=flash is a CUDA kernel"),
         (("model.attention=flash3",), "model.attention=flash3 is a CUDA kernel"),
         (("model.compile=true",), "model.compile=True has no effect without GPUs"),
-        (("model.attention=eager",), "model.attention=eager is not for model.layout=packed"),
-        (("model.attention=varlen", "model.layout=padded"), "model.attention=varlen is not for model.layout=padded"),
+        (("model.attention=eager",), "model.attention=eager is transformers' own, for padded rows, and not for packed"),
+        (
+            ("model.attention=eager", "model.layout=padded", "model.forward_layout=packed"),
+            "model.attention=eager is transformers' own, for padded rows, and not for packed",
+        ),
+        (("model.attention=varlen", "model.layout=padded"), "model.attention=varlen is a CUDA kernel"),
+        (("model.forward_length_multiple=64", "policy.max_tokens=96"), "policy.forward_max_tokens=96 is below"),
         (
             ("resources.device=cuda", "model.attention=varlen", "model.dtype=float32"),
             "model.attention=varlen takes half precision only",

@@ -247,9 +247,13 @@ def test_padded_rows_do_not_go_through_a_kernel_that_leaves_something_out(family
     assert module.model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("kernel", ["varlen", "flash3", "flash"])
+def test_d8_flash_kernels_read_padded_rows_as_segments(kernel):
+    module = packed_causal_lm(random_model("llama"), ModelConfig(layout="padded", attention=kernel))
+    assert module.model.config._attn_implementation == "ballast_packed"
+
+
 def test_an_attention_of_the_other_layout_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.attention=varlen is not for padded rows"):
-        packed_causal_lm(random_model("llama"), ModelConfig(layout="padded", attention="varlen"))
     with pytest.raises(ConfigError, match=r"model\.attention=eager is not for packed rows"):
         choose_backend("eager", CPU, torch.float32)
     with pytest.raises(UnsupportedModelError, match="computes its own attention"):

@@ -96,13 +96,10 @@ def refusal(path: str, parallel: ParallelConfig, layout: str) -> str:
 
 
 def test_combinations_that_cannot_be_computed_are_refused_by_every_rank(ranks: RankPool, tmp_path):
-    plain = save_tiny_model(tmp_path / "plain")
     odd = save_tiny_model(tmp_path / "odd", hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
     windowed = save_tiny_model(tmp_path / "windowed", "mistral windowed")
     ring = ParallelConfig(context_parallel=2, context_parallel_method="ring")
     for path, parallel, layout, message in [
-        (plain, ParallelConfig(context_parallel=2), "padded", "set model.layout=packed"),
-        (plain, ParallelConfig(tensor_parallel=2), "padded", "set model.layout=packed"),
         (odd, ParallelConfig(context_parallel=2), "packed", "the model has 3; set context_parallel_method=ring"),
         (windowed, ring, "packed", "causal only, and the model uses sliding_window"),
     ]:

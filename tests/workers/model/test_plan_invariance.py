@@ -49,6 +49,7 @@ class Case:
     gradient_checkpointing: bool = False
     activation_offload: bool = False
     layout: str = "packed"
+    forward_layout: str = "same"
 
     @property
     def tolerance(self) -> float:
@@ -63,6 +64,8 @@ CASES = {
     "qwen2": Case(),
     "qwen2 float32": Case(dtype="float32", reshard_after_forward=False),
     "qwen2 padded": Case(layout="padded"),
+    "qwen2 packed, padded forward": Case(forward_layout="padded"),
+    "qwen2 padded, packed forward": Case(layout="padded", forward_layout="packed"),
     "qwen2 gathered": Case(reshard_after_forward=False, aggregation="sequence_mean_token_mean"),
     "qwen3 untied": Case("qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7),
     "llama checkpointed": Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing=True),
@@ -110,7 +113,9 @@ WAYS = {
 COMBINATIONS = [
     *(("qwen2", way) for way in WAYS),
     *(("qwen2 float32", way) for way in ("2 ranks", "ring 2, tp 2")),
-    *(("qwen2 padded", way) for way in ("1 rank", "4 ranks")),
+    *(("qwen2 padded", way) for way in ("1 rank", "4 ranks", "ulysses 2", "ring 2", "tp 2")),
+    ("qwen2 packed, padded forward", "1 rank"),
+    ("qwen2 padded, packed forward", "ring 2, tp 2"),
     *(("qwen2 gathered", way) for way in ("dp 2, ulysses 2", "ring 2")),
     *(("qwen3 untied", way) for way in ("2 ranks", "ring 4", "ulysses 2, tp 2")),
     *(("llama checkpointed", way) for way in ("2 copies, ring 2", "dp 2, tp 2")),
@@ -158,6 +163,7 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> Engine:
             gradient_checkpointing=case.gradient_checkpointing,
             activation_offload=case.activation_offload,
             layout=case.layout,
+            forward_layout=case.forward_layout,
         ),
         optimizer=OPTIMIZER,
         total_steps=10,

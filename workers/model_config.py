@@ -1,0 +1,86 @@
+"""Settings of the model that the training roles share; see `workers.config`."""
+
+from dataclasses import dataclass, field
+
+from workers.setting import setting
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A, of which A and B alone are trained."""
+
+    rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", minimum=0)
+    alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", minimum=0, exclusive_minimum=True)
+    target_modules: str = setting(
+        "all-linear",
+        "Modules that get an adapter, by the last part of their names, as in `q_proj,v_proj`; `all-linear` is every "
+        "linear module but the output layer.",
+    )
+
+
+@dataclass
+class ModelConfig:
+    path: str = setting("???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache.")
+    dtype: str = setting(
+        "auto",
+        "Parameter and compute type; `auto` is float32 on CPU and bfloat16 on GPU (parameters kept in float32).",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    attention: str = setting(
+        "auto",
+        "Attention kernel. Packed: `varlen` (CUDA), `flash3` (Hopper, with FlashAttention 3's package), `flash` (CUDA, "
+        "the flash-attn package), `sdpa` (one call a sequence, any device). Padded: these, or transformers' own "
+        "`sdpa` or `eager`. `auto` picks by device, packages and model.",
+        choices=("auto", "varlen", "flash3", "flash", "sdpa", "eager"),
+    )
+    layout: str = setting(
+        "packed",
+        "`packed`: a micro-batch is one row without padding. `padded`: a row a sequence, rounded up to the longest, "
+        "for models whose attention cannot be told where sequences begin.",
+        choices=("packed", "padded"),
+    )
+    length_multiple: int = setting(
+        1,
+        "Tokens that a sequence (packed) or a row (padded) is padded to a multiple of, for kernels that want it.",
+        minimum=1,
+    )
+    forward_layout: str = setting(
+        "same",
+        "Layout of forward-only passes (log-probs, reference, values, scores); `same` is model.layout.",
+        choices=("same", "packed", "padded"),
+    )
+    forward_length_multiple: int = setting(0, "model.length_multiple of forward-only passes; 0 takes that.", minimum=0)
+    gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    activation_offload: bool = setting(
+        False, "Keep what gradient checkpointing keeps of each layer in host memory until the backward pass (GPU)."
+    )
+    compile: bool = setting(
+        False, "Compile each decoder layer (torch.compile): fewer and larger kernels, minutes at the first step (GPU)."
+    )
+    logprob_chunk_tokens: int = setting(
+        0,
+        "Tokens whose logits exist at one time; bounds the memory of log-probs (tokens x vocabulary). 0 is 2,048 on a "
+        "GPU, which adds to the output layer's gradient once a chunk, and 256 on a CPU.",
+        minimum=0,
+    )
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def chunk_tokens(self, device: str) -> int:
+        """`logprob_chunk_tokens` on a type of device, as torch names it."""
+        return self.logprob_chunk_tokens or (256 if device == "cpu" else 2048)
+
+    def rows(self, *, forward: bool) -> tuple[str, int]:
+        """(layout, length multiple) of training passes, or of forward-only ones."""
+        if not forward:
+            return self.layout, self.length_multiple
+        layout = self.layout if self.forward_layout == "same" else self.forward_layout
+        return layout, self.forward_length_multiple or self.length_multiple
+
+    def attention_layout(self, *, shared: bool = False) -> str:
+        """`packed`: attention is ours, over segments, which padded rows are too. `padded`: transformers' own, by rows.
+
+        shared: whether ranks share sequences or layers, which transformers' attention does not.
+        """
+        layouts = {self.rows(forward=forward)[0] for forward in (False, True)}
+        ours = shared or "packed" in layouts or self.attention in ("varlen", "flash3", "flash")
+        return "packed" if ours else "padded"
