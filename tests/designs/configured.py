@@ -6,6 +6,8 @@ Ranks compute in float64, which no setting offers, so that differences between t
 """
 
 import itertools
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,7 +51,7 @@ SMALL = up_to(40)  # tokens of the longest of `random_sequences()`, and a few
 def write_designs_workspace(folder: Path) -> str:
     """Everything that a configuration names, with a real tiny model; returns the path of its config.yaml."""
     file = write_workspace(folder)
-    (folder / "losses.py").write_text(LOSSES)
+    (folder / "designs_losses.py").write_text(LOSSES)
     save_tiny_model(folder / "windowed", "mistral windowed")
     for left in (folder / "model").iterdir():
         left.unlink()
@@ -131,6 +133,10 @@ def compute(ranks: RankPool, file: str, *overrides: str, sequences: Sequences | 
 
 
 def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | None) -> dict[str, Any]:
+    folder = str(Path(file).parent)  # the pool's processes may have started elsewhere
+    os.chdir(folder)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` has the working directory
     config = configuration(file, *overrides)
     whole = sequences or random_sequences()
     worker = build(config)

@@ -112,7 +112,7 @@ def test_p6_a_custom_loss_sees_the_row_or_whole_sequences_and_says_its_normalise
     """Both forms give one loss; another normaliser gives another."""
     custom = ("policy.ranks=1", "algorithm.loss.name=custom")
     row, by_sequence, mean_of_means = (
-        compute(ranks, file, *SMALL, *custom, f"algorithm.loss.function=losses.py:{name}").metrics["loss"]
+        compute(ranks, file, *SMALL, *custom, f"algorithm.loss.function=designs_losses:{name}").metrics["loss"]
         for name in ("whole_row", "by_sequence", "mean_of_means")
     )
     assert by_sequence == pytest.approx(row, rel=1e-9)

@@ -25,7 +25,7 @@ from workers.model.families import RECURRENT
 
 def find_mixers(layer: nn.Module) -> list[nn.Module]:
     """The modules of a decoder layer that carry a state along the row."""
-    return [module for module in layer.modules() if any(isinstance(child, nn.Conv1d) for child in module.children())]
+    return [mixer for mixer in layer.modules() if any(isinstance(child, nn.Conv1d) for child in mixer.children())]
 
 
 def check_mixers(layers: Sequence[nn.Module], config: Any) -> None:
@@ -44,7 +44,7 @@ def check_mixers(layers: Sequence[nn.Module], config: Any) -> None:
 def split_by_segment(layers: Iterable[nn.Module]) -> None:
     """Make the mixers of `layers` start anew at every segment of a packed row; other rows they read as before."""
     for layer in layers:
-        mixers = [_Mixer(module) for module in find_mixers(layer)]
+        mixers = [_Mixer(mixer) for mixer in find_mixers(layer)]
         if mixers:
             layer.register_forward_pre_hook(_Tell(mixers), with_kwargs=True)
 
@@ -52,9 +52,9 @@ def split_by_segment(layers: Iterable[nn.Module]) -> None:
 class _Mixer:
     """Stands in place of a module's `forward`. lengths: of the segments of the row; none for rows of other layouts."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._forward, self.lengths = module.forward, ()
-        module.forward = self  # type: ignore[method-assign, assignment]
+    def __init__(self, mixer: nn.Module) -> None:
+        self._forward, self.lengths = mixer.forward, ()
+        mixer.forward = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         everything: dict[Any, Any] = {**dict(enumerate(arguments)), **named}

@@ -183,7 +183,7 @@ def test_the_report_plans_with_the_arguments_of_the_run(tmp_path: Path, monkeypa
     lengths = np.array(folder.lengths[1])
     batch = RemoteBatch({"length": lengths, "response_tokens": lengths, "uid": np.arange(len(lengths))}, {})
     costs = CostModel(*folder.costs[1])
-    Planner(config, costs).plan(batch, draw_mini_batches(len(lengths), 2, 0, 1), config.policy.max_tokens)
+    Planner(config, costs).plan(batch, draw_mini_batches(len(lengths), 2, 0, 1), "policy.update")
     of_the_run, of_the_report = given["planner"], given["watching.report_charts"]
     of_the_batch = {"loss_tokens", "groups"}
     assert set(of_the_run) - of_the_batch == set(of_the_report)
