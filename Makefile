@@ -4,7 +4,7 @@ BIN := .venv/bin
 QUICK := not slow and not gpu and not soak
 STAMP := .venv/.installed-$(shell cat requirements/cpu.txt requirements/dev.txt pyproject.toml | cksum | cut -d' ' -f1)
 
-WARM_START := $(BIN)/torchrun --nproc-per-node 2 -m examples.addition.warm_start # makes the quickstart's model, once
+WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quickstart's model, once
 
 .PHONY: setup fit test test-slow lint soak bench docs clean
 
@@ -59,6 +59,8 @@ bench: setup
 
 docs: setup
 	$(BIN)/python -m controller.config.settings_page > docs/settings.md
+	$(BIN)/python -m controller.config.settings_page sft > docs/settings-sft.md
+	$(BIN)/python -m controller.config.settings_page preferences > docs/settings-preferences.md
 	$(BIN)/python -m controller.watching.metric_page > docs/metrics.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 

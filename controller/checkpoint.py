@@ -16,8 +16,8 @@ from workers.errors import CheckpointError, ConfigError, WorkerError
 from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest, remove
 
 if TYPE_CHECKING:
-    from controller.config import Config
-    from controller.roles import Roles
+    from controller.config import TrainingConfig
+    from controller.roles import TrainingRoles
     from controller.watching.console import Console
 
 FOLDER = Path("checkpoints") / "policy"
@@ -71,7 +71,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     return [found for found, _ in reversed(complete(path / FOLDER))]
 
 
-def check_same_data(config: "Config", data: dict[str, Any]) -> None:
+def check_same_data(config: "TrainingConfig", data: dict[str, Any]) -> None:
     """Raise ConfigError if run.resume goes on from a checkpoint of other data, and run.other_data does not allow it.
 
     data: identity of the training data, see `controller.data_identity`.
@@ -92,7 +92,7 @@ def _refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) ->
         )
 
 
-def go_on(config: "Config", roles: "Roles", console: "Console", data: dict[str, Any]) -> Progress:
+def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", data: dict[str, Any]) -> Progress:
     """Load the newest good checkpoint that run.resume asks for; a fresh Progress where it asks for none.
 
     data: identity of the run's training data; run.other_data says what is done where the checkpoint has another. One
@@ -121,7 +121,7 @@ def go_on(config: "Config", roles: "Roles", console: "Console", data: dict[str, 
     return Progress(data=data)
 
 
-def _with_data(progress: Progress, data: dict[str, Any], config: "Config", console: "Console") -> Progress:
+def _with_data(progress: Progress, data: dict[str, Any], config: "TrainingConfig", console: "Console") -> Progress:
     """Progress in this run's data: from their first prompt, where they are others and run.other_data=restart."""
     if config.run.other_data == "restart" and differences(data, progress.data):
         console.say("the training data are not those of the checkpoint: they are taken from their first prompt")
@@ -129,7 +129,7 @@ def _with_data(progress: Progress, data: dict[str, Any], config: "Config", conso
     return replace(progress, data=data)
 
 
-def _remove_later(roles: "Roles", path: Path, step: int) -> None:
+def _remove_later(roles: "TrainingRoles", path: Path, step: int) -> None:
     """Checkpoints of later steps, which could not be loaded or lack a role's part, would be in the way of new ones."""
     for role in roles.trained:
         for found, manifest in complete(role_path(path, role).parent):

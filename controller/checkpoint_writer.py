@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.checkpoint import FOLDER, Progress, checkpoint_path, checkpoints_at, role_path
-from controller.roles import Roles
+from controller.roles import TrainingRoles
 from controller.worker_group import GroupMethod
 from workers.errors import CheckpointError, LostError, WorkerError, clause
 from workers.model.checkpoint_folder import prune
@@ -21,7 +21,7 @@ class CheckpointWriter:
     """Saves every role that learns. A save that fails, such as on a full disk, is said and counted, and the run goes
     on: the good checkpoints before it stay. `failures`: how many did."""
 
-    def __init__(self, roles: Roles, run_folder: Path, keep: int, say: Callable[[str], None]) -> None:
+    def __init__(self, roles: TrainingRoles, run_folder: Path, keep: int, say: Callable[[str], None]) -> None:
         self.failures = 0
         self._roles, self._folder, self._keep, self._say = roles, run_folder.resolve(), keep, say
         self._begun = 0

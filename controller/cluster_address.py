@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from controller.config import Config
+from controller.config import TrainingConfig
 from workers.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ HEALTH, CLUSTER_ID = "/grpc.health.v1.Health/Check", "/ray.rpc.NodeInfoGcsServic
 HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
 
-def cluster_address(config: Config) -> str:
+def cluster_address(config: TrainingConfig) -> str:
     """`host:port`, `auto` for the cluster of this machine, or `local` for one that the run starts itself."""
     return config.resources.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL
 
 
-def check_address(config: Config) -> None:
+def check_address(config: TrainingConfig) -> None:
     """Raise ConfigError unless the address is of a form that a run can join."""
     address, key = cluster_address(config), _key(config)
     if address.startswith("ray://"):
@@ -37,7 +37,7 @@ def check_address(config: Config) -> None:
         raise ConfigError(f"{key}={address} is neither host:port nor auto; Ray's port is 6379 unless set otherwise.")
 
 
-def check_cluster(config: Config) -> None:
+def check_cluster(config: TrainingConfig) -> None:
     """Return when a Ray cluster answers at the address and takes our token; at once for `local` and `auto`.
 
     Raises ResourceError within seconds, naming what does not answer.
@@ -54,7 +54,7 @@ def check_cluster(config: Config) -> None:
         _check_token(channel, where)
 
 
-def _key(config: Config) -> str:
+def _key(config: TrainingConfig) -> str:
     return "resources.ray_address" if config.resources.ray_address else "RAY_ADDRESS"
 
 

@@ -154,7 +154,12 @@ class PromptDataset:
             return checked_order(self._curriculum(records, epoch), len(records), epoch)
         if not self._shuffle:
             return np.arange(len(self._prompts))
-        return np.random.default_rng((self._seed, DATA_ORDER, epoch)).permutation(len(self._prompts))
+        return epoch_order(self._seed, epoch, len(self._prompts))
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """A random order of `count` records, the same for the same seed and epoch: int64 [count]."""
+    return np.random.default_rng((seed, DATA_ORDER, epoch)).permutation(count)
 
 
 class PromptMixture:

@@ -9,18 +9,21 @@ Paths are no part of it: data may be moved. Neither are run.steps, learning rate
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from controller.config import Config
 from controller.config.file import value_of
 from controller.config.model_files import TOKENIZERS, read_model_files
+from controller.config.offline import OfflineConfig
 from controller.records import Record
 from workers.chat_template import template_of
 
 DataIdentity = dict[str, Any]
 """JSON: `sources`, of each [records, SHA-256]; `weights`, shares of them; `tokenizer`, SHA-256; `settings` that set
-their order; and, of a run, `prompts`, how many of each source are no longer than data.max_prompt_tokens."""
+their order; and, of a run, `prompts`, how many of each source are no longer than data.max_prompt_tokens, or, of given
+sequences, `records`, how many are no longer than data.max_tokens."""
 
 CONTENT_SETTINGS = ("data.prompt_key", "data.system_prompt", "data.shuffle", "data.curriculum")
 
@@ -32,6 +35,17 @@ def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> Data
     return {
         "sources": [[len(records), _digest_of_records(records)] for records in train.values()],
         "weights": [weight / total for weight in config.data.weights.values()],
+        "tokenizer": _digest_of_tokenizer(read_model_files(config.model.path, "model.path").folder),
+        "settings": {key: value_of(config, key) for key in keys},
+    }
+
+
+def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIdentity:
+    """The identity of the records of data.train, which are trained on as they stand, without `records`."""
+    columns = [f"data.{field.name}" for field in fields(config.data) if field.name.endswith("_key")]
+    keys = [*columns, "data.shuffle", *(["run.seed"] if config.data.shuffle else [])]
+    return {
+        "sources": [[len(train), _digest_of_records(train)]],
         "tokenizer": _digest_of_tokenizer(read_model_files(config.model.path, "model.path").folder),
         "settings": {key: value_of(config, key) for key in keys},
     }
@@ -57,6 +71,8 @@ def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
             f"data.max_prompt_tokens or data.over_long keeps {now['prompts']} prompts of each source, and kept "
             f"{then['prompts']}"
         )
+    elif _differ(now, then, "records"):
+        found.append(f"data.max_tokens or data.over_long keeps {now['records']} records, and kept {then['records']}")
     return found
 
 

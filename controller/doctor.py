@@ -17,8 +17,8 @@ from pathlib import Path
 
 from controller.config import Config, load
 from controller.diagnosis.findings import Report, fail, ok
-from controller.fit import interrupt, ray_session
 from controller.preflight.checks import check
+from controller.session import interrupt, ray_session
 from workers.errors import BallastError
 
 ANYWHERE = ("model.path=tiny", "run.name=doctor")  # stands for what a configuration must say and nothing here reads

@@ -11,7 +11,7 @@ has put them on nodes.
 
 from dataclasses import dataclass
 
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 
 Bundle = dict[str, float]
 
@@ -43,24 +43,24 @@ class RoleRequest:
     pool: str
 
 
-def training_pool(config: Config) -> Pool:
+def training_pool(config: TrainingConfig) -> Pool:
     """One bundle for each policy worker; the other roles' of the same number, and colocated engines, share them."""
-    parallel, colocated = config.policy.parallel, config.rollout_placement == "colocated"
+    parallel, (engines, engine_ranks) = config.policy.parallel, config.colocated_engines
     # Every bundle has room for an engine's actor, though not each holds one: bundles must be equal.
-    bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + colocated)}
+    bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + (engines > 0))}
     sharing = parallel.tensor_parallel, parallel.tensor_parallel * parallel.context_parallel
     return Pool(
         "training",
         (bundle | ({"GPU": 1.0} if config.uses_gpus else {}),) * config.training_workers,
         groups=(*sharing, config.training_workers // parallel.replicate),
-        engines=config.rollout.replicas if colocated else 0,
-        engine_ranks=config.rollout.tensor_parallel,
+        engines=engines,
+        engine_ranks=engine_ranks,
     )
 
 
-def rollout_pool(config: Config) -> Pool | None:
-    """One bundle for each engine; None where engines share the training pool's."""
-    if config.rollout_placement == "colocated":
+def rollout_pool(config: TrainingConfig) -> Pool | None:
+    """One bundle for each engine; None where engines share the training pool's, or there are none."""
+    if not isinstance(config, Config) or config.rollout_placement == "colocated":
         return None
     bundle = {"CPU": config.resources.cpus_per_worker}
     if config.rollout_placement == "apart":
@@ -68,25 +68,31 @@ def rollout_pool(config: Config) -> Pool | None:
     return Pool("rollout", (bundle,) * config.rollout.replicas)
 
 
-def pools(config: Config) -> list[Pool]:
+def pools(config: TrainingConfig) -> list[Pool]:
     """Everything that is reserved, in this order: training first, because its groups of ranks need nodes to themselves
     and an engine's bundle is whole wherever it lies."""
     return [pool for pool in (training_pool(config), rollout_pool(config)) if pool is not None]
 
 
-def role_requests(config: Config) -> list[RoleRequest]:
+def role_requests(config: TrainingConfig) -> list[RoleRequest]:
     """Every role of the run, in the order of the picture above."""
     cpus, workers = config.resources.cpus_per_worker, config.training_workers
     training_gpus = 1.0 / len(config.training_roles) if config.uses_gpus else 0.0
-    engine_gpus = float(config.rollout.tensor_parallel) if config.rollout_placement == "apart" else 0.0
     requests = [RoleRequest(role, workers, cpus, training_gpus, "training") for role in config.training_roles]
-    engine_pool = "training" if config.rollout_placement == "colocated" else "rollout"
-    requests.append(RoleRequest("rollout", config.rollout.replicas, cpus, engine_gpus, engine_pool))
-    requests.append(RoleRequest("reward", config.reward.workers, cpus, 0.0, ""))
-    return requests
+    return requests + (_sampling_requests(config, cpus) if isinstance(config, Config) else [])
 
 
-def reserved(config: Config, resource: str) -> float:
+def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
+    """Engines and reward workers."""
+    gpus = float(config.rollout.tensor_parallel) if config.rollout_placement == "apart" else 0.0
+    pool = "training" if config.rollout_placement == "colocated" else "rollout"
+    return [
+        RoleRequest("rollout", config.rollout.replicas, cpus, gpus, pool),
+        RoleRequest("reward", config.reward.workers, cpus, 0.0, ""),
+    ]
+
+
+def reserved(config: TrainingConfig, resource: str) -> float:
     """How much of a Ray resource ("CPU", "GPU") all pools and the actors outside them take."""
     in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
     outside = [request for request in role_requests(config) if not request.pool]

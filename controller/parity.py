@@ -9,8 +9,9 @@ this comes after the plan, and not at all where no model has weights to be measu
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.config.model_files import weight_bytes
+from controller.config.training import ReferenceSettings
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError
 
@@ -28,7 +29,7 @@ class Role:
     head: str
 
 
-def parity_lines(config: Config) -> Iterator[str]:
+def parity_lines(config: TrainingConfig) -> Iterator[str]:
     """A line for each model of the run, as it is measured; a model that two roles share is measured once.
 
     Raises UnsupportedModelError for one that the training engine would not compute as the model itself does,
@@ -41,13 +42,13 @@ def parity_lines(config: Config) -> Iterator[str]:
             yield line
 
 
-def _roles(config: Config) -> list[Role]:
-    roles = {
-        "policy": Role("model.path", config.model, "lm"),
-        "reference": Role("reference.path", config.reference_model, "lm"),
-        "critic": Role("critic.path", config.critic_model, "value"),
-        "reward_model": Role("reward.model.path", config.reward_model, "value"),
-    }
+def _roles(config: TrainingConfig) -> list[Role]:
+    roles = {"policy": Role("model.path", config.model, "lm")}
+    if isinstance(config, ReferenceSettings):
+        roles["reference"] = Role("reference.path", config.reference_model, "lm")
+    if isinstance(config, Config):
+        roles["critic"] = Role("critic.path", config.critic_model, "value")
+        roles["reward_model"] = Role("reward.model.path", config.reward_model, "value")
     return [role for name, role in roles.items() if name in config.training_roles]
 
 

@@ -6,11 +6,11 @@ Config, "policy.update" --> ranks, caps, counts, algorithm, layout --> the plann
 from typing import Any
 
 from balancing.alignment import group_cap
-from controller.config import Config
+from controller.config import TrainingConfig
 
 
-def plan_arguments(config: Config, of: str) -> dict[str, Any]:
-    """Arguments of `balancing.plan_batch` that follow from the settings alone. of: a pass in `Config.limits`."""
+def plan_arguments(config: TrainingConfig, of: str) -> dict[str, Any]:
+    """Arguments of `balancing.plan_batch` that follow from the settings alone. of: a pass in `config.limits`."""
     limits, policy, balance = config.limits[of], config.policy, config.balance
     return {
         "ranks": policy.ranks,

@@ -5,7 +5,7 @@ import numpy as np
 from balancing import CostModel, Plan, plan_batch
 from balancing.errors import CountError
 from balancing.redeal import redealt
-from controller.config import Config
+from controller.config import TrainingConfig
 from controller.plan_arguments import plan_arguments
 from workers.errors import ConfigError
 from workers.remote_batch import RemoteBatch
@@ -14,7 +14,7 @@ from workers.remote_batch import RemoteBatch
 class Planner:
     """Plans for the data-parallel ranks of the training roles, which all share the policy's."""
 
-    def __init__(self, config: Config, cost_model: CostModel) -> None:
+    def __init__(self, config: TrainingConfig, cost_model: CostModel) -> None:
         """`cost_model`: FLOPs of a sequence, which a plan balances."""
         self.config, self.cost_model = config, cost_model
 
@@ -25,7 +25,7 @@ class Planner:
     def plan(self, batch: RemoteBatch, mini_batches: list[np.ndarray], of: str) -> Plan:
         """Who computes what and when; mini-batches stay as drawn.
 
-        batch: light columns `length`, `response_tokens` and `uid`. of: a pass in `Config.limits`, such as
+        batch: light columns `length`, `response_tokens` and `uid`. of: a pass in `config.limits`, such as
         `policy.update`. Raises ConfigError where the batch has too few sequences for the counts of micro-batches.
         """
         try:

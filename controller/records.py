@@ -20,8 +20,8 @@ Record = dict[str, Any]
 DEEPEST = 100  # levels of lists and objects in a line
 
 
-def read_records(path: str, prompt_key: str) -> list[Record]:
-    """All records. Raises DataError naming the file and record of what is not a record with a prompt."""
+def read_records(path: str, prompt_key: str = "") -> list[Record]:
+    """All records. Raises DataError naming the file and record of what is not a record, or one without `prompt_key`."""
     records = list(iter_records(path, prompt_key))
     if not records:
         raise DataError(f"{path} has no records.")
@@ -43,7 +43,7 @@ def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str
             )
 
 
-def iter_records(path: str, prompt_key: str) -> Iterator[Record]:
+def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
     """The records one after another, read as they are asked for; raises as `read_records`."""
     try:
         files = data_files(Path(path))
@@ -52,7 +52,9 @@ def iter_records(path: str, prompt_key: str) -> Iterator[Record]:
     for file in files:
         try:
             for where, record in READERS[file.suffix](file):
-                if not isinstance(record, dict) or prompt_key not in record:
+                if not isinstance(record, dict) and not prompt_key:
+                    raise DataError(f"{where} is not a record, which gives each column's value by its name.")
+                if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
                     raise DataError(f"{where} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
                 yield record
         except OSError as error:

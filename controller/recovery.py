@@ -7,19 +7,21 @@ samples and mini-batches follow from the seed, so that the repeated steps are th
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import TypeVar
 
 from controller.checkpoint import checkpoints_at
-from controller.config import Config
+from controller.config import TrainingConfig
 from controller.rollout.fleet import RestartBudget
 from workers.errors import LostError, clause
 
 Result = TypeVar("Result")
+Settings = TypeVar("Settings", bound=TrainingConfig)
 
 
 def recovering(
-    attempt: Callable[[Config, RestartBudget], Result], config: Config, say: Callable[[str], None]
+    attempt: Callable[[Settings, RestartBudget], Result], config: Settings, say: Callable[[str], None]
 ) -> Result:
     """What `attempt(config, budget)` returns; it is made again after a LostError, with a config that resumes.
 
@@ -39,14 +41,16 @@ def recovering(
             say(f"{clause(error)}; starting all roles anew")
 
 
-def resuming(config: Config) -> Config:
+def resuming(config: Settings) -> Settings:
     """The configuration that goes on with this run: from its own last checkpoint or, while it has none, as it began."""
     if not checkpoints_at(config.run_folder):
         return config
-    return replace(config, run=replace(config.run, resume="auto"))
+    going_on = copy(config)
+    going_on.run = replace(config.run, resume="auto")
+    return going_on
 
 
-def what_is_left(config: Config) -> str:
+def what_is_left(config: TrainingConfig) -> str:
     """What a run that could not go on leaves behind, in words: its last checkpoint and its saved models."""
     checkpoints = checkpoints_at(config.run_folder)
     models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))

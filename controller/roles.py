@@ -10,11 +10,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
 from balancing import Plan
-from controller.config import Config
+from controller.config import Config, TrainingConfig
+from controller.config.training import ReferenceSettings
 from controller.layout import Pool, RoleRequest, pools, role_requests
 from controller.resources import Reservation, reserve
 from controller.rewards import RewardPool
@@ -52,11 +54,41 @@ ANSWER_SECONDS = 5.0  # for what is nice to know
 
 
 @dataclass(frozen=True)
-class Roles:
-    """The actors of a run. `reference` is None where nothing needs a KL, `critic` where the advantage is not gae."""
+class TrainingRoles:
+    """The roles that hold a model of their own. `reference` is None where nothing needs one."""
 
     policy: WorkerGroup
     reference: WorkerGroup | None
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        """The roles that learn, by name."""
+        return {"policy": self.policy}
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """All of them."""
+        return [self.policy, *([self.reference] if self.reference else [])]
+
+    def reference_sequence_log_probs(self, batch: RemoteBatch, plan: Plan) -> np.ndarray:
+        """Log-prob of each sequence by the reference or, where that is no role of its own, by the policy without its
+        adapters; float64 [B]."""
+        if self.reference is not None:
+            return self.reference.sequence_log_probs(batch, plan)
+        return self.policy.reference_sequence_log_probs(batch, plan)
+
+    def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
+        """What every micro-step since the last call took, in order, by the name of the rank's actor."""
+        taken = [(group, group.take_micro_step_times.remote()) for group in self.groups]
+        return {
+            name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Roles(TrainingRoles):
+    """The actors of a reinforcement-learning run. `critic` is None where the advantage is not gae."""
+
     rollouts: Rollouts
     rewards: RewardPool
     critic: WorkerGroup | None = None
@@ -67,7 +99,13 @@ class Roles:
     @property
     def trained(self) -> dict[str, WorkerGroup]:
         """The roles that learn, by name."""
-        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
+        return super().trained | ({"critic": self.critic} if self.critic else {})
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """Those that hold a model and compute under plans."""
+        others = (self.critic, self.reward_model)
+        return super().groups + [group for group in others if group is not None]
 
     def send_weights(self, version: int) -> None:
         """The policy's weights to every engine as version `version`: through the object store, or between GPUs.
@@ -119,15 +157,6 @@ class Roles:
         """Log-probs of the reference or, where that is no role of its own, of the policy without its adapters."""
         passed = self.reference.log_probs if self.reference is not None else self.policy.reference_log_probs
         return passed(batch, plan).tokens["log_probs"]
-
-    def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
-        """What every micro-step since the last call took, in order, by the name of the rank's actor."""
-        roles = (self.policy, self.critic, self.reference, self.reward_model)
-        groups = [group for group in roles if group is not None]
-        taken = [(group, group.take_micro_step_times.remote()) for group in groups]
-        return {
-            name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
-        }
 
     def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
         """The engines' updates of weights since the last call, by actor; one that does not answer is left out."""
@@ -185,8 +214,7 @@ def start_roles(
             started.result(timeout_s)
             rollouts.sleep()
         policy = policy or _policy(stack, config, requests, bundles)
-        parameters = policy.build.remote().result(timeout_s)[0]
-        console.say(f"policy: {parameters:,} parameters over {counted(config.policy.ranks, 'rank')} on {config.device}")
+        _build_policy(policy, config, console)
         reference = _reference(stack, config, requests, bundles) if config.starts_reference else None
         critic = _critic(stack, config, requests, bundles) if config.uses_critic else None
         reward_model = _reward_model(stack, config, requests, bundles) if config.uses_reward_model else None
@@ -207,7 +235,7 @@ def start_roles(
         yield roles
 
 
-def _reserve(stack: ExitStack, pool: Pool, config: Config) -> Reservation:
+def _reserve(stack: ExitStack, pool: Pool, config: TrainingConfig) -> Reservation:
     bundles = reserve(pool, config.resources.placement_timeout_s)
     stack.callback(bundles.release)
     return bundles
@@ -260,13 +288,40 @@ def _engine_maker(
     return make
 
 
+@contextmanager
+def start_training_roles(
+    config: TrainingConfig, worker_class: type[Worker], console: Console, *, total_steps: int
+) -> Iterator[TrainingRoles]:
+    """Start the roles of a run that trains on given sequences, yield them, end them; as `start_roles`.
+
+    worker_class: the policy's. total_steps: optimiser steps of the run.
+    """
+    with ExitStack() as stack:
+        bundles = {pool.name: _reserve(stack, pool, config) for pool in pools(config)}
+        requests = {request.role: request for request in role_requests(config)}
+        console.say("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
+        arguments = _model_arguments(config, config.model, config.policy)
+        arguments |= _learning(config, config.policy.optimizer, total_steps)
+        policy = _training_group(stack, config, requests["policy"], worker_class, bundles, arguments)
+        _build_policy(policy, config, console)
+        reference = None
+        if isinstance(config, ReferenceSettings) and config.starts_reference:
+            reference = _reference(stack, config, requests, bundles)
+        yield TrainingRoles(policy, reference)
+
+
+def _build_policy(policy: WorkerGroup, config: TrainingConfig, console: Console) -> None:
+    parameters = policy.build.remote().result(config.resources.start_timeout_s)[0]
+    console.say(f"policy: {parameters:,} parameters over {counted(config.policy.ranks, 'rank')} on {config.device}")
+
+
 def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
     arguments = _model_arguments(config, config.model, config.policy)
     arguments |= _learning(config, config.policy.optimizer, config.total_optimizer_steps)
     return _training_group(stack, config, requests["policy"], PolicyWorker, bundles, arguments)
 
 
-def _reference(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
+def _reference(stack: ExitStack, config: ReferenceSettings, requests: Requests, bundles: Bundles) -> WorkerGroup:
     arguments = _model_arguments(config, config.reference_model, config.reference)
     group = _training_group(stack, config, requests["reference"], ReferenceWorker, bundles, arguments)
     group.build.remote().result(config.resources.start_timeout_s)
@@ -289,20 +344,22 @@ def _reward_model(stack: ExitStack, config: Config, requests: Requests, bundles:
 
 
 def _model_arguments(
-    config: Config, model: ModelConfig, settings: PolicyConfig | ReferenceConfig | CriticConfig | RewardModelConfig
+    config: TrainingConfig,
+    model: ModelConfig,
+    settings: PolicyConfig | ReferenceConfig | CriticConfig | RewardModelConfig,
 ) -> dict[str, Any]:
     """Arguments of every `ModelWorker`; all roles share the policy's ranks, and so its parallelism and threads."""
     return {
         "model": model,
         "device": config.device,
-        "temperature": config.rollout.sampling.temperature,
+        "temperature": config.temperature,
         "threads": config.policy.threads,
         "parallel": config.policy.parallel,
         "cpu_offload": settings.cpu_offload,
     }
 
 
-def _learning(config: Config, optimizer: OptimizerConfig, total_steps: int) -> dict[str, Any]:
+def _learning(config: TrainingConfig, optimizer: OptimizerConfig, total_steps: int) -> dict[str, Any]:
     """Arguments of a `TrainedWorker` beside these."""
     reshard = config.policy.reshard_after_forward
     return {"optimizer": optimizer, "total_steps": total_steps, "reshard_after_forward": reshard}
@@ -310,7 +367,7 @@ def _learning(config: Config, optimizer: OptimizerConfig, total_steps: int) -> d
 
 def _training_group(
     stack: ExitStack,
-    config: Config,
+    config: TrainingConfig,
     request: RoleRequest,
     worker_class: type[Worker],
     bundles: Bundles,

@@ -9,36 +9,29 @@ The driver works on lengths, ids and rewards; tokens stay in the object store (s
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from balancing import CostModel, Plan
 from controller.checkpoint import Progress
-from controller.checkpoint_writer import CheckpointWriter
 from controller.collector import Collector
 from controller.config import Config
 from controller.credit import Credit
 from controller.data import PromptDataset, Prompts
-from controller.interrupts import Interrupts
 from controller.lookahead import Lookahead
 from controller.mini_batches import draw_mini_batches, with_group_tokens
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
-from controller.planner import Planner
-from controller.refit import Refit
 from controller.roles import Roles
 from controller.samples import Rollout
+from controller.training_loop import TrainingLoop, prefixed
 from controller.validation import summarize
 from controller.watching.console import Console
 from controller.watching.live import Live
 from controller.watching.metrics import RunWriter, Stopwatch, staleness, throughput
-from controller.watching.spans import TimelineRecorder
 from controller.worker_group import WorkerGroup
 from workers.config import LossConfig, ValueLossConfig
 from workers.errors import ConfigError
 from workers.metrics import Metric, Metrics, merge, results
-from workers.model.timing import MicroStepTime
 from workers.remote_batch import RemoteBatch
 
 # The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
@@ -47,29 +40,7 @@ RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
 VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a whole run came to: validation before and after, the metrics of every step that this process made, and the
-    number of the last step."""
-
-    before: dict[str, float]
-    after: dict[str, float]
-    steps: tuple[dict[str, float], ...]
-    last_step: int
-
-    def summary(self) -> dict[str, Any]:
-        """The numbers of summary.json; seconds and tokens/s are medians over steps."""
-        speed = {}
-        if self.steps:
-            speed = {
-                "seconds_per_step": statistics.median(step["time/step_s"] for step in self.steps),
-                "tokens_per_second": statistics.median(step["throughput/tokens_per_s"] for step in self.steps),
-            }
-        validation = {"before": self.before, "after": self.after}
-        return {"steps": self.last_step, "validation": validation} | speed
-
-
-class Trainer:
+class Trainer(TrainingLoop):
     """Group-relative policy optimisation over the roles of one run."""
 
     def __init__(
@@ -85,67 +56,36 @@ class Trainer:
         live: Live,
         progress: Progress | None = None,
     ) -> None:
-        """`cost_model`: FLOPs of a sequence, which the plan balances. `live`: told what happens as it does. `progress`:
-        that of the checkpoint which the policy has loaded, if any."""
-        self.config, self.roles = config, roles
-        self.validation, self.writer, self.console, self.live = validation, writer, console, live
-        self.progress = progress or Progress()
-        self.complete = replace(self.progress)  # as it was after the last complete step
-        self.timeline = TimelineRecorder(live.phase)
-        self.refit = Refit(cost_model, enabled=config.refits_cost_model)
-        self.refit.load_state(self.progress.refit)
-        self.planner = Planner(config, self.refit.cost_model)
+        """The others as for `TrainingLoop`."""
+        super().__init__(
+            config,
+            roles,
+            steps=config.run.steps,
+            validate_every=config.validation.every,
+            cost_model=cost_model,
+            writer=writer,
+            console=console,
+            live=live,
+            progress=progress,
+        )
+        self.config, self.roles, self.validation = config, roles, validation
         self.collector = Collector(config, roles, prompts, self.planner, console, self.timeline)
         self.lookahead = Lookahead(self.collector.collect)
         self.credit = Credit(config, roles, self.planner, self.progress)
         self.mismatch = MismatchWatch(config, self.progress.weight_version)
-        self.interrupts = Interrupts(console.say)
-        self.checkpoints = CheckpointWriter(roles, writer.folder, config.run.keep_checkpoints, console.say)
 
-    def fit(self) -> Outcome:
-        """Validate, train for `run.steps` steps, validate; or do what is left of that.
+    def begin(self) -> None:
+        """The policy's weights go to the engines.
 
-        An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
+        Also those that the engines have from the files: what does not go over, or goes over wrongly, shows now.
         """
-        with self.interrupts:
-            try:
-                return self._train()
-            except KeyboardInterrupt:
-                if self.config.run.checkpoint_every and not self.interrupts.held:
-                    self.checkpoints.at_stop(self.complete)
-                raise
+        self.roles.send_weights(self.progress.weight_version)
 
-    def _train(self) -> Outcome:
-        """`fit`, to its end; `fit` alone holds interrupts off, and leaves a checkpoint when one stops the run."""
-        run, every, progress = self.config.run, self.config.validation.every, self.progress
-        # Also those that the engines have from the files: what does not go over, or goes over wrongly, shows now.
-        self.roles.send_weights(progress.weight_version)
-        if not progress.step:
-            progress.before = progress.latest = self.validate(0)
-            self.writer.step(0, prefixed("validation", progress.before))
-            self.writer.timeline(0, self.timeline.take())
-        steps = []
-        for step in range(progress.step + 1, run.steps + 1):
-            metrics = self.step(step)
-            if step == run.steps or (every and step % every == 0):
-                progress.latest = self.validate(step)
-                metrics |= prefixed("validation", progress.latest)
-            progress.step = step
-            # Recorded before it is shown: what was seen on the terminal is in the file.
-            self.writer.step(step, metrics)
-            self.console.step(step, run.steps, metrics)
-            steps.append(metrics)
-            self.complete = replace(progress)
-            self.save_what_is_due(step)
-            self.writer.timeline(step, self.timeline.take())
-            self.interrupts.release()
-        self.save("model")
+    def save_models(self) -> None:
+        """The policy, and the critic where there is one."""
+        super().save_models()
         if self.roles.critic is not None:
             self.roles.critic.save_pretrained(str((self.writer.folder / "critic").resolve()))
-        if run.checkpoint_every:
-            self.checkpoints.finish()
-        self.writer.timeline(progress.step, self.timeline.take())
-        return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the picture above; returns its metrics."""
@@ -210,15 +150,6 @@ class Trainer:
             draw_mini_batches(sequences, settings.mini_batches, seed, step, epoch) for epoch in range(settings.epochs)
         ]
 
-    def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
-        """Record what the micro-steps took, by actor, and plan from now on with what they teach."""
-        self.timeline.micro_steps(times, self.planner.cost_model)
-        self.live.micro_steps(times, self.planner.cost_model)
-        policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
-        error = self.refit.observe(policy)
-        self.planner.cost_model, self.progress.refit = self.refit.cost_model, self.refit.state()
-        return prefixed("balance", error)
-
     def update_critic(self, batch: RemoteBatch, drawn: list[list[np.ndarray]]) -> dict[str, float]:
         """The critic's optimiser steps, on the policy's mini-batches of every epoch; nothing without a critic."""
         if self.roles.critic is None:
@@ -268,24 +199,11 @@ class Trainer:
             batch = batch.with_tokens(reference_log_probs=self.roles.reference_log_probs(batch, plan))
         return batch, mismatch
 
-    def save_what_is_due(self, step: int) -> None:
-        """A model or a checkpoint, where one is to be saved after this step."""
-        run = self.config.run
-        if run.save_every and step % run.save_every == 0:
-            self.save(f"model-{step}")
-        if run.checkpoint_every and step % run.checkpoint_every == 0:
-            with self.timeline.phase("checkpoint"), self.console.phase("checkpoint"):
-                self.checkpoints.begin(self.complete)
-
     def save(self, name: str) -> None:
-        """The model and tokenizer in Hugging Face format, in the run's folder; adapters also by themselves, beside it:
-        `model-30`, `adapters-30`."""
-        with self.timeline.phase("save"), self.console.phase("saving"):
-            self.roles.sleep_engines()  # whole weights are gathered for it
-            self.roles.policy.save_pretrained(str((self.writer.folder / name).resolve()))
-            if self.config.model.lora.rank:
-                adapters = name.replace("model", "adapters", 1)
-                self.roles.policy.save_adapters(str((self.writer.folder / adapters).resolve()))
+        """The model, and adapters also by themselves, beside it: `model-30`, `adapters-30`. Whole weights are gathered
+        for it, so that engines which share its GPUs sleep."""
+        self.roles.sleep_engines()
+        super().save(name)
 
     def send_weights(self) -> None:
         """New weights to every engine, under the next version."""
@@ -341,8 +259,3 @@ def mean_statistics(plans: Sequence[Plan], width: int) -> dict[str, float]:
     """The statistics of an epoch's plan, mean over epochs. width: tokens of the longest possible sequence."""
     found = [plan.statistics(width) for plan in plans]
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
-
-
-def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under `role/`."""
-    return {f"{role}/{name}": value for name, value in metrics.items()}

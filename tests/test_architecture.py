@@ -28,6 +28,8 @@ def test_the_dependency_rule_holds() -> None:
         ("controller.preflight.checks", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("controller.preflight.describe", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("controller.fit", ("torch", "ray", "vllm", "transformers", "tensordict")),
+        ("controller.sft", ("torch", "ray", "vllm", "transformers", "tensordict")),
+        ("controller.preferences", ("torch", "ray", "vllm", "transformers", "tensordict")),
     ],
 )
 def test_a_light_module_imports_nothing_heavy(module: str, absent: tuple[str, ...]) -> None:

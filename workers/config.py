@@ -200,6 +200,25 @@ class RolloutConfig:
         return self.max_episode_tokens or self.max_turns * sampling.max_new_tokens
 
 
+@dataclass
+class SupervisedLossConfig:
+    """Negative log-likelihood of the tokens to learn; formulas stand in `workers.model.losses.supervised`."""
+
+    aggregation: str = setting(
+        "token_mean",
+        "How token losses become one number; every denominator is that of the whole step.",
+        choices=(
+            "token_mean",
+            "sequence_mean_token_mean",
+            "sequence_mean_token_sum",
+            "sequence_mean_token_sum_norm",
+        ),
+    )
+    constant_length: int = setting(
+        0, "Tokens that sequence_mean_token_sum_norm divides a sequence's sum by.", minimum=0
+    )
+
+
 POLICY_LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
     "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
     "reinforce": (),

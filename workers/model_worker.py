@@ -77,6 +77,13 @@ class ModelWorker(Worker):
         return token_block(sequences, {"log_probs": log_probs.numpy(), "entropies": entropies.numpy()}), metrics
 
     @dispatch(Split.PLAN, Join.ROWS)
+    def sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
+        """Forward-only pass: log-prob of each sequence's tokens with `loss_mask` together, float64 [B]."""
+        summed = self.engine.sequence_log_probs(sequences_from(batch), micro_batches_of(plan))
+        self.free_cached_memory()
+        return summed.numpy()
+
+    @dispatch(Split.PLAN, Join.ROWS)
     def kl(self, batch: DataProto, plan: RankPlan, estimator: str) -> np.ndarray:
         """Estimated KL of each sequence, nats, float64 [B]; the batch has `old_log_probs` and `reference_log_probs`."""
         return sequence_kl(sequences_from(batch), estimator).numpy()

@@ -1,11 +1,13 @@
 """What a user can set, read and typed; imports nothing else of `controller`, and neither torch nor Ray.
 
     workers.config, sections --> schema: Config, its properties <--load-- file: YAML, key.sub=value
+    training: what the settings of all commands share               offline: those of controller.sft and .preferences
     values that name something: functions, function_files, model_files        docs/settings.md: settings_page
 
 Read `schema` first, then `sections`, where each key is declared with what it does.
 """
 
-from controller.config.schema import Config, load, to_yaml
+from controller.config.schema import Config, load, load_as, to_yaml
+from controller.config.training import TrainingConfig
 
-__all__ = ["Config", "load", "to_yaml"]
+__all__ = ["Config", "TrainingConfig", "load", "load_as", "to_yaml"]

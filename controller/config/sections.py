@@ -14,7 +14,9 @@ from workers.config import (
 
 
 @dataclass
-class RunConfig:
+class BaseRunConfig:
+    """What every command's run has."""
+
     name: str = setting(
         "",
         "Name of the run: its folder below run.dir. Empty takes the name of the configuration file, or of its folder "
@@ -25,7 +27,6 @@ class RunConfig:
     seed: int = setting(
         0, "Seed of data order, mini-batches and sampling; a run with the same seed repeats.", minimum=0
     )
-    log_completions: int = setting(0, "Samples printed at every step with their rewards; 0 prints none.", minimum=0)
     save_every: int = setting(0, "Steps between saved models; 0 saves only at the end.", minimum=0)
     checkpoint_every: int = setting(
         0,
@@ -51,6 +52,11 @@ class RunConfig:
         "the run from its last checkpoint; the next loss stops the run.",
         minimum=0,
     )
+
+
+@dataclass
+class RunConfig(BaseRunConfig):
+    log_completions: int = setting(0, "Samples printed at every step with their rewards; 0 prints none.", minimum=0)
 
 
 @dataclass

@@ -1,32 +1,58 @@
-"""`python -m controller.config.settings_page > docs/settings.md`: the reference of all settings, made from the schema.
+"""`python -m controller.config.settings_page [COMMAND]`: the reference of a command's settings, made from its schema.
 
 dataclass fields --settings--> key | type | default | allowed | documentation, a table for each section
 """
 
-from dataclasses import is_dataclass
+import sys
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from controller.config.file import Numbers, Options, Setting, settings, value_of
+from controller.config.offline import PreferencesConfig, SftConfig
 from controller.config.schema import Config
+from controller.config.training import TrainingConfig
 
 HEAD = """\
-# Settings
+# {title}
 
-Made from the dataclasses in `controller/config/sections.py` and `workers/config.py` by
-`python -m controller.config.settings_page > docs/settings.md`; a test holds this page to them. In YAML a dot nests:
-`policy.optimizer.beta1` is `policy: {optimizer: {beta1: ...}}`. Any setting can be given behind the command, as in
+Made from the dataclasses in {sources} by
+`python -m controller.config.settings_page{argument} > docs/{file}`; a test holds this page to them. In YAML dots nest:
+`policy.optimizer.beta1` is `policy: {{optimizer: {{beta1: ...}}}}`. Any setting can be given behind the command, as in
 `policy.max_tokens=16384`. A setting that would do nothing in a combination is refused.
 """
+
+
+@dataclass(frozen=True)
+class Page:
+    """The settings of one command. sources: where they are declared."""
+
+    title: str
+    schema: type[TrainingConfig]
+    sources: str
+    file: str
+
+
+_OFFLINE = "`controller/config/offline.py`, `controller/config/sections.py` and `workers/config.py`"
+PAGES = {
+    "": Page("Settings", Config, "`controller/config/sections.py` and `workers/config.py`", "settings.md"),
+    "sft": Page("Settings of supervised fine-tuning", SftConfig, _OFFLINE, "settings-sft.md"),
+    "preferences": Page("Settings of preference optimisation", PreferencesConfig, _OFFLINE, "settings-preferences.md"),
+}
+"""By the argument of this module."""
 TABLE = "| key | type | default | what it does |\n| --- | --- | --- | --- |\n"
 
 
-def settings_markdown() -> str:
-    """The whole page."""
-    config, sections = Config(), dict[str, list[Setting]]()
+def settings_markdown(argument: str = "") -> str:
+    """The whole page, one of PAGES."""
+    page = PAGES[argument]
+    config, sections = page.schema(), dict[str, list[Setting]]()
     for setting in settings(config):
         sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
     parts = [_section(name, value_of(config, name), found) for name, found in sections.items()]
-    return "\n".join([HEAD, *parts])
+    head = HEAD.format(
+        title=page.title, sources=page.sources, file=page.file, argument=f" {argument}" if argument else ""
+    )
+    return "\n".join([head, *parts])
 
 
 def _section(name: str, section: Any, found: list[Setting]) -> str:
@@ -72,4 +98,4 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(settings_markdown(), end="")
+    print(settings_markdown(*sys.argv[1:]), end="")

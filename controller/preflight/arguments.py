@@ -1,4 +1,4 @@
-"""The command line of `python -m controller.fit`: which file, which overrides, whether to run at all."""
+"""The command line of a training command: which file, which overrides, whether to run at all."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,11 +6,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from controller.config import Config, TrainingConfig
 from controller.preflight.cluster import FORM, Cluster, parse_cluster
 from controller.preflight.describe import section_names, settings_page
 from workers.errors import ConfigError
 
-USAGE = "python -m controller.fit --config FILE [--dry-run [--cluster NODES [--measure]]] [key.sub=value ...]"
+
+@dataclass(frozen=True)
+class Command:
+    """A module that is started with settings of `schema`. describes_clusters: whether it takes --cluster. tries: what
+    its dry run does beside printing."""
+
+    module: str
+    description: str
+    schema: type[TrainingConfig]
+    describes_clusters: bool = False
+    tries: str = "read all data"
+
+    @property
+    def usage(self) -> str:
+        """Its options in one line."""
+        dry_run = "--dry-run [--cluster NODES [--measure]]" if self.describes_clusters else "--dry-run"
+        return f"python -m {self.module} --config FILE [{dry_run}] [key.sub=value ...]"
+
+
+FIT = Command(
+    "controller.fit",
+    "Train a policy by reinforcement learning.",
+    Config,
+    describes_clusters=True,
+    tries="read all data, try the reward",
+)
 
 
 @dataclass(frozen=True)
@@ -28,23 +54,27 @@ class Arguments:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of argparse's usage and exit, so that every bad input leaves by the same door."""
-        raise ConfigError(f"{message}; usage: {USAGE}")
+        raise ConfigError(f"{message}; usage: {self.usage}")
 
 
 class _PrintSettings(argparse.Action):
+    """`const`: the schema."""
+
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> NoReturn:
-        print(settings_page())
+        print(settings_page(self.const))
         parser.exit(0)
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -> Arguments:
     """Take a command line apart (default: that of the process).
 
     Raises ConfigError for an unknown option, without --config, for --cluster without --dry-run and --measure without
     --cluster; SystemExit(0) after --help and --settings.
     """
     # Intermixed: overrides may stand before, between and after options.
-    parsed = _parser().parse_intermixed_args(argv)
+    parsed = _parser(command).parse_intermixed_args(argv)
+    if not command.describes_clusters:
+        return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run)
     if parsed.cluster and not parsed.dry_run:
         raise ConfigError(
             "--cluster describes a cluster for --dry-run, and a run takes the one it finds; add --dry-run."
@@ -55,26 +85,27 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run, cluster, parsed.measure)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: Command) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m controller.fit",
-        usage=USAGE,
-        description="Train a policy by reinforcement learning. Relative paths start at the working directory.",
-        epilog=f"Sections of settings: {', '.join(section_names())}. --settings explains every key.",
+        prog=f"python -m {command.module}",
+        usage=command.usage,
+        description=f"{command.description} Relative paths start at the working directory.",
+        epilog=f"Sections of settings: {', '.join(section_names(command.schema))}. --settings explains every key.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of settings")
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="read all data, try the reward, print what would run and where; start nothing",
+        "--dry-run", action="store_true", help=f"{command.tries}, print what would run and where; start nothing"
     )
+    if command.describes_clusters:
+        parser.add_argument(
+            "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement and memory on {FORM}"
+        )
+        parser.add_argument(
+            "--measure", action="store_true", help="with --cluster: run the engine without a GPU for its peak memory"
+        )
     parser.add_argument(
-        "--cluster", default="", metavar="NODES", help=f"with --dry-run: placement and memory on {FORM}"
+        "--settings", action=_PrintSettings, nargs=0, const=command.schema, help="print every setting and exit"
     )
-    parser.add_argument(
-        "--measure", action="store_true", help="with --cluster: run the engine without a GPU for its peak memory"
-    )
-    parser.add_argument("--settings", action=_PrintSettings, nargs=0, help="print every setting and exit")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     return parser

@@ -15,7 +15,7 @@ from typing import Any
 
 from controller.checkpoint import checkpoints_at
 from controller.cluster_address import check_address
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.column_checks import check_column_names, check_columns_are_there
@@ -39,13 +39,13 @@ LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
 def check(config: Config) -> None:
     """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second."""
     check_settings_have_effect(config)
-    _check_run(config)
+    check_run(config)
     _check_batch(config)
     check_counts(config)
     _check_loss(config)
     check_kl_correction(config)
     check_token_returns(config)
-    _check_optimizer(config)
+    check_warmup(config, config.total_optimizer_steps, "run.steps * batch.mini_batches * batch.epochs")
     _check_sampling(config)
     check_engine_options(config.rollout.engine)
     _check_environment(config)
@@ -54,7 +54,7 @@ def check(config: Config) -> None:
     _check_devices(config)
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
-    _check_parallel(config, model)
+    check_parallel(config, model)
     _check_reference(config, model)
     check_critic(config, model)
     check_reward_model(config, model)
@@ -63,7 +63,8 @@ def check(config: Config) -> None:
     check_trackers(config)
 
 
-def _check_run(config: Config) -> None:
+def check_run(config: TrainingConfig) -> None:
+    """The run's name, folder, checkpoint to go on from and cluster."""
     if not re.fullmatch(r"\w[\w.=+-]*", config.run.name):
         raise ConfigError(
             f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
@@ -91,7 +92,7 @@ def _check_writable(folder: Path) -> None:
         raise ConfigError(f"run.dir: {folder} cannot be written, {existing} is not a writable folder.") from None
 
 
-def _check_path_lengths(config: Config) -> None:
+def _check_path_lengths(config: TrainingConfig) -> None:
     """The kernel's limits, which every call on a file would otherwise meet in its own way."""
     length = len(os.fsencode(config.run.name))
     if length > LONGEST_FILE_NAME:
@@ -200,12 +201,13 @@ def _check_loss(config: Config) -> None:
         )
 
 
-def _check_optimizer(config: Config) -> None:
-    warmup, total = config.policy.optimizer.warmup_steps, config.total_optimizer_steps
+def check_warmup(config: TrainingConfig, total: int, follows: str) -> None:
+    """Warm-up ends before the schedule does; `follows` says what `total`, its optimiser steps, follow from."""
+    warmup = config.policy.optimizer.warmup_steps
     if warmup > total or (warmup == total and config.policy.optimizer.schedule != "constant"):
         raise ConfigError(
             f"policy.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the run "
-            "(policy.optimizer.total_steps, or run.steps * batch.mini_batches * batch.epochs); lower it."
+            f"(policy.optimizer.total_steps, or {follows}); lower it."
         )
 
 
@@ -266,6 +268,18 @@ def _check_caps(config: Config) -> None:
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
         f"{_response_limit(config)}={config.longest_response} = {longest} tokens"
     )
+    check_caps_hold(config, parts)
+    if config.max_model_tokens < config.needed_model_tokens:
+        raise ConfigError(
+            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
+            f"data.max_prompt_tokens and {_response_limit(config)} (or that of validation.sampling) allow; raise it or "
+            "leave it at 0."
+        )
+
+
+def check_caps_hold(config: TrainingConfig, parts: str) -> None:
+    """Every cap holds the longest possible sequence; `parts` says what makes its length."""
+    longest = config.longest_sequence
     sharing = config.policy.parallel.context_parallel
     for limits in config.limits.values():
         needed, multiple = -(-longest // limits.length_multiple) * limits.length_multiple, limits.length_multiple
@@ -276,12 +290,6 @@ def _check_caps(config: Config) -> None:
                 f"{limits.cap}={limits.max_tokens}{times} is below the longest possible sequence, {parts}{rounded}; "
                 "raise the cap or lower either."
             )
-    if config.max_model_tokens < config.needed_model_tokens:
-        raise ConfigError(
-            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
-            f"data.max_prompt_tokens and {_response_limit(config)} (or that of validation.sampling) allow; raise it or "
-            "leave it at 0."
-        )
 
 
 def _check_devices(config: Config) -> None:
@@ -314,10 +322,11 @@ def _check_devices(config: Config) -> None:
             f"{config.training_workers} of the policy that they share; lower them, raise policy.ranks, or set "
             "rollout.placement=apart."
         )
-    _check_attention(config)
+    check_attention(config)
 
 
-def _check_attention(config: Config) -> None:
+def check_attention(config: TrainingConfig) -> None:
+    """model.attention is a kernel of the layout, the device and the type."""
     kernel = config.model.attention
     if kernel == "eager" and config.model.attention_layout(shared=config.shares_model) == "packed":
         others = "ranks that share sequences or layers (policy.parallel)" if config.shares_model else "packed rows"
@@ -335,7 +344,8 @@ def _check_attention(config: Config) -> None:
         )
 
 
-def _check_parallel(config: Config, model: ModelFiles) -> None:
+def check_parallel(config: TrainingConfig, model: ModelFiles) -> None:
+    """Sequences and layers can be shared as policy.parallel asks."""
     parallel = config.policy.parallel
     cp, tp = parallel.context_parallel, parallel.tensor_parallel
     if config.policy.ranks % parallel.replicate:
@@ -430,7 +440,7 @@ def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) ->
         raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages; remove it.")
 
 
-def first_record(key: str, path: str, prompt_key: str) -> dict[str, Any]:
+def first_record(key: str, path: str, prompt_key: str = "") -> dict[str, Any]:
     """The first record of a data set. Raises ConfigError, naming `key`, if there is none with a prompt."""
     try:
         record = next(iter_records(path, prompt_key), None)

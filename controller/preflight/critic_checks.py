@@ -2,7 +2,7 @@
 
 import math
 
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.model_types import CAUSAL, VALUE, check_model_type
@@ -69,7 +69,7 @@ def _check_warmup(config: Config) -> None:
 
 
 def check_same_vocabulary(
-    config: Config, policy: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
+    config: TrainingConfig, policy: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
 ) -> None:
     """Raise ConfigError unless the model at `path`, named by setting `key`, can read the policy's sequences.
 

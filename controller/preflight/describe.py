@@ -5,18 +5,18 @@ Config --> resolved YAML | placement | sizes | caps | notes          schema --> 
 
 import textwrap
 from collections import Counter
-from dataclasses import fields
 from itertools import groupby
 
-from controller.config import Config, to_yaml
+from controller.config import Config, TrainingConfig, to_yaml
 from controller.config.file import Setting, settings
 from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
+from controller.config.offline import OfflineConfig
 from controller.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
 from controller.watching.shown_text import counted
 
 
-def describe(config: Config) -> str:
+def describe(config: TrainingConfig) -> str:
     """The page of `--dry-run`, of a configuration that `check` has passed."""
     sections = {
         "configuration": to_yaml(config).splitlines(),
@@ -28,18 +28,18 @@ def describe(config: Config) -> str:
     return "\n\n".join("\n".join([f"== {title} ==", *lines]) for title, lines in sections.items() if lines)
 
 
-def settings_page() -> str:
+def settings_page(schema: type[TrainingConfig] = Config) -> str:
     """The page of `--settings`: every key with its type, default, range and documentation."""
     blocks = []
-    for section, found in groupby(settings(Config()), key=lambda setting: setting.key.partition(".")[0]):
+    for section, found in groupby(settings(schema()), key=lambda setting: setting.key.partition(".")[0]):
         blocks.append(f"== {section} ==")
         blocks += [_setting_entry(setting) for setting in found]
     return "\n".join(blocks)
 
 
-def section_names() -> list[str]:
+def section_names(schema: type[TrainingConfig] = Config) -> list[str]:
     """The sections of the schema, in order."""
-    return [item.name for item in fields(Config)]
+    return list(dict.fromkeys(setting.key.partition(".")[0] for setting in settings(schema())))
 
 
 def _setting_entry(setting: Setting) -> str:
@@ -49,13 +49,14 @@ def _setting_entry(setting: Setting) -> str:
     return f"{setting.key}  ({facts})\n{doc}"
 
 
-def _placement(config: Config) -> list[str]:
+def _placement(config: TrainingConfig) -> list[str]:
     device = "GPUs" if config.uses_gpus else "CPUs"
-    lines = [f"models run on {device}; rollout.placement is {config.rollout_placement}"]
+    engines = f"; rollout.placement is {config.rollout_placement}" if isinstance(config, Config) else ""
+    lines = [f"models run on {device}{engines}"]
     lines += [_pool_line(pool) for pool in pools(config)]
     lines += [_role_line(request) for request in role_requests(config)]
-    if config.rollout_placement == "colocated":
-        shared = config.rollout.tensor_parallel
+    engines_beside, shared = config.colocated_engines
+    if engines_beside:
         lines.append(
             f"each engine uses {shared} of the policy's GPUs while training sleeps; it reserves none of its own"
         )
@@ -81,7 +82,23 @@ def _role_line(request: RoleRequest) -> str:
     return f"{request.role}: {counted(request.actors, 'actor')}, {request.cpus:g} CPU{gpus} each, {where}"
 
 
-def _sizes(config: Config) -> list[str]:
+def _sizes(config: TrainingConfig) -> list[str]:
+    if isinstance(config, OfflineConfig):
+        return _offline_sizes(config)
+    return _sampling_sizes(config) if isinstance(config, Config) else []
+
+
+def _offline_sizes(config: OfflineConfig) -> list[str]:
+    count = config.records_per_step * config.sequences_per_record
+    length = f"{config.run.steps} steps" if config.run.steps else f"{counted(config.run.epochs, 'epoch')} of data.train"
+    return [
+        f"a step: {counted(count, 'sequence')} over {counted(config.policy.ranks, 'rank')}, at most "
+        f"{count * config.longest_sequence:,} tokens",
+        f"the run: {length}, written to {config.run_folder}",
+    ]
+
+
+def _sampling_sizes(config: Config) -> list[str]:
     sizes = config.mini_batch_sizes
     spread = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[-1]} to {sizes[0]}"
     tokens = config.sequences_per_step * config.longest_sequence
@@ -97,11 +114,11 @@ def _sizes(config: Config) -> list[str]:
     ]
 
 
-def _caps(config: Config) -> list[str]:
+def _caps(config: TrainingConfig) -> list[str]:
     return [_cap_line(config, limits) for limits in config.limits.values()]
 
 
-def _cap_line(config: Config, limits: Limits) -> str:
+def _cap_line(config: TrainingConfig, limits: Limits) -> str:
     longest = config.longest_sequence
     room = limits.max_tokens * config.policy.parallel.context_parallel // longest
     if limits.max_sequences:
@@ -122,7 +139,16 @@ def warnings(config: Config) -> list[str]:
     ]
 
 
-def _notes(config: Config) -> list[str]:
+def _notes(config: TrainingConfig) -> list[str]:
+    notes = _sampling_notes(config) if isinstance(config, Config) else []
+    if config.policy.max_tokens * config.policy.parallel.context_parallel < 2 * config.longest_sequence:
+        notes.append(
+            "policy.max_tokens is below twice the longest possible sequence; long sequences leave packs half empty"
+        )
+    return notes
+
+
+def _sampling_notes(config: Config) -> list[str]:
     sampling, notes = config.rollout.sampling, warnings(config)
     if not config.uses_gpus and config.model.dtype == "bfloat16":
         notes.append(
@@ -132,9 +158,5 @@ def _notes(config: Config) -> list[str]:
         notes.append(
             "rollout.sampling.top_p or top_k cut the distribution that is sampled from; the trainer's log-probs are of "
             "the whole one"
-        )
-    if config.policy.max_tokens * config.policy.parallel.context_parallel < 2 * config.longest_sequence:
-        notes.append(
-            "policy.max_tokens is below twice the longest possible sequence; long sequences leave packs half empty"
         )
     return notes

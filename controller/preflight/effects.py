@@ -3,7 +3,10 @@
 what is needed | whether it is there | keys and sections that do nothing without it
 """
 
-from controller.config import Config
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from controller.config import TrainingConfig
 from controller.config.file import settings, value_of
 from workers.config import POLICY_LOSS_SETTINGS
 from workers.errors import ConfigError
@@ -14,7 +17,87 @@ LOSS_SETTING_READERS = {
 }
 """The policy losses that read a setting, by setting."""
 
-NO_EFFECT_WITHOUT = (
+Row = tuple[str, Callable[[Any], bool], tuple[str, ...]]
+
+EVERYWHERE: tuple[Row, ...] = (
+    (
+        "balance.algorithm=karmarkar_karp (the others have an order of their own)",
+        lambda c: c.balance.algorithm in ("karmarkar_karp", "load_balance"),
+        ("balance.order",),
+    ),
+    (
+        "balance.algorithm other than none",
+        lambda c: c.balance.algorithm != "none",
+        ("balance.refit",),
+    ),
+    (
+        "policy.parallel.context_parallel above 1",
+        lambda c: c.policy.parallel.context_parallel > 1,
+        ("policy.parallel.context_parallel_method",),
+    ),
+    (
+        "several training ranks",
+        lambda c: c.training_workers > 1,
+        ("policy.parallel.defer_gradient_reduction",),
+    ),
+    (
+        "policy.parallel.context_parallel_method=ulysses (ring has kernels of its own)",
+        lambda c: c.policy.parallel.context_parallel_method == "ulysses",
+        ("model.attention",),
+    ),
+    (
+        "model.gradient_checkpointing",
+        lambda c: c.model.gradient_checkpointing,
+        ("model.activation_offload",),
+    ),
+    (
+        "a local Ray",
+        lambda c: not c.resources.ray_address,
+        ("resources.dashboard",),
+    ),
+    (
+        "model.lora.rank above 0",
+        lambda c: c.model.lora.rank > 0,
+        ("model.lora.alpha", "model.lora.target_modules"),
+    ),
+    (
+        "data.validation",
+        lambda c: bool(c.data.validation),
+        ("validation.",),
+    ),
+    (
+        "run.checkpoint_every above 0",
+        lambda c: c.run.checkpoint_every > 0,
+        ("run.keep_checkpoints",),
+    ),
+    (
+        "run.resume=auto or a path",
+        lambda c: c.run.resume != "never",
+        ("run.other_data",),
+    ),
+    (
+        "tracking.wandb or tracking.mlflow",
+        lambda c: c.tracking.wandb or c.tracking.mlflow,
+        ("tracking.project",),
+    ),
+    (
+        "GPUs",
+        lambda c: c.uses_gpus,
+        (
+            "model.activation_offload",
+            "model.compile",
+            "policy.cpu_offload",
+            "reference.cpu_offload",
+            "critic.cpu_offload",
+            "reward.model.cpu_offload",
+            "rollout.memory_fraction",
+            "rollout.enforce_eager",
+        ),
+    ),
+)
+"""Rows of every command: (what is needed, whether it is there, keys or sections that do nothing without it)."""
+
+NO_EFFECT_WITHOUT: tuple[Row, ...] = (
     (
         "batch.mini_batches above 1, batch.epochs above 1 or rollout.overlap (the only update of a step starts where "
         "the samples came from: all ratios are 1)",
@@ -46,11 +129,6 @@ NO_EFFECT_WITHOUT = (
         lambda c: c.batch.mini_batches > 1,
         ("balance.redeal_groups",),
     ),
-    (
-        "balance.algorithm=karmarkar_karp (the others have an order of their own)",
-        lambda c: c.balance.algorithm in ("karmarkar_karp", "load_balance"),
-        ("balance.order",),
-    ),
     *(
         (
             f"algorithm.loss.name={' or '.join(readers)}",
@@ -58,11 +136,6 @@ NO_EFFECT_WITHOUT = (
             (f"algorithm.loss.{name}",),
         )
         for name, readers in LOSS_SETTING_READERS.items()
-    ),
-    (
-        "balance.algorithm other than none",
-        lambda c: c.balance.algorithm != "none",
-        ("balance.refit",),
     ),
     (
         "algorithm.advantage=grpo",
@@ -100,34 +173,9 @@ NO_EFFECT_WITHOUT = (
         ("algorithm.loss.rollout_correction.rejection_",),
     ),
     (
-        "policy.parallel.context_parallel above 1",
-        lambda c: c.policy.parallel.context_parallel > 1,
-        ("policy.parallel.context_parallel_method",),
-    ),
-    (
-        "several training ranks",
-        lambda c: c.training_workers > 1,
-        ("policy.parallel.defer_gradient_reduction",),
-    ),
-    (
-        "policy.parallel.context_parallel_method=ulysses (ring has kernels of its own)",
-        lambda c: c.policy.parallel.context_parallel_method == "ulysses",
-        ("model.attention",),
-    ),
-    (
-        "model.gradient_checkpointing",
-        lambda c: c.model.gradient_checkpointing,
-        ("model.activation_offload",),
-    ),
-    (
         "engines on CPUs",
         lambda c: not c.uses_gpus,
         ("rollout.cpu_kv_cache_gib", "rollout.threads"),
-    ),
-    (
-        "a local Ray",
-        lambda c: not c.resources.ray_address,
-        ("resources.dashboard",),
     ),
     (
         "algorithm.loss.kl_coefficient above 0",
@@ -173,29 +221,9 @@ NO_EFFECT_WITHOUT = (
         ("reference.cpu_offload",),
     ),
     (
-        "model.lora.rank above 0",
-        lambda c: c.model.lora.rank > 0,
-        ("model.lora.alpha", "model.lora.target_modules"),
-    ),
-    (
         "rollout.environment",
         lambda c: bool(c.rollout.environment),
         ("rollout.max_turns", "rollout.max_episode_tokens"),
-    ),
-    (
-        "data.validation",
-        lambda c: bool(c.data.validation),
-        ("validation.",),
-    ),
-    (
-        "run.checkpoint_every above 0",
-        lambda c: c.run.checkpoint_every > 0,
-        ("run.keep_checkpoints",),
-    ),
-    (
-        "run.resume=auto or a path",
-        lambda c: c.run.resume != "never",
-        ("run.other_data",),
     ),
     (
         "algorithm.groups_without_signal=replace",
@@ -208,11 +236,6 @@ NO_EFFECT_WITHOUT = (
         ("reward.overlong_penalty",),
     ),
     (
-        "tracking.wandb or tracking.mlflow",
-        lambda c: c.tracking.wandb or c.tracking.mlflow,
-        ("tracking.project",),
-    ),
-    (
         "validation.samples above 1",
         lambda c: c.validation.samples > 1,
         ("validation.success",),
@@ -222,30 +245,17 @@ NO_EFFECT_WITHOUT = (
         lambda c: not c.data.curriculum,
         ("data.shuffle",),
     ),
-    (
-        "GPUs",
-        lambda c: c.uses_gpus,
-        (
-            "model.activation_offload",
-            "model.compile",
-            "policy.cpu_offload",
-            "reference.cpu_offload",
-            "critic.cpu_offload",
-            "reward.model.cpu_offload",
-            "rollout.memory_fraction",
-            "rollout.enforce_eager",
-        ),
-    ),
+    *EVERYWHERE,
 )
-"""(what is needed, whether it is there, keys or sections that do nothing without it)"""
+"""Rows of reinforcement learning."""
 
 
-def check_settings_have_effect(config: Config) -> None:
+def check_settings_have_effect(config: TrainingConfig, rows: Sequence[Row] = NO_EFFECT_WITHOUT) -> None:
     """Raise ConfigError at the first setting that differs from its default and does nothing in this combination."""
-    for needed, is_there, prefixes in NO_EFFECT_WITHOUT:
+    for needed, is_there, prefixes in rows:
         if is_there(config):
             continue
-        for found in settings(Config()):
+        for found in settings(type(config)()):
             value = value_of(config, found.key)
             if found.key.startswith(prefixes) and value != found.default and not found.follows:
                 raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.layout import reserved
 from workers.errors import ConfigError
 
@@ -17,7 +17,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 ELSEWHERE = "or set resources.ray_address (or RAY_ADDRESS) for a cluster"
 
 
-def check_machine(config: Config, *, dry_run: bool) -> None:
+def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
     """Raise ConfigError if a local Ray on this machine could not hold the run; with an address Ray itself says so.
 
     dry_run: GPUs are then asked of a machine that has some: a configuration for others is looked at anywhere.
@@ -26,7 +26,7 @@ def check_machine(config: Config, *, dry_run: bool) -> None:
         return
     if config.uses_gpus:
         _check_gpus(config, visible_gpus(), dry_run=dry_run)
-    else:
+    elif isinstance(config, Config):
         _check_cpus(config)
 
 
@@ -39,12 +39,12 @@ def visible_gpus() -> int:
     )
 
 
-def _check_gpus(config: Config, gpus: int, *, dry_run: bool) -> None:
+def _check_gpus(config: TrainingConfig, gpus: int, *, dry_run: bool) -> None:
     asked = reserved(config, "GPU")
     if asked > gpus and not (dry_run and gpus == 0):
+        settings = "policy.ranks, rollout.replicas or rollout.tensor_parallel" if config.samples else "policy.ranks"
         raise ConfigError(
-            f"the run asks for {asked:g} GPUs and this machine has {gpus}; lower policy.ranks, rollout.replicas or "
-            f"rollout.tensor_parallel, {ELSEWHERE}."
+            f"the run asks for {asked:g} GPUs and this machine has {gpus}; lower {settings}, {ELSEWHERE}."
         )
 
 

@@ -5,7 +5,7 @@ config.json --ModelShape--> names that adapters can go to; KV cache of one seque
 
 import math
 
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.config.model_files import ModelFiles
 from controller.preflight.model_shape import FAMILIES, ModelShape, model_shape
 from workers.errors import ConfigError
@@ -14,17 +14,17 @@ KV_BLOCK_TOKENS = 32  # of an engine on CPU, see workers.rollout.engine
 ALL_LINEAR = "all-linear"
 
 
-def check_model_sizes(config: Config, model: ModelFiles) -> None:
+def check_model_sizes(config: TrainingConfig, model: ModelFiles) -> None:
     """Raise ConfigError for adapters at modules that are not there, or a KV cache that no sequence fits into."""
     if model.description.get("model_type") not in FAMILIES:
         return
     shape = model_shape(model.description)
     _check_adapters(config, shape)
-    if not config.uses_gpus and "kv_cache_dtype" not in config.rollout.engine:
+    if isinstance(config, Config) and not config.uses_gpus and "kv_cache_dtype" not in config.rollout.engine:
         _check_kv_cache(config, shape)
 
 
-def _check_adapters(config: Config, shape: ModelShape) -> None:
+def _check_adapters(config: TrainingConfig, shape: ModelShape) -> None:
     targets = config.model.lora.target_modules
     if not config.model.lora.rank or targets == ALL_LINEAR or shape.experts:
         return

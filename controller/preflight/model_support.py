@@ -8,7 +8,7 @@ The worker looks again at the loaded model, whose class may ask for more than it
 from collections.abc import Mapping
 from typing import Any
 
-from controller.config import Config
+from controller.config import TrainingConfig
 from workers.errors import ConfigError
 from workers.model.families import (
     KERNEL_FEATURES,
@@ -19,7 +19,7 @@ from workers.model.families import (
 )
 
 
-def check_supported_model(config: Config, description: Mapping[str, Any], key: str) -> None:
+def check_supported_model(config: TrainingConfig, description: Mapping[str, Any], key: str) -> None:
     """Raise ConfigError, naming setting `key` and the feature, if config.json asks for what this run cannot compute."""
     text = description.get("text_config", description)
     model = f"{key}: a model of type {description.get('model_type', 'unknown')}"
@@ -48,7 +48,7 @@ def check_supported_model(config: Config, description: Mapping[str, Any], key: s
         )
 
 
-def _check_kernel(config: Config, features: frozenset[str], model: str) -> None:
+def _check_kernel(config: TrainingConfig, features: frozenset[str], model: str) -> None:
     kernel, layout = config.model.attention, config.model.attention_layout(shared=config.shares_model)
     missing = features - KERNEL_FEATURES[layout].get(kernel, features)
     if missing:
@@ -58,7 +58,7 @@ def _check_kernel(config: Config, features: frozenset[str], model: str) -> None:
         )
 
 
-def _check_ring(config: Config, features: frozenset[str], model: str) -> None:
+def _check_ring(config: TrainingConfig, features: frozenset[str], model: str) -> None:
     parallel = config.policy.parallel
     if parallel.context_parallel == 1 or parallel.context_parallel_method != "ring":
         return

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from controller.config import Config
+from controller.config import TrainingConfig
 from workers.errors import ConfigError
 
 INSTALL = {
@@ -22,7 +22,7 @@ INSTALL = {
 """What installs a tracker's package, which has the name of its setting."""
 
 
-def check_trackers(config: Config) -> None:
+def check_trackers(config: TrainingConfig) -> None:
     """Raise ConfigError, naming what to install or to set, at the first tracker that cannot be used."""
     for name, command in INSTALL.items():
         if getattr(config.tracking, name) and not _is_installed(name):

@@ -135,17 +135,21 @@ class Console:
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
         """The line of one step: its most telling numbers."""
-        self._status.rewards.append(metrics["reward/mean"])
+        if "reward/mean" in metrics:
+            self._status.rewards.append(metrics["reward/mean"])
         parts_of_reward = [
             name
             for name in metrics
             if name.startswith("reward/") and name not in SPREAD and shows_something(name, metrics)
         ]
         shown = (
+            ("epoch", "data/epoch", ".2f"),
             ("reward", "reward/mean", ".3f"),
             *((name.removeprefix("reward/"), name, ".3f") for name in parts_of_reward),
             ("response", "rollout/response_tokens_mean", ".1f"),
             ("loss", "policy/loss", "+.4f"),
+            ("accuracy", "preferences/accuracy", ".3f"),
+            ("margin", "preferences/margin", "+.3f"),
             ("grad", "policy/grad_norm", ".2f"),
             ("explained", "critic/explained_variance", ".2f"),
             ("mismatch", "policy/rollout_mismatch_max", ".1e"),

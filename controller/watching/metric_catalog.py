@@ -260,10 +260,27 @@ VALIDATION = (
     Declaration(
         "validation/{score}",
         "score",
-        "Held-out responses: reward and its parts, pass@k, maj@n; with several sources also SOURCE/score.",
+        "Held-out responses: reward and its parts, pass@k, maj@n; with several sources also SOURCE/score. Of held-out "
+        "sequences: loss, perplexity, entropy; of pairs: loss, accuracy, margin, rewards.",
         "mean over responses or prompts",
         when="data.validation, at steps with a validation",
     ),
+)
+
+GIVEN_SEQUENCES = "controller.sft, controller.preferences"
+PAIRS = "controller.preferences"
+OVER_PAIRS = "mean over pairs"
+OFFLINE = (
+    Declaration("data/epoch", "epochs", "Passes over data.train so far.", when=GIVEN_SEQUENCES),
+    Declaration("data/dropped", "records", "Records of data.train that are too long.", when=GIVEN_SEQUENCES),
+    Declaration(
+        "preferences/accuracy", "share", "Pairs whose chosen response has the higher reward.", OVER_PAIRS, when=PAIRS
+    ),
+    Declaration("preferences/margin", "reward", "Reward of the chosen less the rejected.", OVER_PAIRS, when=PAIRS),
+    Declaration(
+        "preferences/chosen_reward", "reward", "beta times policy's over reference's log-prob.", OVER_PAIRS, when=PAIRS
+    ),
+    Declaration("preferences/rejected_reward", "reward", "The same of the rejected.", OVER_PAIRS, when=PAIRS),
 )
 
 CRITIC = (
@@ -411,6 +428,7 @@ SECTIONS = {
     "Balance": BALANCE,
     "Policy": POLICY,
     "Critic": CRITIC,
+    "Given sequences": OFFLINE,
     "Failures": RESTARTS,
     "Validation": VALIDATION,
 }

@@ -106,9 +106,19 @@ def throughput(
         "throughput/rollout_tokens_per_s": float(generated["response_tokens"].sum()) / seconds["rollout"],
     }
     if "update" in seconds:
-        rates["tokens/update"] = float(epochs * trained["length"].sum())
-        rates["throughput/update_tokens_per_s"] = rates["tokens/update"] / seconds["update"]
+        updated = update_throughput(trained, seconds, epochs)
+        rates |= updated | {"throughput/tokens_per_s": rates["throughput/tokens_per_s"]}
     return rates
+
+
+def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1) -> dict[str, float]:
+    """Tokens of a step's update, in all its epochs, and tokens/s of it and of the step, from `seconds` by phase."""
+    tokens = float(epochs * trained["length"].sum())
+    return {
+        "tokens/update": tokens,
+        "throughput/update_tokens_per_s": tokens / seconds["update"],
+        "throughput/tokens_per_s": tokens / seconds["step"],
+    }
 
 
 class Stopwatch:

@@ -15,7 +15,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from controller.config import Config, load
+from controller.config import Config, TrainingConfig
+from controller.config.recorded import load_recorded
 from controller.watching import report_charts as charts
 from controller.watching.run_folder import Row, RunFolder
 from controller.watching.shown_text import redacted, shortened
@@ -68,38 +69,30 @@ def write_report(folder: Path) -> Path:
     Raises DataError for a folder without metrics, ConfigError if its config.yaml does not fit this version.
     """
     path = folder / FILE
-    path.write_text(page(RunFolder(folder), load(folder / "config.yaml")), encoding="utf-8")
+    path.write_text(page(RunFolder(folder), load_recorded(folder / "config.yaml")), encoding="utf-8")
     return path
 
 
-def page(run: RunFolder, config: Config) -> str:
+def page(run: RunFolder, config: TrainingConfig) -> str:
     """The page as HTML."""
     environment = Environment(
         loader=PackageLoader("controller.watching", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     return environment.get_template(FILE).render(
         name=redacted(config.run.name),
-        lead=redacted(_lead(run, config)),
+        lead=redacted(config.headline),
         cards=_cards(run),
         sections=_sections(run, config),
-        tables=[table for table in (_slowest(run), _longest(run), _validation(run, config)) if table.rows],
-        command="python -m controller.fit --settings explains every key",
+        tables=[table for table in (_slowest(run), _longest(run), _validation(run)) if table.rows],
+        command="`--settings` behind the command explains every key",
         config=redacted((run.path / "config.yaml").read_text(encoding="utf-8")),
-    )
-
-
-def _lead(run: RunFolder, config: Config) -> str:
-    return (
-        f"{config.model.path} on {config.data.train or ', '.join(config.data.weights)}: {config.algorithm.advantage}, "
-        f"{config.batch.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples a step, "
-        f"{config.policy.ranks} policy ranks, {config.rollout.replicas} engines, {config.device}"
     )
 
 
 def _cards(run: RunFolder) -> list[Card]:
     steps = run.metrics[-1]["step"]
     found = [Card("steps", f"{steps:,}", f"{len(run.lengths)} with an update")]
-    for label, name in (("reward", "reward/mean"), ("validation reward", "validation/reward")):
+    for label, name in (("reward", "reward/mean"), ("validation reward", "validation/reward"), ("loss", "policy/loss")):
         if values := run.curve(name).values:
             found.append(Card(label, f"{values[-1]:.3f}", f"{values[-1] - values[0]:+.3f} since the first"))
     for label, name, form in (
@@ -121,9 +114,10 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _sections(run: RunFolder, config: Config) -> list[Section]:
+def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
     """Every picture of the report that this run has something for."""
-    sections = [Section("Reward and validation", [_chart(charts.rewards(run))])]
+    title = "Reward and validation" if isinstance(config, Config) else "Loss and validation"
+    sections = [Section(title, [_chart(charts.learning(run))])]
     if panels := charts.lengths(run):
         sections.append(Section("Lengths", [_chart(panels)]))
         sections.append(Section("Balance and time", [_chart(charts.balance(run))], BALANCE_NOTE))
@@ -175,7 +169,7 @@ def _sample_rows(samples: Iterable[Row], by: str) -> list[list[str]]:
     ]
 
 
-def _validation(run: RunFolder, config: Config) -> Table:
+def _validation(run: RunFolder) -> Table:
     """The worst and the best held-out responses, by reward."""
     step, rows = run.last_validation
     ordered = sorted(rows, key=lambda row: _reward(row))

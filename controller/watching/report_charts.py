@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from balancing import BalancingError, CostModel, Plan, plan_batch
 from balancing.gantt import INK, WAITING, Chart, to_svg
 from balancing.statistics import predicted_grids
-from controller.config import Config
+from controller.config import TrainingConfig
 from controller.mini_batches import draw_mini_batches
 from controller.plan_arguments import plan_arguments
 from controller.watching.run_folder import Curve, RunFolder
@@ -73,16 +73,21 @@ def themed(drawn: str) -> str:
     return drawn
 
 
-def rewards(run: RunFolder) -> list[Panel]:
-    """Reward of every step, with its parts, and validation beside it."""
+def learning(run: RunFolder) -> list[Panel]:
+    """What every step learned by, reward or loss, and validation beside it."""
+    scores = [name for name in run.names if name.startswith("validation/")]
+    validation = [Panel("Validation", _lines(run, scores, "validation/", COLOURS))] if scores else []
+    if "reward/mean" in run.names:
+        return [_rewards(run), *validation]
+    return [Panel("Loss in training", [Line("", run.curve("policy/loss"), BLUE)]), *validation]
+
+
+def _rewards(run: RunFolder) -> Panel:
+    """Reward of every step, with its parts."""
     parts = [name for name in run.names if name.startswith("reward/") and name not in NOT_PARTS]
     training = [Line("reward", run.curve("reward/mean"), BLUE)]
     training += _lines(run, parts, "reward/", COLOURS[1:])
-    panels = [Panel("Reward in training, mean of a step", training)]
-    scores = [name for name in run.names if name.startswith("validation/")]
-    if scores:
-        panels.append(Panel("Validation", _lines(run, scores, "validation/", COLOURS)))
-    return panels
+    return Panel("Reward in training, mean of a step", training)
 
 
 NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
@@ -152,7 +157,7 @@ def policy(run: RunFolder) -> list[Panel]:
     return [Panel(title, [Line("", run.curve(f"policy/{name}"), colour)]) for title, name, colour in shown]
 
 
-def gantt(run: RunFolder, config: Config) -> tuple[int, str] | None:
+def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
     """The last step and its Gantt charts, in the given order and as planned; None where there is nothing to compare.
 
     The plan, with several epochs the first one's, is made again from the recorded lengths, with the settings, the seed
@@ -173,11 +178,11 @@ def gantt(run: RunFolder, config: Config) -> tuple[int, str] | None:
     return step, themed(to_svg(charts, float(plans[0].workloads.sum()) / config.policy.ranks))
 
 
-def _plan(run: RunFolder, config: Config, step: int, algorithm: str) -> Plan:
+def _plan(run: RunFolder, config: TrainingConfig, step: int, algorithm: str) -> Plan:
     found = run.lengths[step]
     return plan_batch(
         found,
-        mini_batches=draw_mini_batches(len(found), config.batch.mini_batches, config.run.seed, step),
+        mini_batches=draw_mini_batches(len(found), config.mini_batches, config.run.seed, step),
         cost_model=CostModel(*run.costs.get(step, (1.0, 0.0))),
         **plan_arguments(config, "policy.update") | {"algorithm": algorithm},
     )

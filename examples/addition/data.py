@@ -8,7 +8,9 @@ Then `#` and the sum. With an end-of-sequence token, n digits take 5n + 2 or 5n 
 
 import json
 import random
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 MAX_DIGITS = 12
@@ -68,5 +70,9 @@ def write(path: Path, count: int, *, seed: int, held_out: bool) -> None:
     """`count` problems as JSONL records with `prompt` and `solution`."""
     rng = random.Random(seed)
     problems = (problem(rng, held_out=held_out) for _ in range(count))
-    records = ({"prompt": prompt(a, b), "solution": solution(a, b)} for a, b in problems)
+    write_records(path, ({"prompt": prompt(a, b), "solution": solution(a, b)} for a, b in problems))
+
+
+def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """JSONL, a record a line."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -2,24 +2,23 @@
 
     random Qwen2 (3M) --right workings--> knows how --workings with 6 % wrong digits--> errs often: cache/model
 
-Supervised, on the same engine that RL uses, without Ray, and kept for the next run:
-`torchrun --nproc-per-node 2 -m examples.addition.warm_start`.
+`controller.sft` trains it on responses in this order, by `sft.yaml`; it is kept for the next run:
+`python -m examples.addition.warm_start`.
 """
 
-import os
 import random
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from rich.progress import track
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from controller import sft
 from examples.addition import data
-from workers.config import ModelConfig, OptimizerConfig
-from workers.model.engine import Engine
-from workers.model.losses import Denominators, sft
-from workers.model.packing import Sequences
+from examples.addition.data import write_records
 
 CACHE = Path(__file__).parent / "cache"
 CORRUPTION = 0.06
@@ -27,6 +26,7 @@ CLEAN_SHARE = 0.75  # of the steps, the first ones
 ANY_LENGTH = 0.2
 STEPS = 600
 BATCH = 32
+WRONG = 0.1  # share of digits that a rejected response has wrong
 
 
 def tokenizer(characters: str = data.CHARACTERS) -> PreTrainedTokenizerFast:
@@ -64,62 +64,58 @@ def create_model(
     characters.save_pretrained(folder)
 
 
-def batch(characters: PreTrainedTokenizerFast, corruption: float, rng: random.Random) -> Sequences:
-    """BATCH problems with that share of wrong digits in their solutions; the loss is on the response."""
-    rows = []
-    for _ in range(BATCH):
-        a, b = data.problem(rng, held_out=False, any_length=ANY_LENGTH)
-        prompt = characters.encode(data.prompt(a, b))
-        response = characters.encode(data.corrupted(data.solution(a, b), corruption, rng))
-        ids = torch.tensor([*prompt, *response, characters.eos_token_id])
-        rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= len(prompt)})
-    return Sequences.from_list(rows)
-
-
-def train(folder: Path, seed: int) -> None:
-    """Supervised training of the model in `folder`, in place; every rank takes its share of each batch."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    characters = tokenizer()
-    optimizer = OptimizerConfig(learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, weight_decay=0.01)
-    engine = Engine(ModelConfig(path=str(folder)), optimizer=optimizer, total_steps=STEPS, device="cpu")
-    share = (rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+def records(seed: int) -> Iterator[dict[str, str]]:
+    """Prompts with responses in the order of training: right ones first, then some with wrong digits."""
     rng = random.Random(seed)
-    for step in track(range(STEPS), description="warm start", disable=rank != 0):
-        sequences = batch(characters, 0.0 if step < CLEAN_SHARE * STEPS else CORRUPTION, rng)
-        loss = engine.forward_backward(sequences, [share], sft, Denominators.of(sequences))["loss"].result() * ranks
-        engine.optimizer_step()
-        if rank == 0 and (step + 1) % 100 == 0:
-            print(f"warm start: step {step + 1}/{STEPS}  loss {loss:.3f}", flush=True)
-    engine.save_pretrained(folder)
+    for step in range(STEPS):
+        corruption = 0.0 if step < CLEAN_SHARE * STEPS else CORRUPTION
+        for _ in range(BATCH):
+            a, b = data.problem(rng, held_out=False, any_length=ANY_LENGTH)
+            yield {"prompt": data.prompt(a, b), "response": data.corrupted(data.solution(a, b), corruption, rng)}
 
 
-def prepare(scratch: Path) -> None:
-    """The data, and a random model in `scratch`."""
+def pairs(count: int, seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:
+    """Pairs for `controller.preferences`: the right response, and one with wrong digits."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        a, b = data.problem(rng, held_out=held_out)
+        right = wrong = data.solution(a, b)
+        while wrong == right:
+            wrong = data.corrupted(right, WRONG, rng)
+        yield {"prompt": data.prompt(a, b), "chosen": right, "rejected": wrong}
+
+
+def prepare() -> None:
+    """The data, and a random model."""
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 8192, seed=1, held_out=False)
     data.write(CACHE / "validation.jsonl", 512, seed=2, held_out=True)
-    create_model(scratch, seed=0)
+    write_records(CACHE / "responses.jsonl", records(seed=0))
+    write_records(CACHE / "pairs.jsonl", pairs(4096, 3, held_out=False))
+    write_records(CACHE / "held_out_pairs.jsonl", pairs(256, 4, held_out=True))
+    create_model(CACHE / "random", seed=0)
 
 
-def main() -> None:
-    """Write the data and the model, unless they are there."""
-    model, scratch = CACHE / "model", CACHE / "unfinished"
+def main() -> int:
+    """Write the data and train the model, unless it is there."""
+    model = CACHE / "model"
     if (model / "config.json").exists():
         print(f"warm start: kept {model}")
-        return
-    if "RANK" in os.environ:
-        torch.distributed.init_process_group("gloo")
-    first = int(os.environ.get("RANK", "0")) == 0
-    if first:
-        prepare(scratch)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    train(scratch, seed=0)
-    if first:
-        scratch.rename(model)
+        return 0
+    prepare()
+    return train(Path(__file__).with_name("sft.yaml"), model)
+
+
+def train(settings: Path, model: Path) -> int:
+    """`controller.sft` with a file of settings, anew; its model becomes `model`. Returns its exit code."""
+    run = model.with_name("warm_start")
+    shutil.rmtree(run, ignore_errors=True)  # of a warm start that was stopped
+    code = sft.main(["--config", str(settings)])
+    if code == 0:
+        (run / "model").rename(model)
         print(f"warm start: {model}")
-    torch.distributed.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

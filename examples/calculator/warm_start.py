@@ -2,28 +2,29 @@
 
     random Qwen2 (0.3M) --in the end a quarter asks, the others guess--> cache/model
 
-Supervised, on the same engine that RL uses, without Ray, and kept for the next run. What the calculator says is read,
-not learned, as in RL: `python -m examples.calculator.warm_start`.
+`controller.sft` trains it on conversations in this order, by `sft.yaml`, once. What the calculator says is read and not
+learned, as in RL: `python -m examples.calculator.warm_start`.
 """
 
 import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from rich.progress import track
 from transformers import PreTrainedTokenizerFast
 
-from examples.addition.warm_start import create_model, tokenizer
+from examples.addition.data import write_records
+from examples.addition.warm_start import create_model, tokenizer, train
 from examples.calculator import data
-from workers.config import ModelConfig, OptimizerConfig
-from workers.model.engine import Engine
-from workers.model.losses import Denominators, sft
-from workers.model.packing import Sequences
 
 CACHE = Path(__file__).parent / "cache"
 ASKS_FIRST, ASKS = 0.6, 0.25  # of the examples: while it learns to copy the problem, and in the last steps
 STEPS, LAST_STEPS = 300, 120
 BATCH = 64
+TEMPLATE = (
+    "{% for turn in messages %}{% if turn.role == 'assistant' %}"
+    "{% generation %}{{ turn.content }}<eos>{% endgeneration %}{% else %}{{ turn.content }}{% endif %}{% endfor %}"
+)
 
 
 def episode(rng: random.Random, asks: float) -> list[tuple[str, bool]]:
@@ -34,48 +35,39 @@ def episode(rng: random.Random, asks: float) -> list[tuple[str, bool]]:
     return [(data.prompt(a, b), False), (str(rng.randint(200, 2 * data.LARGEST)), True)]
 
 
-def batch(characters: PreTrainedTokenizerFast, rng: random.Random, asks: float) -> Sequences:
-    """BATCH examples; every turn of the policy ends with <eos>, and the loss is on its turns."""
-    rows = []
-    for _ in range(BATCH):
-        ids, mask = [], []
-        for text, sampled in episode(rng, asks):
-            tokens = characters.encode(text) + ([characters.eos_token_id] if sampled else [])
-            ids += tokens
-            mask += [sampled] * len(tokens)
-        rows.append({"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(mask)})
-    return Sequences.from_list(rows)
+def conversation(parts: list[tuple[str, bool]]) -> dict[str, list[dict[str, str]]]:
+    """A record of `controller.sft`: the policy's turns are the assistant's."""
+    return {"messages": [{"role": "assistant" if own else "user", "content": text} for text, own in parts]}
 
 
-def train(folder: Path, seed: int) -> None:
-    """Supervised training of the model in `folder`, in place."""
-    characters = tokenizer(data.CHARACTERS)
-    optimizer = OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=25, weight_decay=0.01)
-    engine = Engine(ModelConfig(path=str(folder)), optimizer=optimizer, total_steps=STEPS, device="cpu")
+def records(seed: int) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Conversations in the order of training."""
     rng = random.Random(seed)
-    for step in track(range(STEPS), description="warm start"):
-        sequences = batch(characters, rng, ASKS if step >= STEPS - LAST_STEPS else ASKS_FIRST)
-        loss = engine.forward_backward(sequences, [(0, BATCH)], sft, Denominators.of(sequences))["loss"].result()
-        engine.optimizer_step()
-        if (step + 1) % 50 == 0:
-            print(f"warm start: step {step + 1}/{STEPS}  loss {loss:.3f}", flush=True)
-    engine.save_pretrained(folder)
+    for step in range(STEPS):
+        asks = ASKS if step >= STEPS - LAST_STEPS else ASKS_FIRST
+        yield from (conversation(episode(rng, asks)) for _ in range(BATCH))
 
 
-def main() -> None:
-    """Write the data and the model, unless they are there."""
-    model, scratch = CACHE / "model", CACHE / "unfinished"
+def characters() -> PreTrainedTokenizerFast:
+    """One token a character, with a template that puts nothing between turns."""
+    made = tokenizer(data.CHARACTERS)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def main() -> int:
+    """Write the data and train the model, unless it is there."""
+    model = CACHE / "model"
     if (model / "config.json").exists():
         print(f"warm start: kept {model}")
-        return
+        return 0
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 4096, seed=1, held_out=False)
     data.write(CACHE / "validation.jsonl", 256, seed=2, held_out=True)
-    create_model(scratch, 0, tokenizer(data.CHARACTERS), width=128, layers=2)
-    train(scratch, seed=0)
-    scratch.rename(model)
-    print(f"warm start: {model}")
+    write_records(CACHE / "conversations.jsonl", records(seed=0))
+    create_model(CACHE / "random", 0, characters(), width=128, layers=2)
+    return train(Path(__file__).with_name("sft.yaml"), model)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from controller.config import load
-from controller.fit import ray_session
+from controller.session import ray_session
 from controller.watching.console import Console
 from tests.controller.config_workspace import write_workspace
 from workers.errors import ResourceError

@@ -12,18 +12,20 @@ from pathlib import Path
 import pytest
 
 from balancing.__main__ import main as balance
-from controller import fit
+from controller import fit, preferences, sft
 from tests.documentation.blocks import ROOT
 
+MAINS = {"controller.fit": fit.main, "controller.sft": sft.main, "controller.preferences": preferences.main}
 
-def dry_run(arguments: list[str]) -> None:
-    """`python -m controller.fit`: everything up to the start, with absolute shared folders inside the workspace."""
+
+def dry_run(main: Callable[[list[str]], int], arguments: list[str]) -> None:
+    """A training command: everything up to the start, with absolute shared folders inside the workspace."""
     if {"--settings", "--help"} & set(arguments):
         with pytest.raises(SystemExit, match="0"):
-            fit.main(arguments)
+            main(arguments)
         return
     local = [re.sub("(^|=)/shared", r"\1shared", argument) for argument in arguments]
-    assert fit.main([*local, *([] if "--dry-run" in local else ["--dry-run"])]) == 0
+    assert main([*local, *([] if "--dry-run" in local else ["--dry-run"])]) == 0
 
 
 def module_is_there(module: str) -> None:
@@ -57,8 +59,8 @@ def make_has(words: list[str]) -> None:
 def run_python(words: list[str]) -> None:
     assert words[1] == "-m", f"{words}: only modules are started in the documentation"
     module, arguments = words[2], words[3:]
-    if module == "controller.fit":
-        dry_run(arguments)
+    if module in MAINS:
+        dry_run(MAINS[module], arguments)
     elif module == "balancing":
         assert balance(arguments) in (None, 0)
     else:

@@ -14,7 +14,7 @@ from controller.config import Config, load
 from controller.fit import read_inputs, training
 from controller.preflight.checks import check
 from controller.samples import Rollout
-from controller.trainer import Outcome
+from controller.training_loop import Outcome
 from controller.watching.console import Console
 from controller.watching.grafana_dashboard import PANELS, queries
 from controller.watching.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of

@@ -13,7 +13,8 @@ from controller.fit import read_inputs, training
 from controller.preflight.checks import check
 from controller.recovery import recovering
 from controller.rollout.fleet import RestartBudget
-from controller.trainer import Outcome, Trainer
+from controller.trainer import Trainer
+from controller.training_loop import Outcome
 from controller.watching.console import Console
 
 Trouble = Callable[[Trainer], None]

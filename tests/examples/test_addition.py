@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from examples.addition import data
 from examples.addition.reward import reward
+from examples.addition.warm_start import BATCH, CLEAN_SHARE, STEPS, pairs, records
 
 
 @given(st.integers(0, 10**12 - 1), st.integers(0, 10**12 - 1))
@@ -59,3 +60,25 @@ def test_records_have_what_the_reward_asks_for(tmp_path) -> None:
 )
 def test_reward_is_one_for_the_sum_and_half_the_share_of_working_otherwise(response: str, expected: float) -> None:
     assert reward(response=response, solution="875^562^#521")["reward"] == pytest.approx(expected)
+
+
+def test_the_warm_start_goes_from_right_responses_to_some_with_wrong_digits() -> None:
+    given = list(records(seed=0))
+    right = [solves(record) for record in given]
+    clean = round(CLEAN_SHARE * len(given))
+    assert len(given) == STEPS * BATCH
+    assert all(right[:clean])
+    assert 0.1 < sum(right[clean:]) / len(right[clean:]) < 0.7
+
+
+def test_pairs_hold_the_right_response_and_a_wrong_one() -> None:
+    for pair in pairs(50, 0, held_out=False):
+        assert solves({"prompt": pair["prompt"], "response": pair["chosen"]})
+        assert pair["rejected"] != pair["chosen"]
+        assert len(pair["rejected"]) == len(pair["chosen"])
+
+
+def solves(record: dict[str, str]) -> bool:
+    """Whether working and sum are right."""
+    a, b = (int(digits[::-1]) for digits in record["prompt"].rstrip("=").split("+"))
+    return record["response"] == data.solution(a, b)

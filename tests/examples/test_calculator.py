@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.addition.warm_start import tokenizer
+from controller.offline.tokenized import conversation_row
 from examples.calculator import data
 from examples.calculator.environment import Calculator
-from examples.calculator.warm_start import batch, episode
+from examples.calculator.warm_start import characters, conversation, episode
 from workers.environment import Observation
 
 RECORD = {"prompt": "738+956=", "answer": 1694}
@@ -38,15 +38,14 @@ def test_only_the_answer_counts_and_a_wrong_question_is_told_apart(
 
 
 def test_the_warm_start_learns_the_policys_turns_alone() -> None:
-    characters = tokenizer(data.CHARACTERS)
     rng = random.Random(3)
     asking = next(parts for parts in iter(lambda: episode(rng, asks=0.5), None) if len(parts) > 2)
     assert [text[0] for text, _ in asking[1:3]] == ["[", "<"]
-    sequences = batch(characters, random.Random(0), asks=0.5)
-    ids, mask = sequences.tokens["input_ids"], sequences.tokens["loss_mask"]
-    learned = characters.decode(ids[mask])
-    assert "[" in learned and "<eos>" in learned
-    assert not set("<>=") & set(learned.replace("<eos>", ""))
+    tokens = characters()
+    row = conversation_row(tokens, conversation(asking)["messages"], "record 0")
+    assert tokens.decode(row["input_ids"]) == "".join(text + "<eos>" * own for text, own in asking)
+    learned = tokens.decode(row["input_ids"][row["loss_mask"]])
+    assert learned == "".join(text + "<eos>" for text, own in asking if own)
 
 
 def test_held_out_problems_are_never_trained_on(tmp_path: Path) -> None:

@@ -185,6 +185,25 @@ class Engine:
         return log_probs, entropies, metrics
 
     @torch.no_grad()
+    def sequence_log_probs(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Log-prob of each sequence's tokens with `loss_mask` together, forward only: float64 [B] on the CPU.
+
+        Raises as `log_probs` does.
+        """
+        self._check_head("lm")
+        check_sequences(sequences, self.vocabulary, self.positions)
+        _check_micro_batches(micro_batches, len(sequences), complete=True)
+        result = torch.zeros(len(sequences), dtype=torch.float64)
+        for start, stop in micro_batches:
+            with self.clock.micro_step("log_probs", sequences.lengths[start:stop]):
+                predictions, _ = self._predict(sequences.slice(start, stop))
+                summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
+                summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
+                result[start:stop] = summed.cpu()
+        reshard(self.module)
+        return result
+
+    @torch.no_grad()
     def values(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
         """Value of the state before every token with `loss_mask`, forward only; otherwise like `log_probs`.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from controller.config import Config
+from controller.config import TrainingConfig
 from controller.config.file import settings, value_of
 from controller.watching.trackers import Tracker
 from controller.watching.trackers.files import JsonLinesTracker, TensorBoardTracker
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def open_trackers(
-    config: Config, progress: "Progress", say: Callable[[str], None], exported: RayMetrics
+    config: TrainingConfig, progress: "Progress", say: Callable[[str], None], exported: RayMetrics
 ) -> list[Tracker]:
     """metrics.jsonl, Ray and the trackers of tracking.*.
 
@@ -44,6 +44,6 @@ def open_trackers(
     return trackers
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flat(config: TrainingConfig) -> dict[str, Any]:
     """Every setting by its key."""
     return {found.key: value_of(config, found.key) for found in settings(config)}

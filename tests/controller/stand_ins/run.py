@@ -17,7 +17,7 @@ from controller.layout import Pool
 from controller.preflight.checks import check
 from controller.recovery import recovering
 from controller.rollout.fleet import RestartBudget
-from controller.trainer import Outcome
+from controller.training_loop import Outcome
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
 from tests.controller.stand_ins.local_ray import LocalRay

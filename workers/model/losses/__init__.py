@@ -12,7 +12,7 @@ over micro-batches and ranks is the loss, and the sum of their gradients its gra
     covariance.py    clip_cov, kl_cov                        supervised.py       sft
     correction.py    sampler against trainer: weights, rejection, metrics        kl.py   estimators
     exponential.py   exp of a difference of log-probs, finite however large it is
-    value.py         loss of a critic
+    value.py         loss of a critic           preference.py        weighted_log_probs, for losses of pairs
 """
 
 from workers.model.losses.aggregation import Denominators, aggregate, group_tokens, token_weights
@@ -20,6 +20,7 @@ from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.covariance import clip_cov, hold_back, kl_cov
 from workers.model.losses.kl import kl_estimate, kl_of_loss
 from workers.model.losses.predictions import Predictions
+from workers.model.losses.preference import weighted_log_probs
 from workers.model.losses.registry import (
     POLICY_LOSSES,
     LossFunction,
@@ -81,4 +82,5 @@ __all__ = [
     "token_weights",
     "total",
     "value_statistics",
+    "weighted_log_probs",
 ]

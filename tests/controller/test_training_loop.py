@@ -1,4 +1,4 @@
-from controller.trainer import Outcome
+from controller.training_loop import Outcome
 
 
 def test_the_summary_has_medians_over_steps() -> None:

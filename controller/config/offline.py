@@ -1,0 +1,229 @@
+"""Settings of training on given sequences, without engines and rewards.
+
+SftConfig             controller.sft            conversations, or prompts with responses
+PreferencesConfig     controller.preferences    pairs of a chosen and a rejected response
+"""
+
+from dataclasses import dataclass, field
+
+from controller.config.limits import Limits
+from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
+from controller.config.training import ReferenceSettings, TrainingConfig
+from workers.config import (
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    SupervisedLossConfig,
+    setting,
+)
+
+
+@dataclass
+class OfflineRunConfig(BaseRunConfig):
+    steps: int = setting(0, "Optimiser steps; 0 takes run.epochs passes over data.train.", minimum=0)
+    epochs: int = setting(1, "Passes over data.train.", minimum=1)
+
+
+@dataclass
+class OfflineDataConfig:
+    """Records to train on."""
+
+    train: str = setting(
+        "",
+        "Records: a .jsonl, .json, .parquet or .arrow file, or a folder of one kind of them (`datasets.save_to_disk`, "
+        "a hub repository).",
+    )
+    validation: str = setting("", "Held-out records, as data.train; empty validates nothing.")
+    prompt_key: str = setting("prompt", "Column of the prompt: a string, or a list of chat messages.")
+    max_tokens: int = setting(2048, "Longest sequence, in tokens.", minimum=2)
+    over_long: str = setting(
+        "drop",
+        "What happens to a record with a longer sequence: `drop` leaves it out and counts it, `error` stops the run.",
+        choices=("drop", "error"),
+    )
+    shuffle: bool = setting(True, "Draw a new order of the records for every epoch.")
+
+
+@dataclass
+class SftDataConfig(OfflineDataConfig):
+    messages_key: str = setting(
+        "messages",
+        "Column of a conversation, a list of chat messages, whose assistant turns are learned. A record without it has "
+        "a prompt and a response.",
+    )
+    response_key: str = setting("response", "Column of the response, which is learned: a string.")
+
+
+@dataclass
+class PreferencesDataConfig(OfflineDataConfig):
+    """The chosen and the rejected response to a prompt: strings, or lists of chat messages behind the prompt's."""
+
+    chosen_key: str = setting("chosen", "Column of the better response.")
+    rejected_key: str = setting("rejected", "Column of the worse response.")
+
+
+@dataclass
+class SequenceBatchConfig:
+    sequences_per_step: int = setting(32, "Sequences of an optimiser step.", minimum=1)
+
+
+@dataclass
+class PairBatchConfig:
+    pairs_per_step: int = setting(32, "Pairs of an optimiser step.", minimum=1)
+
+
+@dataclass
+class OfflineValidationConfig:
+    every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
+    records: int = setting(0, "Held-out records taken, from the first; 0 takes all.", minimum=0)
+
+
+@dataclass
+class PreferenceLossConfig:
+    """The loss of a pair; formulas stand in `controller.offline.preference_losses`."""
+
+    name: str = setting(
+        "dpo",
+        "`dpo` (Rafailov et al. 2023) and `ipo` (Azar et al. 2023) compare with a frozen reference; `simpo` (Meng et "
+        "al. 2024) has none.",
+        choices=("dpo", "ipo", "simpo"),
+    )
+    beta: float = setting(
+        0.1, "How strongly log-probs count; papers take 0.1 for dpo, 2 for simpo.", minimum=0, exclusive_minimum=True
+    )
+    log_probs: str = setting(
+        "auto",
+        "Log-prob of a response: the `sum` over its tokens, or their `mean` (length-normalised). `auto` is the loss's "
+        "own: mean for simpo, else sum.",
+        choices=("auto", "sum", "mean"),
+    )
+    label_smoothing: float = setting(
+        0.0,
+        "Share of pairs taken to be labelled the wrong way round (dpo, simpo).",
+        minimum=0,
+        maximum=0.5,
+        exclusive_maximum=True,
+    )
+    margin: float = setting(0.0, "Margin by which the chosen response should win (simpo's gamma).", minimum=0)
+
+    @property
+    def averages(self) -> bool:
+        """Whether a response's log-prob is the mean over its tokens."""
+        return self.log_probs == "mean" or (self.log_probs == "auto" and self.name == "simpo")
+
+
+class OfflineConfig(TrainingConfig):
+    """Base of both; not a dataclass, as `TrainingConfig`."""
+
+    run: OfflineRunConfig
+    data: OfflineDataConfig
+    validation: OfflineValidationConfig
+
+    @property
+    def records_per_step(self) -> int:
+        """Records of an optimiser step."""
+        raise NotImplementedError
+
+    @property
+    def sequences_per_record(self) -> int:
+        """Sequences that a record becomes."""
+        return 1
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that training can meet."""
+        return self.data.max_tokens
+
+    def steps_over(self, records: int) -> int:
+        """Optimiser steps of the run over that many records; the last of run.epochs may be a smaller one."""
+        return self.run.steps or -(-self.run.epochs * records // self.records_per_step)
+
+    @property
+    def length_setting(self) -> str:
+        """`key=value` that says how long the run is."""
+        return f"run.steps={self.run.steps}" if self.run.steps else f"run.epochs={self.run.epochs}"
+
+    def optimizer_steps_over(self, records: int) -> int:
+        """Optimiser steps over which the learning rate's schedule runs."""
+        return self.policy.optimizer.total_steps or self.steps_over(records)
+
+
+@dataclass
+class SftConfig(OfflineConfig):
+    """All settings of supervised fine-tuning."""
+
+    run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: SftDataConfig = field(default_factory=SftDataConfig)
+    batch: SequenceBatchConfig = field(default_factory=SequenceBatchConfig)
+    loss: SupervisedLossConfig = field(default_factory=SupervisedLossConfig)
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(optimizer=OptimizerConfig(learning_rate=1e-5)))
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    validation: OfflineValidationConfig = field(default_factory=OfflineValidationConfig)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def headline(self) -> str:
+        """The run in one line, for its report."""
+        return (
+            f"{self.model.path} on {self.data.train}: supervised, {self.batch.sequences_per_step} sequences a step, "
+            f"{self.policy.ranks} policy ranks, {self.device}"
+        )
+
+    @property
+    def records_per_step(self) -> int:
+        """Records of an optimiser step, each of which is a sequence."""
+        return self.batch.sequences_per_step
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """What the micro-batches of every pass of this run keep; `policy.log_probs` is that of validation."""
+        there = ("policy.update", "policy.log_probs") if self.data.validation else ("policy.update",)
+        return {name: self.policy_limits[name] for name in there}
+
+
+@dataclass
+class PreferencesConfig(OfflineConfig, ReferenceSettings):
+    """All settings of preference optimisation."""
+
+    run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: PreferencesDataConfig = field(default_factory=PreferencesDataConfig)
+    batch: PairBatchConfig = field(default_factory=PairBatchConfig)
+    loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    validation: OfflineValidationConfig = field(default_factory=OfflineValidationConfig)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def headline(self) -> str:
+        """The run in one line, for its report."""
+        return (
+            f"{self.model.path} on {self.data.train}: {self.loss.name}, {self.batch.pairs_per_step} pairs a step, "
+            f"{self.policy.ranks} policy ranks, {self.device}"
+        )
+
+    @property
+    def records_per_step(self) -> int:
+        """Records of an optimiser step, each of which is a pair."""
+        return self.batch.pairs_per_step
+
+    @property
+    def sequences_per_record(self) -> int:
+        """The chosen and the rejected one."""
+        return 2
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss compares with the reference."""
+        return self.loss.name != "simpo"
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """What the micro-batches of every pass of this run keep."""
+        return self.policy_limits | self.reference_limits

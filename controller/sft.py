@@ -1,0 +1,42 @@
+"""`python -m controller.sft --config FILE [key.sub=value ...]`: supervised fine-tuning.
+
+Exit codes are those of `controller.fit`.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from controller.config.offline import SftConfig
+from controller.offline.datasets import Item
+from controller.offline.running import OfflineCommand
+from controller.offline.tokenized import record_row
+from controller.preflight.arguments import Command
+from controller.records import Record
+from controller.session import exit_code
+
+
+def _tokenize(config: SftConfig, tokenizer: Any, record: Record, where: str) -> Item:
+    data = config.data
+    return (record_row(tokenizer, record, (data.messages_key, data.prompt_key, data.response_key), where),)
+
+
+def _trainer() -> Any:
+    from controller.offline.trainers import SftTrainer
+
+    return SftTrainer
+
+
+SFT = OfflineCommand(
+    Command("controller.sft", "Train a policy on given responses.", SftConfig), SftConfig, _tokenize, _trainer
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return exit_code(partial(SFT.prepare, arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The loop that every training command shares: what comes before, between and after its steps.
+
+weights to who samples | validate --> step, step, ... --> model
+                                       each: metrics --> console, trackers --> what is due: validation, checkpoint
+"""
+
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from balancing import CostModel
+from controller.checkpoint import Progress
+from controller.checkpoint_writer import CheckpointWriter
+from controller.config import TrainingConfig
+from controller.interrupts import Interrupts
+from controller.planner import Planner
+from controller.refit import Refit
+from controller.roles import TrainingRoles
+from controller.watching.console import Console
+from controller.watching.live import Live
+from controller.watching.metrics import RunWriter
+from controller.watching.spans import TimelineRecorder
+from workers.model.timing import MicroStepTime
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a whole run came to: validation before and after, the metrics of every step that this process made, and the
+    number of the last step."""
+
+    before: dict[str, float]
+    after: dict[str, float]
+    steps: tuple[dict[str, float], ...]
+    last_step: int
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers of summary.json; seconds and tokens/s are medians over steps."""
+        speed = {}
+        if self.steps:
+            speed = {
+                "seconds_per_step": statistics.median(step["time/step_s"] for step in self.steps),
+                "tokens_per_second": statistics.median(step["throughput/tokens_per_s"] for step in self.steps),
+            }
+        validation = {"before": self.before, "after": self.after}
+        return {"steps": self.last_step, "validation": validation} | speed
+
+
+class TrainingLoop(ABC):
+    """Steps, and around them interrupts, checkpoints, the timeline and the cost model that plans follow."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        roles: TrainingRoles,
+        *,
+        steps: int,
+        validate_every: int,
+        cost_model: CostModel,
+        writer: RunWriter,
+        console: Console,
+        live: Live,
+        progress: Progress | None = None,
+    ) -> None:
+        """steps: of the whole run. validate_every: 0 validates before and after training alone. cost_model: FLOPs of a
+        sequence, which the plan balances. live: told what happens as it does. progress: that of the checkpoint which
+        the policy has loaded, if any."""
+        self._run, self._trained, self.last_step, self._validate_every = config.run, roles, steps, validate_every
+        self._lora = bool(config.model.lora.rank)
+        self.writer, self.console, self.live = writer, console, live
+        self.progress = progress or Progress()
+        self.complete = replace(self.progress)  # as it was after the last complete step
+        self.timeline = TimelineRecorder(live.phase)
+        self.refit = Refit(cost_model, enabled=config.refits_cost_model)
+        self.refit.load_state(self.progress.refit)
+        self.planner = Planner(config, self.refit.cost_model)
+        self.interrupts = Interrupts(console.say)
+        self.checkpoints = CheckpointWriter(roles, writer.folder, config.run.keep_checkpoints, console.say)
+
+    @abstractmethod
+    def step(self, step: int) -> dict[str, float]:
+        """One step; returns its metrics. It holds `interrupts` from the first change of a model on."""
+
+    @abstractmethod
+    def validate(self, step: int) -> dict[str, float]:
+        """Measure the policy on held-out data, record and show it; empty where there is none."""
+
+    def fit(self) -> Outcome:
+        """Validate, train for all steps, validate; or do what is left of that.
+
+        An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
+        """
+        with self.interrupts:
+            try:
+                return self._train()
+            except KeyboardInterrupt:
+                if self._run.checkpoint_every and not self.interrupts.held:
+                    self.checkpoints.at_stop(self.complete)
+                raise
+
+    def _train(self) -> Outcome:
+        """`fit`, to its end; `fit` alone holds interrupts off, and leaves a checkpoint when one stops the run."""
+        progress, last = self.progress, self.last_step
+        self.begin()
+        if not progress.step:
+            progress.before = progress.latest = self.validate(0)
+            self.writer.step(0, prefixed("validation", progress.before))
+            self.writer.timeline(0, self.timeline.take())
+        steps = []
+        for step in range(progress.step + 1, last + 1):
+            metrics = self.step(step)
+            if step == last or (self._validate_every and step % self._validate_every == 0):
+                progress.latest = self.validate(step)
+                metrics |= prefixed("validation", progress.latest)
+            progress.step = step
+            # Recorded before it is shown: what was seen on the terminal is in the file.
+            self.writer.step(step, metrics)
+            self.console.step(step, last, metrics)
+            steps.append(metrics)
+            self.complete = replace(progress)
+            self.save_what_is_due(step)
+            self.writer.timeline(step, self.timeline.take())
+            self.interrupts.release()
+        self.save_models()
+        if self._run.checkpoint_every:
+            self.checkpoints.finish()
+        self.writer.timeline(progress.step, self.timeline.take())
+        return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
+
+    def begin(self) -> None:  # noqa: B027 - most have nothing to do
+        """Before the first validation of a run, or before the first step of one that goes on."""
+
+    def save_models(self) -> None:
+        """After the last step."""
+        self.save("model")
+
+    def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
+        """Record what the micro-steps took, by actor, and plan from now on with what they teach."""
+        self.timeline.micro_steps(times, self.planner.cost_model)
+        self.live.micro_steps(times, self.planner.cost_model)
+        policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
+        error = self.refit.observe(policy)
+        self.planner.cost_model, self.progress.refit = self.refit.cost_model, self.refit.state()
+        return prefixed("balance", error)
+
+    def save_what_is_due(self, step: int) -> None:
+        """A model or a checkpoint, where one is to be saved after this step."""
+        if self._run.save_every and step % self._run.save_every == 0:
+            self.save(f"model-{step}")
+        if self._run.checkpoint_every and step % self._run.checkpoint_every == 0:
+            with self.timeline.phase("checkpoint"), self.console.phase("checkpoint"):
+                self.checkpoints.begin(self.complete)
+
+    def save(self, name: str) -> None:
+        """The model and tokenizer in Hugging Face format, in the run's folder; adapters also by themselves, beside it:
+        `model-30`, `adapters-30`."""
+        with self.timeline.phase("save"), self.console.phase("saving"):
+            self._trained.policy.save_pretrained(str((self.writer.folder / name).resolve()))
+            if self._lora:
+                adapters = name.replace("model", "adapters", 1)
+                self._trained.policy.save_adapters(str((self.writer.folder / adapters).resolve()))
+
+
+def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under `role/`."""
+    return {f"{role}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,67 @@
+"""Records dealt in epochs: a new order each, the same for the same seed, and whole pairs."""
+
+import numpy as np
+import pytest
+
+from controller.config.offline import OfflineDataConfig
+from controller.offline.datasets import Item, SequenceDataset
+from controller.offline.tokenized import Row
+from controller.records import Record
+from tests.controller.stand_ins.local_ray import LocalRay
+from workers.remote_batch import RemoteBatch
+
+COUNT = 7
+
+
+@pytest.fixture(autouse=True)
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    LocalRay({}).install(monkeypatch)
+
+
+def row(number: int) -> Row:
+    """One more token than its number, which all its tokens are."""
+    ids = np.full(number + 2, number, np.int32)
+    return {"input_ids": ids, "loss_mask": np.arange(len(ids)) > 0}
+
+
+def pair(record: Record, where: str) -> Item:
+    del where
+    return row(record["number"]), row(record["number"] + COUNT)
+
+
+def dataset(seed: int = 0, *, shuffle: bool = True) -> SequenceDataset:
+    records = [{"number": number} for number in range(COUNT)]
+    return SequenceDataset(records, pair, OfflineDataConfig(), name="x", shuffle=shuffle, seed=seed)
+
+
+def numbers(batch: RemoteBatch) -> list[int]:
+    return [int(ids[0]) for ids in batch.gather().batch["input_ids"].unbind()]
+
+
+def chosen(batch: RemoteBatch) -> list[int]:
+    return numbers(batch)[0::2]
+
+
+def test_a_batch_holds_whole_records_with_their_lengths() -> None:
+    batch = dataset(shuffle=False).take(2, 2)
+    assert numbers(batch) == [2, 2 + COUNT, 3, 3 + COUNT]
+    assert batch["uid"].tolist() == ["2", "2", "3", "3"]
+    assert batch["length"].tolist() == [4, 4 + COUNT, 5, 5 + COUNT]
+    assert batch["response_tokens"].tolist() == [3, 3 + COUNT, 4, 4 + COUNT]
+
+
+def test_every_epoch_has_every_record_once_in_an_order_of_its_own() -> None:
+    epochs = [chosen(dataset().take(start, COUNT)) for start in (0, COUNT)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(COUNT))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_the_stream_depends_on_the_seed_and_the_place_alone() -> None:
+    whole = chosen(dataset().take(0, 2 * COUNT))
+    assert chosen(dataset().take(5, 6)) == whole[5:11]
+    assert chosen(dataset(seed=1).take(0, 2 * COUNT)) != whole
+
+
+def test_held_out_records_come_in_file_order() -> None:
+    assert chosen(dataset().first(3)) == [0, 1, 2]
+    assert chosen(dataset().first(0)) == list(range(COUNT))

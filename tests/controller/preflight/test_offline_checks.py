@@ -1,0 +1,68 @@
+"""Settings of `controller.sft` and `controller.preferences` that cannot be, or do nothing, are refused in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from controller import preferences, sft
+from controller.config.offline import PreferencesConfig, SftConfig
+from controller.config.schema import load_as
+from controller.preflight.offline_checks import check_offline
+from workers.errors import ConfigError
+
+SCHEMAS = {"sft": SftConfig, "preferences": PreferencesConfig}
+MAINS = {"sft": sft.main, "preferences": preferences.main}
+GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "resources.device=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "message"),
+    [
+        ("sft", ["data.train=''"], "data.train must be set"),
+        ("sft", ["data.train=none.jsonl"], "data.train: there is no file none.jsonl"),
+        ("sft", ["data.max_tokens=512"], "data.max_tokens=512 is more than the 128 tokens"),
+        ("sft", ["policy.max_tokens=64"], "policy.max_tokens=64 is below the longest possible sequence"),
+        ("sft", ["policy.ranks=2", "batch.sequences_per_step=1"], "policy.ranks=2 is more than the 1 sequences"),
+        ("sft", ["run.steps=3", "run.epochs=2"], "run.epochs=2 has no effect without run.steps=0"),
+        ("sft", ["run.steps=3", "policy.optimizer.warmup_steps=4"], "policy.optimizer.warmup_steps=4 is more than"),
+        ("sft", ["validation.every=3"], "validation.every=3 has no effect without data.validation"),
+        ("sft", ["policy.forward_max_tokens=96"], "policy.forward_max_tokens=96 has no effect without data.validation"),
+        ("sft", ["loss.constant_length=3"], "loss.constant_length=3 has no effect"),
+        ("sft", ["loss.aggregation=sequence_mean_token_sum_norm"], "divides by loss.constant_length, which is 0"),
+        ("sft", ["rollout.replicas=1"], "rollout.replicas is not a setting"),
+        ("preferences", ["loss.margin=1"], "loss.margin=1.0 has no effect without loss.name=simpo"),
+        ("preferences", ["loss.name=ipo", "loss.label_smoothing=0.1"], "has no effect without loss.name=dpo or simpo"),
+        ("preferences", ["loss.name=simpo", "reference.path=model"], "reference.path=model has no effect without"),
+        ("preferences", ["reference.forward_max_tokens=64"], "reference.forward_max_tokens=64 is below the longest"),
+        ("preferences", ["policy.parallel.context_parallel=3"], "does not divide the 4 attention heads"),
+    ],
+)
+def test_what_cannot_be_is_refused(workspace: Path, command: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_offline(load_as(SCHEMAS[command], None, [*GIVEN, *overrides]))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["sft", "preferences"])
+def test_a_dry_run_says_what_would_run_and_starts_nothing(
+    workspace: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "mine.yaml").write_text("model: {path: model}\ndata: {train: train.jsonl, max_tokens: 96}\n")
+    assert MAINS[command](["--config", "mine.yaml", "--dry-run", "policy.ranks=2", "resources.device=cpu"]) == 0
+    page = capsys.readouterr().out
+    assert "pool training: 2 x" in page
+    assert ("reference: 2 actors" in page) == (command == "preferences")
+    assert "rollout" not in page
+    assert not (workspace / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["sft", "preferences"])
+def test_settings_and_wrong_options_of_the_command(
+    workspace: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        MAINS[command](["--settings"])
+    assert "loss." in capsys.readouterr().out
+    assert MAINS[command](["--cluster", "2x8"]) == 2
+    assert f"usage: python -m controller.{command} --config FILE" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""`controller.sft` and `controller.preferences` on a real Ray, over several ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.controller.offline.local_run import OF_COMMAND, SETTINGS, run_offline, write_offline_workspace
+from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment
+
+PLANS = {
+    "1 rank": [],
+    "2 ranks": ["policy.ranks=2", "policy.max_tokens=100"],
+    "2 ranks, padded": ["policy.ranks=2", "model.layout=padded"],
+    "context parallel": ["policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"],
+}
+
+
+def test_the_command_trains_over_two_ranks_and_leaves_a_model_and_no_process(tmp_path: Path) -> None:
+    write_offline_workspace(tmp_path)
+    (tmp_path / "mine.yaml").write_text("run: {name: mine}\n")
+    environment = marked_environment() | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "controller.sft", "--config", "mine.yaml", *SETTINGS, *OF_COMMAND["sft"]]
+    done = subprocess.run([*command, "policy.ranks=2"], cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "starting 2 policy" in done.stdout
+    assert "step 3/3  epoch" in done.stdout
+    folder = tmp_path / "runs" / "mine"
+    assert all((folder / name).exists() for name in ("model/config.json", "report.html", "summary.json"))
+    assert all_end(environment[MARK], 30) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("command", ["sft", "preferences"])
+def test_curves_do_not_depend_on_ranks_layout_and_sharing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_offline_workspace(tmp_path)
+    curves = []
+    for number, plan in enumerate(PLANS.values()):
+        # Ray's processes began in another working directory.
+        places = [f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'runs'}"]
+        outcome = run_offline(command, f"run-{number}", "data.validation=held_out.jsonl", *places, *plan)
+        curves.append([*(step["policy/loss"] for step in outcome.steps), outcome.after["loss"]])
+    assert abs(curves[0][-1] - curves[0][0]) > 1e-3, "the steps change what is to be compared"
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], abs=1e-6)

@@ -1,0 +1,87 @@
+"""DPO's loss and gradient do not depend on ranks, sharing and micro-batches: in float64, against unpacked sequences."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
+
+from controller.config.offline import PreferenceLossConfig
+from controller.offline.preference_losses import pair_loss
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.test_plan_invariance import WAYS, Way, random_plan, rows_of
+from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
+from workers.config import ModelConfig, OptimizerConfig
+from workers.model.engine import Engine
+from workers.model.losses import Denominators, weighted_log_probs
+from workers.model.packing import Sequences
+from workers.model.parallel import full_tensor
+
+BETA = 0.3
+COUNT = 10
+REFERENCE = np.linspace(-60, -20, COUNT)
+
+
+def pairs() -> Sequences:
+    """Ten sequences, of which every second one is rejected; all have tokens to learn."""
+    sequences = random_sequences(COUNT + 2)
+    parts = [sequences.slice(i, i + 1) for i in range(2, COUNT + 2)]
+    rows = [{name: part.tokens[name] for name in ("input_ids", "loss_mask")} for part in parts]
+    return Sequences.from_list(rows)
+
+
+def expected(path: str) -> tuple[float, dict[str, Tensor]]:
+    """Rafailov et al. 2023, eq. 7, one unpadded sequence at a time through transformers' own forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    sequences = pairs()
+    masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
+    found = unpacked_log_probs(model, sequences)
+    summed = torch.stack([log_probs[mask].sum() for (log_probs, _), mask in zip(found, masks, strict=True)])
+    ratio = summed - torch.from_numpy(REFERENCE)
+    loss = -logsigmoid(BETA * (ratio[0::2] - ratio[1::2])).mean()
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def on_a_rank(path: str, way: Way, seed: int, layout: str) -> tuple[float, dict[str, Tensor]]:
+    """What the trainer does, with the driver's part on every rank: (loss, whole gradients)."""
+    model = ModelConfig(path=path, dtype="float64", layout=layout)
+    engine = Engine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=way.parallel)
+    every, share = pairs(), random_plan(way.dp, seed, COUNT)[engine.parallel.dp_rank]
+    mine = rows_of(every, share.rows)
+    log_probs = torch.zeros(COUNT, dtype=torch.float64)
+    log_probs[share.rows] = engine.sequence_log_probs(mine, share.micro_batches)
+    for group in engine.data_parallel_groups:
+        torch.distributed.all_reduce(log_probs, group=group)
+    found = pair_loss(PreferenceLossConfig(beta=BETA), log_probs.numpy(), REFERENCE, np.ones(COUNT))
+    coefficient = torch.from_numpy(found.coefficients)[share.rows]
+    weighted = Sequences(mine.lengths, mine.tokens, {"coefficient": coefficient})
+    engine.forward_backward(weighted, share.micro_batches, weighted_log_probs, Denominators.of(every))
+    return found.loss, {name: full_tensor(p.grad).clone() for name, p in engine.module.model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("way", "layout"),
+    [
+        ("1 rank", "packed"),
+        ("1 rank", "padded"),
+        ("2 ranks", "packed"),
+        ("ring 2", "packed"),
+        ("ulysses 2", "packed"),
+        ("tp 2", "packed"),
+        ("dp 2, ulysses 2", "packed"),
+    ],
+)
+def test_dpo_is_that_of_unpacked_sequences(ranks: RankPool, path: str, way: str, layout: str) -> None:
+    loss, gradients = expected(path)
+    for found_loss, found in ranks.run(on_a_rank, WAYS[way].ranks, path, WAYS[way], 3, layout):
+        assert found_loss == pytest.approx(loss, rel=1e-9)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert relative_error(found[name], gradient) < 1e-9, name
