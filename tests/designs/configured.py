@@ -25,6 +25,7 @@ from controller.mini_batches import draw_mini_batches, with_group_tokens
 from controller.planner import Planner
 from controller.preflight.checks import check
 from controller.roles import _learning, _model_arguments
+from tests.benchmarks.families.measuring import build
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.loss_cases import in_order
 from tests.workers.model.ranks import RankPool
@@ -53,6 +54,7 @@ def write_designs_workspace(folder: Path) -> str:
     file = write_workspace(folder)
     (folder / "designs_losses.py").write_text(LOSSES)
     save_tiny_model(folder / "windowed", "mistral windowed")
+    build("minicpm3", folder / "latent")
     for left in (folder / "model").iterdir():
         left.unlink()
     save_tiny_model(folder / "model", max_position_embeddings=4096)
@@ -139,7 +141,7 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | Non
         sys.path.insert(0, folder)  # as `python -m` has the working directory
     config = configuration(file, *overrides)
     whole = sequences or random_sequences()
-    worker = build(config)
+    worker = build_worker(config)
     batch = RemoteBatch(
         {
             "uid": np.array([str(i) for i in range(len(whole))]),
@@ -167,7 +169,7 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | Non
     }
 
 
-def build(config: Config) -> PolicyWorker:
+def build_worker(config: Config) -> PolicyWorker:
     """This rank's part of the policy, with the arguments that the driver gives it."""
     parallel, rank = config.policy.parallel, dist.get_rank()
     shape = (config.policy.ranks, parallel.context_parallel, parallel.tensor_parallel)

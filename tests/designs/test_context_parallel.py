@@ -5,6 +5,7 @@ import pytest
 
 from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, Result, compute, configuration
+from tests.end_to_end.processes import ROOT
 from tests.workers.model.ranks import RankPool
 
 METHODS = ("ulysses", "ring")
@@ -59,3 +60,17 @@ def test_c4_ulysses_goes_to_whole_sequences_of_a_share_of_the_heads_and_back(ran
         found = compute(ranks, file, *SMALL, *shared(method)).collectives
         exchanged[method] = sum(count for name, count in found.items() if "alltoall" in name.replace("_", ""))
     assert exchanged["ulysses"] >= 2 * 2 and exchanged["ring"] == 0
+
+
+def test_c5_the_documentation_says_how_long_a_chunk_must_be_for_ring_to_hide_its_communication() -> None:
+    text = (ROOT / "docs" / "parallelism.md").read_text()
+    assert "c >= (K / H) F / B" in text
+    assert f"| NVLink, 450 GB/s | {round(5e14 / 450e9, -2):,.0f} |" in text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_c9_latent_attention_whose_values_are_smaller_than_its_keys(ranks: RankPool, file: str, method: str) -> None:
+    model = ("model.path=latent", *SMALL)
+    alone, both = compute(ranks, file, *model, "policy.ranks=1"), compute(ranks, file, *model, *shared(method))
+    assert both.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-9)
+    assert both.metrics["grad_norm"] == pytest.approx(alone.metrics["grad_norm"], rel=1e-6)

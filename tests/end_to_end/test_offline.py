@@ -34,7 +34,7 @@ def test_the_command_trains_over_two_ranks_and_leaves_a_model_and_no_process(tmp
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize("command", ["sft", "preferences"])
-def test_curves_do_not_depend_on_ranks_layout_and_sharing(
+def test_c7_curves_do_not_depend_on_ranks_layout_and_context_parallelism(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -91,6 +91,17 @@ def test_the_estimate_holds_or_says_what_is_not_measured(
 
 
 @pytest.mark.slow
+def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(documentation_workspace: Path) -> None:
+    """The same sequences on one rank, or on two of which each holds half; parameters over eight ranks in both."""
+    found = {}
+    for size in (1, 2):
+        shared = (f"policy.ranks={8 // size}", f"policy.parallel.context_parallel={size}")
+        config = small(*shared, f"policy.max_tokens={32768 // size}")
+        found[size] = measure(config, phases_of(config)[:1])[0]
+    assert found[2].gib < 0.7 * found[1].gib, measured_lines(list(found.values()))
+
+
+@pytest.mark.slow
 def test_a_few_layers_tell_of_all(documentation_workspace: Path) -> None:
     config = small("policy.ranks=8")
     few, every = (run_trace(request(config, phases_of(config), layers)) for layers in ((3, 4), (24,)))
