@@ -98,7 +98,7 @@ def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(doc
         shared = (f"policy.ranks={8 // size}", f"policy.parallel.context_parallel={size}")
         config = small(*shared, f"policy.max_tokens={32768 // size}")
         found[size] = measure(config, phases_of(config)[:1])[0]
-    assert found[2].gib < 0.7 * found[1].gib, measured_lines(list(found.values()))
+    assert found[1].gib - found[2].gib > 0.5, measured_lines(list(found.values()))
 
 
 @pytest.mark.slow
