@@ -17,6 +17,11 @@ def check_counts(config: Config) -> None:
             f"balance.redeal_groups=true deals whole groups, and the {groups} of a step (batch.prompts_per_step) are "
             f"fewer than batch.mini_batches={config.batch.mini_batches}; lower mini_batches, or remove it."
         )
+    if config.balance.redeal_groups and config.batch.epochs > 1:
+        raise ConfigError(
+            f"balance.redeal_groups=true would deal the same mini-batches in all of batch.epochs={config.batch.epochs}, "
+            "which are to be drawn anew in each; remove one of the two."
+        )
 
 
 def check_micro_batches(config: TrainingConfig, name: str, sequences: int, of: str, advice: str) -> None:

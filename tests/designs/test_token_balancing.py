@@ -241,3 +241,8 @@ def test_groups_dealt_anew_even_out_the_mini_batches(file: str) -> None:
 def test_groups_are_not_dealt_anew_to_more_mini_batches_than_there_are_groups(file: str) -> None:
     said = refusal("balance.redeal_groups=true", "batch.mini_batches=5")
     assert said.startswith("balance.redeal_groups=true deals whole groups, and the 4 of a step")
+
+
+def test_groups_dealt_again_and_several_epochs_are_refused_together(file: str) -> None:
+    said = refusal("balance.redeal_groups=true", "batch.mini_batches=2", "batch.epochs=2")
+    assert said.startswith("balance.redeal_groups=true would deal the same mini-batches in all of batch.epochs=2")

@@ -20,7 +20,7 @@ pass of one sequence at a time.
 {counts}
 
 A number is the largest difference of a token's log-prob in nats; gradients agree too. Ulysses and ring share each
-sequence between two ranks ([context parallelism](parallelism.md)); they need the packed layout. For the last column
+sequence between two ranks ([context parallelism](parallelism.md)), in the packed layout. For the last column
 all weights are changed and sent to a running engine of vLLM {vllm}, whose log-probs are then compared with the
 trainer's; it is empty where vLLM has no such family, or where this was not measured (`--engines`).
 
