@@ -19,8 +19,8 @@ def check_counts(config: Config) -> None:
         )
     if config.balance.redeal_groups and config.batch.epochs > 1:
         raise ConfigError(
-            f"balance.redeal_groups=true would deal the same mini-batches in all of batch.epochs={config.batch.epochs}, "
-            "which are to be drawn anew in each; remove one of the two."
+            f"balance.redeal_groups=true would deal the same mini-batches in all of batch.epochs={config.batch.epochs} "
+            "passes, which are to be drawn anew in each; remove one of the two."
         )
 
 
