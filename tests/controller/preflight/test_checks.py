@@ -81,7 +81,7 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (("reference.forward_max_tokens=99",), "reference.forward_max_tokens=99 has no effect without"),
         (
             ("batch.mini_batches=1", "policy.forward_max_sequences=2"),
-            "policy.forward_max_sequences=2 has no effect without batch.mini_batches above 1",
+            "policy.forward_max_sequences=2 has no effect without batch.mini_batches or batch.epochs above 1",
         ),
         (
             ("batch.mini_batches=1", "policy.forward_min_micro_batches=2"),
