@@ -72,7 +72,7 @@ def test_the_ray_job_is_one_that_kuberay_takes(documentation_workspace: Path) ->
     assert workers["minReplicas"] == workers["replicas"] == workers["maxReplicas"]
     python, dash_m, module, *arguments = shlex.split(job["spec"]["entrypoint"])
     assert (python, dash_m, module) == ("python", "-m", "controller.fit")
-    dry_run(arguments)
+    dry_run(main, arguments)
 
 
 def test_the_cluster_launchers_file_is_of_rays_schema(documentation_workspace: Path) -> None:
@@ -111,5 +111,5 @@ def test_the_slurm_script_parses_and_starts_what_exists(documentation_workspace:
     (given,) = re.findall(r'-m controller.fit "\$@" (.+?) &', text)
     (sbatch,) = commands_in_comments("slurm.sh")
     arguments = sbatch[sbatch.index("examples/launch/slurm.sh") + 1 :]
-    dry_run([*arguments, *shlex.split(given.replace("$head:$port", "10.0.0.1:6379"))])
+    dry_run(main, [*arguments, *shlex.split(given.replace("$head:$port", "10.0.0.1:6379"))])
     assert "RAY_AUTH_MODE=token" in text
