@@ -159,10 +159,10 @@ TEMPLATES = (
     ),
     BadInput(
         "never ends",
-        ["chat template of model.path=model took more than resources.user_code_timeout_s=3 s"],
-        ["resources.user_code_timeout_s=3"],
+        ["chat template of model.path=model took more than resources.user_code_timeout_s=6 s"],
+        ["resources.user_code_timeout_s=6"],
         template(ENDLESS),
-        told=["waiting for the chat template of model.path=model (at most resources.user_code_timeout_s=3 s)\n"],
+        told=["waiting for the chat template of model.path=model (at most resources.user_code_timeout_s=6 s)\n"],
     ),
 )
 
