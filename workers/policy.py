@@ -52,7 +52,7 @@ class PolicyWorker(TrainedWorker):
     def save_adapters(self, path: str) -> None:
         """Write the adapters alone in peft's format; rank zero writes, all take part in gathering.
 
-        Raises CheckpointError if it cannot be written, ConfigError for a policy without adapters.
+        Raises OutputError if it cannot be written, ConfigError for a policy without adapters.
         """
         self.engine.save_adapters(path)
         self.free_cached_memory()

@@ -13,7 +13,7 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.test_checkpoint import train, weights
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig
-from workers.errors import CheckpointError, ConfigError
+from workers.errors import CheckpointError, ConfigError, OutputError
 from workers.model.engine import Engine
 from workers.model.lora import add_adapters
 from workers.model.losses import Denominators, sft
@@ -214,5 +214,5 @@ def test_adapters_replace_those_that_were_there_and_say_where_they_cannot_be_wri
         engine.save_adapters(tmp_path / "adapters")
     assert [path.name for path in tmp_path.iterdir()] == ["adapters"]
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"file/adapters could not be written by rank 0"):
+    with pytest.raises(OutputError, match=r"file/adapters could not be written by rank 0"):
         engine.save_adapters(tmp_path / "file" / "adapters")
