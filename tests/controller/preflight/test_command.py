@@ -65,7 +65,8 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
     assert "the run: 3 steps, 6 optimiser steps" in process.stdout
     assert "train.jsonl: 1 record\n" in process.stdout
     assert "reward.py:reward: tried on the first record and an empty response" in process.stdout
-    assert process.stdout.endswith("heavy: []\n")
+    assert "parity: packed rows of model.path match the model's own forward pass" in process.stdout
+    assert process.stdout.endswith("heavy: ['torch', 'transformers']\n")  # to measure the model; neither Ray nor vLLM
     assert not (tmp_path / "runs").exists()
 
 
