@@ -7,6 +7,7 @@ under torchrun, and nothing of the calls before it. Function, arguments and resu
 one of a module's top level, DTensors do not travel.
 """
 
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -118,3 +119,4 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, r
     finally:
         if dist.is_initialized():  # an engine of vLLM ends it with its own
             dist.destroy_process_group()
+        gc.collect()  # engines in cycles keep their groups, whose threads wake a hundred times a second
