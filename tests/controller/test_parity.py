@@ -17,6 +17,12 @@ from workers.model.engine import Engine
 from workers.model.parallel import make_parallel
 
 
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken models are registered in this process alone, not in transformers' source, which a check reads."""
+    monkeypatch.setattr("controller.preflight.checks.check_model_type", lambda *_: None)
+
+
 def dry_run(*overrides: str) -> int:
     return main(["--config", "config.yaml", "--dry-run", *overrides])
 
