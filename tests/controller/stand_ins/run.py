@@ -124,6 +124,8 @@ class StandIns:
         broadcast = distributed_c10d.broadcast_object_list
         self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
         self._monkeypatch.setattr("workers.model_worker.Engine", make)
+        # The stand-in of vLLM samples with log-probs of its own, which are no model's.
+        self._monkeypatch.setattr("controller.mismatch.MismatchWatch.judge", lambda *_: None)
 
     def run(self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs) -> StandInRun:
         config = load(None, [*SETTINGS, *overrides])
