@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from balancing import CostModel, Plan
+from balancing import CostModel, Plan, plan_statistics
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.offline.datasets import SequenceDataset
 from controller.offline.preference_losses import PairLoss, pair_loss
@@ -75,7 +75,7 @@ class OfflineTrainer(TrainingLoop, Generic[Settings]):
             metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
         self.timeline.phases(watch.spans)
         metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
-        metrics |= update_throughput(batch, watch.seconds) | prefixed("balance", plan.statistics())
+        metrics |= update_throughput(batch, watch.seconds) | prefixed("balance", plan_statistics(plan))
         metrics["data/epoch"] = self.progress.position / len(self.dataset)
         metrics["data/dropped"] = float(self.dataset.dropped)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)

@@ -1,36 +1,38 @@
-"""Levels: micro-steps filled one after another, each up to a level of its own, before the rest is dealt.
+"""Fills micro-steps one after another, each up to a time limit of its own, before the rest is dealt.
 
-    longest left --> level of the next step --> longest first into the lightest rank that stays within it --> next step
-                                                                          what is left of all is dealt (dealing.py)
+    longest sequence left --> time limit of the next step --> sequences, longest first, to the lightest rank within it
+                              ^------------------------------ next step; at last the rest is dealt (dealing.py)
 
-Where long sequences outweigh a fair share, the steps that hold them last longer than the others whatever is done.
-Micro-batches of equal weight would then leave the other ranks of these steps waiting; filled up, they do not.
+A sequence above the fair share of a rank prolongs its step in any plan. With micro-batches of equal weight the other
+ranks of that step would wait; filled up to the same time, they do not.
 """
 
 from itertools import product
 
 import numpy as np
 
-from balancing.bounds import StepTimeBound, step_time_bound
-from balancing.dealing import Request, Schedule, evened_steps, from_longest_first
-from balancing.differenced import mended
+from balancing.dealing import Request, Schedule, even_out_within_steps, from_longest_first
 from balancing.exchange import TOLERANCE
 from balancing.filling import fill_to_level
 from balancing.grouping import Floats, Grouping, Integers
+from balancing.initial_assignment import repair_caps
+from balancing.lower_bounds import StepTimeBound, step_time_bound
 
 GOOD_ENOUGH = 1e-3
-"""A schedule within this of the lower bound, relatively, is not improved any more."""
+"""A schedule within this share of the lower bound is not improved further."""
 LEAST_GAIN = 1e-4
-"""Another schedule is worked out only where it may be shorter by this, relatively."""
+"""Another schedule is computed only if its lower bound is better by this share."""
 MOST_LONG_TOGETHER = 4
-"""Long sequences in one micro-batch up to which a micro-step is filled with as many of them as fit."""
+"""At most this many long sequences share a micro-batch by intent."""
 
 
-def filled_first(sizes: Integers, weights: Floats, request: Request, dealt: Schedule, bound: float) -> Schedule:
-    """The best of `dealt` and schedules whose first steps are filled to a level of their own before the rest is dealt.
+def fill_long_steps_first(
+    sizes: Integers, weights: Floats, request: Request, dealt: Schedule, bound: float
+) -> Schedule:
+    """The best of `dealt` and of schedules whose first steps are filled before the rest is dealt.
 
-    Filled are, first with one long sequence in a micro-batch, then with as many as fit: the steps that long sequences
-    hold up by the bound; or every step but the last.
+    Variants: with one long sequence in a micro-batch, or with as many as fit; filling the steps that long sequences
+    prolong according to the lower bound, or every step but the last.
     """
     best, lowest = dealt, dealt.time(weights)
     enough = bound * (1 + GOOD_ENOUGH)
@@ -49,7 +51,7 @@ def filled_first(sizes: Integers, weights: Floats, request: Request, dealt: Sche
 
 
 def time_bound(sizes: Integers, weights: Floats, request: Request, steps: int) -> StepTimeBound:
-    """Of the time of these sequences in so many steps; see `bounds.step_time_bound`."""
+    """`lower_bounds.step_time_bound` for these sequences in `steps` micro-steps."""
     return step_time_bound(
         sizes,
         weights,
@@ -61,7 +63,7 @@ def time_bound(sizes: Integers, weights: Floats, request: Request, steps: int) -
 
 
 class _Filling:
-    """Step after step, longest sequences first."""
+    """Fills step after step, longest sequences first. left: int64, ascending, the sequences that have no place yet."""
 
     def __init__(self, sizes: Integers, weights: Floats, request: Request, steps: int) -> None:
         self.left, self.steps_left = np.arange(len(sizes)), steps
@@ -69,13 +71,13 @@ class _Filling:
         self._group_of, self._time = np.full(len(sizes), -1, np.int64), 0.0
 
     def longest_with_others(self, steps: int) -> None:
-        """Fill steps up to the level that the longest sequence left, or a fair share, sets."""
+        """Fill up to `steps` steps, each to the weight of the longest sequence left or to the fair share."""
         for _ in range(min(steps, self.steps_left - 1)):
             if len(self.left):
                 self._take(self._row(max(float(self._weights[self.left[0]]), self._fair_share())))
 
     def several_long_together(self) -> bool:
-        """Fill steps to the level of two or more of the longest in one micro-batch, while almost no rank waits."""
+        """Fill steps to the weight of several of the longest sequences together, while almost no rank waits."""
         while self.steps_left > 1 and len(self.left):
             row = next((row for row in map(self._row, self._levels_of_several()) if self._waits_little(row)), None)
             if row is None:
@@ -84,29 +86,29 @@ class _Filling:
         return self.steps_left < self._steps
 
     def bound_of_rest(self) -> StepTimeBound:
-        """The least time for what is left in the steps that are left."""
+        """A lower bound on the time of the sequences that are left in the steps that are left."""
         if len(self.left) == 0:
             return StepTimeBound(0.0, 0)
         return time_bound(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
 
     def least_time(self) -> float:
-        """The least time of the whole, with what is filled so far."""
+        """A lower bound on the time of the mini-batch, given the steps that are filled."""
         return self._time + self.bound_of_rest().time
 
     def rest_dealt(self) -> Schedule | None:
-        """What is left, dealt into the steps that are left; None where it does not fit."""
+        """The schedule with the rest dealt into the steps that are left; None if it does not fit."""
         rest = self._rest()
         if rest is None:
             return None
         group_of = self._group_of.copy()
         group_of[self.left] = rest + (self._steps - self.steps_left) * self._request.ranks
         count, caps = self._steps * self._request.ranks, self._request.caps
-        group_of = mended(self._sizes, self._weights, group_of, count, caps.max_tokens, caps.max_sequences)
+        group_of = repair_caps(self._sizes, self._weights, group_of, count, caps.max_tokens, caps.max_sequences)
         schedule = Schedule(Grouping(group_of, count), self._steps, "longest_with_others")
-        return evened_steps(schedule, self._sizes, self._weights, self._request)
+        return even_out_within_steps(schedule, self._sizes, self._weights, self._request)
 
     def _rest(self) -> Integers | None:
-        """int64, the micro-batch of each sequence that is left; each has one of its own where there are as many."""
+        """int64, the micro-batch of each sequence that is left, one for each if there are enough micro-batches."""
         if len(self.left) <= self.steps_left * self._request.ranks:
             return np.arange(len(self.left))
         dealt = from_longest_first(self._sizes[self.left], self._weights[self.left], self._request, self.steps_left)
@@ -116,7 +118,7 @@ class _Filling:
         return float(self._weights[self.left].sum()) / (self._request.ranks * self.steps_left)
 
     def _levels_of_several(self) -> list[float]:
-        """Of as many of the longest as fit together, then of one less, down to two; only above a fair share."""
+        """Weights of as many of the longest as fit together, of one less, down to two, if above the fair share."""
         longest = self.left[0]
         together = min(self._request.caps.max_tokens // int(self._sizes[longest]), MOST_LONG_TOGETHER)
         levels = [float(self._weights[longest]) * count for count in range(together, 1, -1)]
@@ -125,8 +127,9 @@ class _Filling:
     def _row(self, level: float) -> Integers:
         caps = self._request.caps
         limit = level * (1 + TOLERANCE)
+        nowhere, ranks = np.full(len(self._sizes), -1, np.int64), self._request.ranks
         return fill_to_level(
-            self.left, self._sizes, self._weights, self._request.ranks, limit, caps.max_tokens, caps.max_sequences
+            self.left, self._sizes, self._weights, nowhere, ranks, limit, caps.max_tokens, caps.max_sequences
         )
 
     def _loads(self, row: Integers) -> Floats:
