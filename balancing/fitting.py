@@ -1,9 +1,9 @@
-"""Cost coefficients from measured micro-batches, by least squares without negative terms.
+"""Fits cost coefficients to measured micro-batches by non-negative least squares.
 
     seconds_i ~ overhead + linear * sum(L) + quadratic * sum(L**2)        L: lengths in micro-batch i
 
-Relative errors are squared (each equation is divided by its seconds): timing noise is a share of the time, and one
-micro-batch of a minute would otherwise drown a hundred of a second.
+It minimises relative errors (each equation is divided by its seconds), because timing noise is proportional to the
+time; with absolute errors, one micro-batch of a minute would outweigh a hundred of a second.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from balancing.errors import CostModelError
 from balancing.validation import weight_array, whole_numbers
 
 FEWEST_MEASUREMENTS = 4
-"""One more than there are terms, so that an error can be seen."""
+"""One more than there are terms; with fewer there is no residual to estimate the error."""
 HIGHEST_CONDITION = 1_000.0
-"""Above this, 1 % of noise in the times is more than the coefficients themselves."""
+"""Above this condition number, 1 % of noise in the times exceeds the coefficients."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Coefficients:
 
 
 def fit_coefficients(micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> Coefficients:
-    """The non-negative coefficients of least squared relative error; CostModelError where they cannot be told."""
+    """The non-negative coefficients of least squared relative error; CostModelError if data do not suffice."""
     if len(micro_batches) != np.size(seconds):
         raise CostModelError(
             f"{len(micro_batches)} micro-batches with {np.size(seconds)} seconds; pass one time for each"
@@ -49,15 +49,16 @@ def fit_terms(terms: NDArray[np.float64], seconds: ArrayLike) -> Coefficients:
     times = _positive_times(seconds)
     if len(times) < FEWEST_MEASUREMENTS:
         raise CostModelError(
-            f"{len(times)} measurements cannot fit three terms and show an error; pass at least {FEWEST_MEASUREMENTS}"
+            f"{len(times)} measurements are too few to fit three terms and estimate the error; "
+            f"pass at least {FEWEST_MEASUREMENTS}"
         )
     relative = terms / times[:, None]
     condition = _condition(relative)
     if not condition <= HIGHEST_CONDITION:
         raise CostModelError(
-            f"the measured micro-batches are too alike to tell overhead, linear and quadratic cost apart (condition "
-            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure some of few tokens and of many, of short "
-            "sequences and of long ones"
+            f"the measured micro-batches are too similar to separate overhead, linear and quadratic cost (condition "
+            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure small and large micro-batches, of short and of "
+            "long sequences"
         )
     overhead, linear, quadratic = _non_negative_least_squares(relative, np.ones(len(times)))
     if linear == 0 and quadratic == 0:
@@ -96,10 +97,10 @@ def _condition(design: NDArray[np.float64]) -> float:
 
 
 def _non_negative_least_squares(design: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The minimiser over coefficients >= 0, exactly: it is the plain one of some subset of the columns.
+    """The exact minimiser over coefficients >= 0, which is the unconstrained one of some subset of the columns.
 
-    Three columns have seven subsets, so each is solved and the best without a negative coefficient is taken; the
-    active-set method of Lawson and Hanson (1974) would walk through a part of them.
+    Three columns have only seven subsets, so it solves all and takes the best without a negative coefficient, instead
+    of the active-set method of Lawson and Hanson (1974).
     """
     columns = design.shape[1]
     norms = np.linalg.norm(design, axis=0)
