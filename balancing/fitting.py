@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from balancing.errors import CostModelError
+from balancing.grouping import Floats
 from balancing.validation import weight_array, whole_numbers
 
 FEWEST_MEASUREMENTS = 4
@@ -23,29 +24,23 @@ HIGHEST_CONDITION = 1_000.0
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    """Seconds per micro-batch, per token and per squared token, and the quality of their fit; see `CostFit`."""
+class FitQuality:
+    """relative_error: root mean square of `predicted / measured - 1`. r_squared: explained share of the variance of
+    seconds. measurements: their number. condition: condition number of the design matrix with normalised columns, about
+    the factor by which noise of the times is amplified in the coefficients."""
 
-    overhead: float
-    linear: float
-    quadratic: float
     relative_error: float
     r_squared: float
     measurements: int
     condition: float
 
 
-def fit_coefficients(micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> Coefficients:
-    """The non-negative coefficients of least squared relative error; CostModelError if data do not suffice."""
-    if len(micro_batches) != np.size(seconds):
-        raise CostModelError(
-            f"{len(micro_batches)} micro-batches with {np.size(seconds)} seconds; pass one time for each"
-        )
-    return fit_terms(regressors(micro_batches), seconds)
+def fit_terms(terms: Floats, seconds: ArrayLike) -> tuple[Floats, FitQuality]:
+    """The non-negative coefficients of least squared relative error: float64 [3], overhead, linear and quadratic.
 
-
-def fit_terms(terms: NDArray[np.float64], seconds: ArrayLike) -> Coefficients:
-    """As `fit_coefficients`, from the terms of each micro-batch, float64 [m, 3]: 1, sum(L), sum(L**2)."""
+    terms: float64 [m, 3], 1, sum(L) and sum(L**2) of each micro-batch. seconds: m times, positive.
+    Raises CostModelError if the data do not suffice.
+    """
     times = _positive_times(seconds)
     if len(times) < FEWEST_MEASUREMENTS:
         raise CostModelError(
@@ -57,25 +52,18 @@ def fit_terms(terms: NDArray[np.float64], seconds: ArrayLike) -> Coefficients:
     if not condition <= HIGHEST_CONDITION:
         raise CostModelError(
             f"the measured micro-batches are too similar to separate overhead, linear and quadratic cost (condition "
-            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure small and large micro-batches, of short and of "
-            "long sequences"
+            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure small and large micro-batches, "
+            "of short sequences and of long ones"
         )
-    overhead, linear, quadratic = _non_negative_least_squares(relative, np.ones(len(times)))
-    if linear == 0 and quadratic == 0:
+    coefficients = _non_negative_least_squares(relative, np.ones(len(times)))
+    if not coefficients[1:].any():
         raise CostModelError("the measured seconds do not grow with tokens; measure micro-batches of more tokens")
-    predicted = terms @ np.array([overhead, linear, quadratic])
-    return Coefficients(
-        float(overhead),
-        float(linear),
-        float(quadratic),
-        relative_error=float(np.sqrt(np.mean((predicted / times - 1.0) ** 2))),
-        r_squared=_r_squared(times, predicted),
-        measurements=len(times),
-        condition=condition,
-    )
+    predicted = terms @ coefficients
+    relative_error = float(np.sqrt(np.mean((predicted / times - 1.0) ** 2)))
+    return coefficients, FitQuality(relative_error, _r_squared(times, predicted), len(times), condition)
 
 
-def regressors(micro_batches: Sequence[ArrayLike]) -> NDArray[np.float64]:
+def regressors(micro_batches: Sequence[ArrayLike]) -> Floats:
     """float64 [m, 3]: 1, sum of lengths, sum of squared lengths of each micro-batch; LengthError for bad lengths."""
     rows = []
     for number, lengths in enumerate(micro_batches):
@@ -84,19 +72,19 @@ def regressors(micro_batches: Sequence[ArrayLike]) -> NDArray[np.float64]:
     return np.array(rows, np.float64).reshape(len(rows), 3)
 
 
-def _positive_times(seconds: ArrayLike) -> NDArray[np.float64]:
+def _positive_times(seconds: ArrayLike) -> Floats:
     times = weight_array(seconds, "seconds")
     if (times == 0).any():
         raise CostModelError(f"seconds[{int(np.argmax(times == 0))}] is 0; a measured time is positive")
     return times
 
 
-def _condition(design: NDArray[np.float64]) -> float:
+def _condition(design: Floats) -> float:
     norms = np.linalg.norm(design, axis=0)
     return float(np.linalg.cond(design / norms)) if (norms > 0).all() else float("inf")
 
 
-def _non_negative_least_squares(design: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+def _non_negative_least_squares(design: Floats, target: Floats) -> Floats:
     """The exact minimiser over coefficients >= 0, which is the unconstrained one of some subset of the columns.
 
     Three columns have only seven subsets, so it solves all and takes the best without a negative coefficient, instead
@@ -116,6 +104,6 @@ def _non_negative_least_squares(design: NDArray[np.float64], target: NDArray[np.
     return best
 
 
-def _r_squared(times: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
+def _r_squared(times: Floats, predicted: Floats) -> float:
     spread = float(np.square(times - times.mean()).sum())
     return 1.0 - float(np.square(times - predicted).sum()) / spread if spread > 0 else 0.0

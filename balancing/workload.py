@@ -6,14 +6,15 @@ measured seconds -- fitted ---+
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from balancing.errors import CostModelError
-from balancing.fitting import Coefficients, fit_coefficients, fit_terms, regressors
+from balancing.fitting import FitQuality, fit_terms, regressors
+from balancing.grouping import Floats
 from balancing.model_config import forward_flops
 from balancing.validation import one_of, weight_array, whole_numbers
 
@@ -45,7 +46,7 @@ class CostModel:
             raise CostModelError("linear and quadratic of a CostModel are both 0; one must be positive")
         one_of(self.unit, "unit", ("FLOP", "token", "second"))
 
-    def workload(self, lengths: ArrayLike) -> NDArray[np.float64]:
+    def workload(self, lengths: ArrayLike) -> Floats:
         """float64 [n], the cost of each sequence in `unit`; LengthError unless `lengths` are whole numbers >= 0."""
         tokens = whole_numbers(lengths, "lengths", minimum=0).astype(np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
@@ -81,7 +82,11 @@ class CostModel:
         Raises CostModelError for fewer than `fitting.FEWEST_MEASUREMENTS`, for micro-batches too similar to separate
         the terms, and for times that do not grow with tokens; LengthError for bad lengths.
         """
-        return _cost_fit(fit_coefficients(micro_batches, seconds))
+        if len(micro_batches) != np.size(seconds):
+            raise CostModelError(
+                f"{len(micro_batches)} micro-batches with {np.size(seconds)} seconds; pass one time for each"
+            )
+        return _cost_fit(regressors(micro_batches), seconds)
 
     @classmethod
     def fit_sums(cls, tokens: ArrayLike, squared_tokens: ArrayLike, seconds: ArrayLike) -> "CostFit":
@@ -89,38 +94,26 @@ class CostModel:
         columns = [weight_array(tokens, "tokens"), weight_array(squared_tokens, "squared_tokens")]
         if not len(columns[0]) == len(columns[1]) == np.size(seconds):
             raise CostModelError("tokens, squared_tokens and seconds differ in length; pass one of each a micro-batch")
-        return _cost_fit(fit_terms(np.column_stack([np.ones(len(columns[0])), *columns]), seconds))
+        return _cost_fit(np.column_stack([np.ones(len(columns[0])), *columns]), seconds)
 
 
 @dataclass(frozen=True)
-class CostFit:
+class CostFit(FitQuality):
     """A cost model fitted to measurements, and the quality of the fit.
 
     model: in seconds. overhead_seconds: fixed cost of a micro-batch, which plans do not consider.
-    relative_error: root mean square of `predicted / measured - 1`. r_squared: explained share of the variance of
-    seconds. measurements: their number. condition: condition number of the design matrix with normalised columns, about
-    the factor by which noise of the times is amplified in the coefficients.
     """
 
     model: CostModel
     overhead_seconds: float
-    relative_error: float
-    r_squared: float
-    measurements: int
-    condition: float
 
-    def predict(self, micro_batches: Sequence[ArrayLike]) -> NDArray[np.float64]:
+    def predict(self, micro_batches: Sequence[ArrayLike]) -> Floats:
         """float64 [m], seconds of each micro-batch of the given lengths; an empty one costs the overhead."""
         coefficients = np.array([self.overhead_seconds, self.model.linear, self.model.quadratic])
         return np.asarray(regressors(micro_batches) @ coefficients, np.float64)
 
 
-def _cost_fit(result: Coefficients) -> CostFit:
-    return CostFit(
-        model=CostModel(result.linear, result.quadratic, "second"),
-        overhead_seconds=result.overhead,
-        relative_error=result.relative_error,
-        r_squared=result.r_squared,
-        measurements=result.measurements,
-        condition=result.condition,
-    )
+def _cost_fit(terms: Floats, seconds: ArrayLike) -> CostFit:
+    coefficients, quality = fit_terms(terms, seconds)
+    overhead, linear, quadratic = coefficients.tolist()
+    return CostFit(model=CostModel(linear, quadratic, "second"), overhead_seconds=overhead, **asdict(quality))
