@@ -33,7 +33,7 @@ class Cause(StrEnum):
     RANK_BY_RANK = "ranks that were planned one by one"
     MAX_SEQUENCES = "the cap on sequences"
     MAX_TOKENS = "the cap on tokens"
-    REMAINDER = "what no exchange evens out"
+    REMAINDER = "a remainder that no exchange evens out"
     COUNT = "the number of micro-steps"
     PADDING = "padding"
 
