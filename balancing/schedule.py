@@ -25,6 +25,8 @@ AT_THE_BOUND = 5e-5
 """A first schedule within this share of workload / ranks is final."""
 FAR_FROM_THE_BOUND = 5e-3
 """Above this share over the lower bound, other starts are tried, which take longer than everything before."""
+FEW_STEPS = 3
+"""Up to this many micro-steps, work is exchanged between them even closer to the bound, as it takes little time."""
 
 
 def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Schedule:
@@ -46,13 +48,13 @@ def _or_faster(first: Schedule, sizes: Integers, weights: Floats, request: Reque
         return first
     bound = time_bound(sizes, weights, request, first.steps).time
     best = fill_long_steps_first(sizes, weights, request, first, bound)
+    enough = bound * (1 + GOOD_ENOUGH)
     if best.time(weights) <= bound * (1 + FAR_FROM_THE_BOUND):
-        return best
+        return exchange_between_steps(best, sizes, weights, request, enough) if best.steps <= FEW_STEPS else best
     other = from_longest_first(sizes, weights, request, first.steps) if first.start == "karmarkar_karp" else None
     if other is not None:
         best = _faster(best, fill_long_steps_first(sizes, weights, request, other, bound), weights)
         first = _faster(first, other, weights)
-    enough = bound * (1 + GOOD_ENOUGH)
     found = exchange_between_steps(best, sizes, weights, request, enough)
     return (
         found

@@ -7,7 +7,7 @@ A sequence above the fair share of a rank prolongs its step in any plan. With mi
 ranks of that step would wait; filled up to the same time, they do not.
 """
 
-from itertools import product
+from collections.abc import Callable
 
 import numpy as np
 
@@ -31,19 +31,15 @@ def fill_long_steps_first(
 ) -> Schedule:
     """The best of `dealt` and of schedules whose first steps are filled before the rest is dealt.
 
-    Variants: with one long sequence in a micro-batch, or with as many as fit; filling the steps that long sequences
-    prolong according to the lower bound, or every step but the last.
+    `_VARIANTS` are tried in turn until the time is near `bound`.
     """
     best, lowest = dealt, dealt.time(weights)
     enough = bound * (1 + GOOD_ENOUGH)
-    for several, every_step in product((False, True), (False, True)):
+    for moves in _VARIANTS:
         if lowest <= enough:
             break
         filling = _Filling(sizes, weights, request, dealt.steps)
-        if several and not filling.several_long_together():
-            break
-        filling.longest_with_others(filling.steps_left - 1 if every_step else filling.bound_of_rest().long_steps)
-        promising = filling.steps_left < dealt.steps and filling.least_time() < lowest * (1 - LEAST_GAIN)
+        promising = all(move(filling) for move in moves) and filling.least_time() < lowest * (1 - LEAST_GAIN)
         other = filling.rest_dealt() if promising else None
         if other is not None and other.time(weights) < lowest:
             best, lowest = other, other.time(weights)
@@ -70,20 +66,26 @@ class _Filling:
         self._sizes, self._weights, self._request, self._steps = sizes, weights, request, steps
         self._group_of, self._time = np.full(len(sizes), -1, np.int64), 0.0
 
-    def longest_with_others(self, steps: int) -> None:
-        """Fill up to `steps` steps, each to the weight of the longest sequence left or to the fair share."""
-        for _ in range(min(steps, self.steps_left - 1)):
-            if len(self.left):
-                self._take(self._row(max(float(self._weights[self.left[0]]), self._fair_share())))
+    def long_steps(self) -> bool:
+        """Fill the steps that long sequences prolong according to the lower bound; whether any step is filled."""
+        return self._longest_with_others(self.bound_of_rest().long_steps)
+
+    def all_steps(self) -> bool:
+        """Fill every step but the last; whether any step is filled."""
+        return self._longest_with_others(self.steps_left - 1)
 
     def several_long_together(self) -> bool:
-        """Fill steps to the weight of several of the longest sequences together, while almost no rank waits."""
+        """Fill steps to the weight of several of the longest sequences together, while almost no rank waits.
+
+        Returns whether it filled a step.
+        """
+        before = self.steps_left
         while self.steps_left > 1 and len(self.left):
             row = next((row for row in map(self._row, self._levels_of_several()) if self._waits_little(row)), None)
             if row is None:
                 break
             self._take(row)
-        return self.steps_left < self._steps
+        return self.steps_left < before
 
     def bound_of_rest(self) -> StepTimeBound:
         """A lower bound on the time of the sequences that are left in the steps that are left."""
@@ -106,6 +108,13 @@ class _Filling:
         group_of = repair_caps(self._sizes, self._weights, group_of, count, caps.max_tokens, caps.max_sequences)
         schedule = Schedule(Grouping(group_of, count), self._steps, "longest_with_others")
         return even_out_within_steps(schedule, self._sizes, self._weights, self._request)
+
+    def _longest_with_others(self, steps: int) -> bool:
+        """Fill up to `steps` steps, each to the weight of the longest sequence left or to the fair share."""
+        for _ in range(min(steps, self.steps_left - 1)):
+            if len(self.left):
+                self._take(self._row(max(float(self._weights[self.left[0]]), self._fair_share())))
+        return self.steps_left < self._steps
 
     def _rest(self) -> Integers | None:
         """int64, the micro-batch of each sequence that is left, one for each if there are enough micro-batches."""
@@ -146,3 +155,13 @@ class _Filling:
         self._time += float(self._loads(row).max())
         self.left = self.left[~taken[self.left]]
         self.steps_left -= 1
+
+
+_VARIANTS: tuple[tuple[Callable[[_Filling], bool], ...], ...] = (
+    (_Filling.long_steps,),
+    (_Filling.all_steps,),
+    (_Filling.several_long_together, _Filling.long_steps),
+    (_Filling.several_long_together, _Filling.all_steps),
+    (_Filling.long_steps, _Filling.several_long_together),
+)
+"""Moves of `fill_long_steps_first`; a variant is skipped if one of its moves fills no step."""
