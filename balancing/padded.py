@@ -75,15 +75,22 @@ def deal_padded(
     widest = sizes[order[np.minimum(np.arange(ranks - 1, len(order) + ranks - 1, ranks), len(order) - 1)]]
     rows = len(order) if max_sequences is None else positive_integer(max_sequences, "max_sequences")
     runs = take_in_order(widest, max_tokens, rows, padded=True)
-    widths = [int(widest[stop - 1]) for _, stop in runs]
-    runs, widths = _split_for_pipeline(runs, widths, positive_integer(multiple_of, "multiple_of"))
+    count = -(-len(runs) // positive_integer(multiple_of, "multiple_of")) * multiple_of
+    if count > len(widest):
+        raise CountError(
+            f"{len(widest)} rows on a rank cannot fill {count} micro-batches (the cap needs {len(runs)}, "
+            f"multiple_of={multiple_of}); lower multiple_of or pass more sequences"
+        )
+    width_of = np.concatenate([np.full(stop - start, widest[stop - 1]) for start, stop in runs])
+    runs = split_most_tokens(runs, width_of, count, padded=True)
+    widths = width_of[[start for start, _ in runs]]
     dealt = tuple(order[rank::ranks] for rank in range(ranks))
     computed = sum(
         (min(stop, len(mine)) - start) * width
         for mine in dealt
         for (start, stop), width in zip(runs, widths, strict=True)
     )
-    return PaddedDeal(dealt, tuple(runs), np.asarray(widths, np.int64), computed, len(tokens) * int(sizes.max()))
+    return PaddedDeal(dealt, tuple(runs), widths, int(computed), len(tokens) * int(sizes.max()))
 
 
 def take_in_order(
@@ -200,23 +207,3 @@ def _lowest_weight_limit(
         else:
             low = middle
     return runs_within(high)
-
-
-def _split_for_pipeline(runs: Runs, widths: list[int], multiple_of: int) -> tuple[Runs, list[int]]:
-    rows = runs[-1][1]
-    target = -(-len(runs) // multiple_of) * multiple_of
-    if target > rows:
-        raise CountError(
-            f"{rows} rows on a rank cannot fill {target} micro-batches (the cap needs {len(runs)}, "
-            f"multiple_of={multiple_of}); lower multiple_of or pass more sequences"
-        )
-    runs, widths = list(runs), list(widths)
-    while len(runs) < target:
-        tokens = [
-            (stop - start) * width if stop - start > 1 else 0 for (start, stop), width in zip(runs, widths, strict=True)
-        ]
-        position = int(np.argmax(tokens))
-        start, stop = runs[position]
-        runs[position : position + 1] = [(start, (start + stop) // 2), ((start + stop) // 2, stop)]
-        widths.insert(position, widths[position])
-    return runs, widths
