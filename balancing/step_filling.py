@@ -70,6 +70,12 @@ class _Filling:
         """Fill the steps that long sequences prolong according to the lower bound; whether any step is filled."""
         return self._longest_with_others(self.bound_of_rest().long_steps)
 
+    def above_fair_share(self) -> bool:
+        """Fill steps while the longest sequence left is above the fair share; whether any step is filled."""
+        while self.steps_left > 1 and len(self.left) and self._weights[self.left[0]] > self._fair_share():
+            self._longest_with_others(1)
+        return self.steps_left < self._steps
+
     def all_steps(self) -> bool:
         """Fill every step but the last; whether any step is filled."""
         return self._longest_with_others(self.steps_left - 1)
@@ -162,6 +168,6 @@ _VARIANTS: tuple[tuple[Callable[[_Filling], bool], ...], ...] = (
     (_Filling.all_steps,),
     (_Filling.several_long_together, _Filling.long_steps),
     (_Filling.several_long_together, _Filling.all_steps),
-    (_Filling.long_steps, _Filling.several_long_together),
+    (_Filling.above_fair_share, _Filling.several_long_together),
 )
 """Moves of `fill_long_steps_first`; a variant is skipped if one of its moves fills no step."""
