@@ -26,7 +26,7 @@ AT_THE_BOUND = 5e-5
 FAR_FROM_THE_BOUND = 5e-3
 """Above this share over the lower bound, other starts are tried, which take longer than everything before."""
 FEW_STEPS = 3
-"""Up to this many micro-steps, work is exchanged between them even closer to the bound, as it takes little time."""
+"""Up to this many micro-steps, none prolonged by long sequences, a round of exchanges between them comes first."""
 
 
 def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Schedule:
@@ -46,21 +46,21 @@ def _or_faster(first: Schedule, sizes: Integers, weights: Floats, request: Reque
     """The first schedule if its time is near workload / ranks, else the fastest of several."""
     if first.time(weights) <= float(weights.sum()) / request.ranks * (1 + AT_THE_BOUND):
         return first
-    bound = time_bound(sizes, weights, request, first.steps).time
+    least = time_bound(sizes, weights, request, first.steps)
+    bound, enough = least.time, least.time * (1 + GOOD_ENOUGH)
+    if first.steps <= FEW_STEPS and least.long_steps == 0:
+        first = exchange_between_steps(first, sizes, weights, request, enough, rounds=1)
     best = fill_long_steps_first(sizes, weights, request, first, bound)
-    enough = bound * (1 + GOOD_ENOUGH)
     if best.time(weights) <= bound * (1 + FAR_FROM_THE_BOUND):
-        return exchange_between_steps(best, sizes, weights, request, enough) if best.steps <= FEW_STEPS else best
+        return best
     other = from_longest_first(sizes, weights, request, first.steps) if first.start == "karmarkar_karp" else None
     if other is not None:
         best = _faster(best, fill_long_steps_first(sizes, weights, request, other, bound), weights)
         first = _faster(first, other, weights)
     found = exchange_between_steps(best, sizes, weights, request, enough)
-    return (
-        found
-        if first is best
-        else _faster(found, exchange_between_steps(first, sizes, weights, request, enough), weights)
-    )
+    if first is not best:
+        found = _faster(found, exchange_between_steps(first, sizes, weights, request, enough), weights)
+    return found
 
 
 def _faster(one: Schedule, other: Schedule, weights: Floats) -> Schedule:

@@ -22,12 +22,12 @@ BISECTIONS = 20
 
 
 def exchange_between_steps(
-    schedule: Schedule, sizes: Integers, weights: Floats, request: Request, enough: float
+    schedule: Schedule, sizes: Integers, weights: Floats, request: Request, enough: float, rounds: int = ROUNDS
 ) -> Schedule:
     """The schedule, or a faster one; the search ends at a time of `enough`."""
     best, lowest, share = schedule, schedule.time(weights), 1.0
     minimum = _minimum_times(sizes, weights, request, schedule.steps)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         if lowest <= enough or schedule.steps == 1:
             break
         evened = _exchanged(best, _target_times(best, weights, minimum, share), sizes, weights, request)
