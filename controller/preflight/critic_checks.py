@@ -2,11 +2,12 @@
 
 import math
 
-from controller.config import Config, TrainingConfig
+from controller.config import Config
 from controller.config.model_files import ModelFiles, read_model_files
-from controller.preflight.model_support import check_supported_model
-from controller.preflight.model_types import CAUSAL, VALUE, check_model_type
-from controller.preflight.weights import SCORE, check_weights
+from controller.preflight.count_checks import OPTIMIZER_STEPS
+from controller.preflight.model_types import CAUSAL, VALUE
+from controller.preflight.training_checks import check_same_vocabulary, check_warmup
+from controller.preflight.weights import SCORE
 from workers.errors import ConfigError
 
 
@@ -60,32 +61,4 @@ def _check_warmup(config: Config) -> None:
             f"critic.warmup_steps={critic.warmup_steps} leaves the policy no step to learn in of "
             f"run.steps={config.run.steps}; lower it."
         )
-    warmup, total = critic.optimizer.warmup_steps, config.critic_optimizer_steps
-    if warmup > total or (warmup == total and critic.optimizer.schedule != "constant"):
-        raise ConfigError(
-            f"critic.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the critic "
-            "(critic.optimizer.total_steps, or run.steps * batch.mini_batches * batch.epochs); lower it."
-        )
-
-
-def check_same_vocabulary(
-    config: TrainingConfig, policy: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
-) -> None:
-    """Raise ConfigError unless the model at `path`, named by setting `key`, can read the policy's sequences.
-
-    kinds: see `check_model_type`. output: see `check_weights`.
-    """
-    model = read_model_files(path, key)
-    check_model_type(model.description, key, path, *kinds)
-    check_supported_model(config, model.description, key)
-    if model.vocabulary != policy.vocabulary:
-        raise ConfigError(
-            f"{key}={path} has {model.vocabulary} tokens and model.path={config.model.path} {policy.vocabulary}; it "
-            "must read the policy's tokens."
-        )
-    if model.positions is not None and config.longest_sequence > model.positions:
-        raise ConfigError(
-            f"sequences may reach {config.longest_sequence} tokens, but {key}={path} takes {model.positions}; lower "
-            "data.max_prompt_tokens or the limits of a response."
-        )
-    check_weights(model, key, path, output=output)
+    check_warmup("critic", critic.optimizer, config.critic_optimizer_steps, OPTIMIZER_STEPS)

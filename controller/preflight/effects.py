@@ -19,6 +19,11 @@ LOSS_SETTING_READERS = {
 
 Row = tuple[str, Callable[[Any], bool], tuple[str, ...]]
 
+OWN_REFERENCE: Row = (
+    "a reference of its own (with model.lora.rank above 0 that needs reference.path)",
+    lambda c: c.starts_reference or not c.uses_reference,
+    ("reference.cpu_offload",),
+)
 EVERYWHERE: tuple[Row, ...] = (
     (
         "balance.algorithm=karmarkar_karp (the others have an order of their own)",
@@ -215,11 +220,7 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         )
         for role in ("policy", "critic")
     ),
-    (
-        "a reference of its own (with model.lora.rank above 0 that needs reference.path)",
-        lambda c: c.starts_reference or not c.uses_reference,
-        ("reference.cpu_offload",),
-    ),
+    OWN_REFERENCE,
     (
         "rollout.environment",
         lambda c: bool(c.rollout.environment),

@@ -10,9 +10,14 @@ from workers.errors import ConfigError
 COUNTED = re.compile(r"(?:.*/)?(?:pass|maj)@\d+")
 
 
-def check_counted_metric(config: Config) -> None:
-    """Raise ConfigError for a pass@k or maj@n that validation.samples do not give."""
+def check_validation(config: Config) -> None:
+    """Raise ConfigError for equal samples, or a pass@k or maj@n that validation.samples do not give."""
     name, samples = config.validation.keep_best, config.validation.samples
+    if samples > 1 and config.validation.sampling.temperature == 0:
+        raise ConfigError(
+            f"validation.samples={samples} at validation.sampling.temperature=0 are {samples} equal responses; "
+            "set samples to 1 or the temperature above 0."
+        )
     if COUNTED.fullmatch(name) and not is_possible(name, samples, ()):
         raise ConfigError(
             f"validation.keep_best={name} is no metric of validation.samples={samples}, which give "
