@@ -1,6 +1,6 @@
 """`python -m controller.fit --config FILE [key.sub=value ...]`: a configuration in, an exit code out.
 
-    0 the run ended    1 it failed or was stopped    2 the configuration or the data is wrong; nothing was started
+    0 the run ended    1 it failed or was stopped    2 configuration, data or cluster were refused; nothing was started
 
 Nothing heavy is imported before the configuration has been checked.
 """

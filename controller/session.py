@@ -39,7 +39,7 @@ Roles = TypeVar("Roles", bound="TrainingRoles")
 
 
 def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
-    """Run a command: 0 it ended, 1 it failed or was stopped, 2 its configuration or data is wrong.
+    """Run a command: 0 it ended, 1 it failed or was stopped, 2 it was refused before anything was started.
 
     prepare: reads and checks, and returns what starts the run; None where there is nothing to start.
     """
@@ -47,7 +47,7 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
     try:
         try:
             start = prepare()
-        except (ConfigError, DataError, UnsupportedModelError, BalancingError, OSError) as error:
+        except (ConfigError, DataError, ResourceError, UnsupportedModelError, BalancingError, OSError) as error:
             return _fail(error, 2)
         if start is not None:
             start()

@@ -9,10 +9,10 @@ from workers.isolation import Answer, answering, named
 
 def respond(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
     """Nothing, or the `failure` of the first prompt that the template does not render."""
-    template, special_tokens = question["template"], question["special_tokens"]
+    options = {"chat_template": question["template"], "add_generation_prompt": not question["answered"]}
     for number, messages in enumerate(json.loads(payload), start=1):
         try:
-            render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special_tokens)
+            render_jinja_template([messages], **options, **question["special_tokens"])
         except Exception as error:
             line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
             return {"failure": f"raised {named(error)}{line}, on prompt {number} of those tried"}, b""

@@ -39,7 +39,7 @@ class TrainingConfig:
 
     @property
     def temperature(self) -> float:
-        """What divides the logits, in log-probs and loss alike."""
+        """Divisor of the logits, in log-probs and loss alike."""
         return 1.0
 
     @property

@@ -175,7 +175,7 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (
             ("batch.epochs=2", "policy.optimizer.warmup_steps=41"),
-            "policy.optimizer.warmup_steps=41 is more than the 40 optimiser steps of the run",
+            "policy.optimizer.warmup_steps=41 is more than the 40 optimiser steps of the policy",
         ),
         (("algorithm.loss.name=custom",), "algorithm.loss.function='' must be module:function."),
         (
