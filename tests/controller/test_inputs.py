@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,23 +11,22 @@ import controller.data
 from controller.config import load
 from controller.inputs import read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
-from tests.controller.stand_ins.run import SETTINGS, write_stand_in_workspace
+from tests.controller.stand_ins.run import SETTINGS
 from workers.errors import BallastError
 
 CHAT = "{% for m in messages %}{{ raise_exception('no x') if m.content == 'x' else m.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("inputs")
-    write_stand_in_workspace(path)
-    return path
+ENDLESS = (
+    "{% for m in messages %}{% if m.content == 'x' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
+)
 
 
 @pytest.fixture
-def workspace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(folder)
-    return folder
+def workspace(stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy, which a test may change."""
+    shutil.copytree(stand_in_folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def refusal(*overrides: str) -> str:
@@ -50,13 +50,19 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
     assert (len(source), source.dropped, tokenized) == (1, 1, ["1+1="])
 
 
-def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Path) -> None:
-    (workspace / "model" / "chat_template.jinja").write_text(CHAT)
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [(CHAT, "TemplateError: no x"), (ENDLESS, "it took more than resources.user_code_timeout_s=6 s")],
+    ids=["raises", "never ends"],
+)
+def test_a_template_that_fails_on_a_later_prompt_names_the_record(workspace: Path, template: str, error: str) -> None:
+    (workspace / "model" / "chat_template.jinja").write_text(template)
     contents = ["1+1="] * 40 + ["x"]
     records = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
     (workspace / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
-    line = refusal("data.train=chat.jsonl")
-    check_line(BadInput("later", ["chat.jsonl record 4", "TemplateError: no x"]), 2, line)
+    # Not less than 6 s: the trial of the first prompts, in a process of its own, must end on a busy machine too.
+    line = refusal("data.train=chat.jsonl", "data.shuffle=false", "resources.user_code_timeout_s=6")
+    check_line(BadInput("later", ["chat.jsonl record 41 is not rendered", error]), 2, line)
 
 
 def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) -> None:
