@@ -31,6 +31,8 @@ from controller.preflight.validation_checks import check_counted_metric
 from controller.preflight.weights import HEAD, check_weights
 from controller.records import iter_records
 from workers.errors import CheckpointError, ConfigError, DataError
+from workers.model.loss_rules import check_loss
+from workers.model.model_rules import check_ring_settings, kernel_problem
 from workers.rollout.engine_options import check_engine_options
 
 LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
@@ -54,7 +56,7 @@ def check(config: Config) -> None:
     _check_devices(config)
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
-    check_parallel(config, model)
+    check_replicate(config)
     _check_reference(config, model)
     check_critic(config, model)
     check_reward_model(config, model)
@@ -170,6 +172,7 @@ def _check_kl_in_reward(config: Config) -> None:
 
 def _check_loss(config: Config) -> None:
     loss = config.algorithm.loss
+    check_loss(loss)
     if loss.name == "custom":
         check_function("algorithm.loss.function", loss.function, in_file=False)
         check_column_names(config.loss_columns)
@@ -187,17 +190,6 @@ def _check_loss(config: Config) -> None:
         raise ConfigError(
             "algorithm.loss.name=reinforce takes samples for the policy's own, but rollout.overlap=true makes them a "
             "version old; set algorithm.loss.rollout_correction.weights=token, or another loss."
-        )
-    if loss.aggregation == "sequence_mean_token_sum_norm" and not loss.constant_length:
-        raise ConfigError(
-            "algorithm.loss.aggregation=sequence_mean_token_sum_norm divides by algorithm.loss.constant_length, which "
-            "is 0; set it, such as to rollout.sampling.max_new_tokens."
-        )
-    if 0 < loss.dual_clip <= 1:
-        raise ConfigError(f"algorithm.loss.dual_clip={loss.dual_clip} must be above 1, or 0 for no dual clip.")
-    if loss.clip_cov_low >= loss.clip_cov_high:
-        raise ConfigError(
-            f"algorithm.loss.clip_cov_low={loss.clip_cov_low} is not below clip_cov_high={loss.clip_cov_high}."
         )
 
 
@@ -326,50 +318,20 @@ def _check_devices(config: Config) -> None:
 
 
 def check_attention(config: TrainingConfig) -> None:
-    """model.attention is a kernel of the layout, the device and the type."""
-    kernel = config.model.attention
-    if kernel == "eager" and config.model.attention_layout(shared=config.shares_model) == "packed":
-        others = "ranks that share sequences or layers (policy.parallel)" if config.shares_model else "packed rows"
-        raise ConfigError(
-            f"model.attention=eager is transformers' own, for padded rows, and not for {others}; set model.attention "
-            "to auto, varlen, flash3, flash or sdpa."
-        )
-    if kernel not in ("varlen", "flash3", "flash"):
-        return
-    if not config.uses_gpus:
-        raise ConfigError(f"model.attention={kernel} is a CUDA kernel and the run uses CPUs; set auto or sdpa.")
-    if config.model.dtype == "float32":
-        raise ConfigError(
-            f"model.attention={kernel} takes half precision only; set model.dtype=bfloat16, or attention=sdpa."
-        )
+    """model.attention is a kernel of the layout, the device and the precision."""
+    kernel, layout = config.model.attention, config.model.attention_layout(shared=config.shares_model)
+    on = {"cuda": config.uses_gpus, "half": config.model.dtype != "float32"}
+    check_ring_settings(config.policy.parallel, kernel, **on)
+    if problem := kernel_problem(kernel, layout, **on):
+        raise ConfigError(f"model.attention={kernel} {problem}.")
 
 
-def check_parallel(config: TrainingConfig, model: ModelFiles) -> None:
-    """Sequences and layers can be shared as policy.parallel asks."""
-    parallel = config.policy.parallel
-    cp, tp = parallel.context_parallel, parallel.tensor_parallel
-    if config.policy.ranks % parallel.replicate:
+def check_replicate(config: TrainingConfig) -> None:
+    """The data-parallel ranks can be dealt to policy.parallel.replicate copies of the model."""
+    if config.policy.ranks % config.policy.parallel.replicate:
         raise ConfigError(
-            f"policy.parallel.replicate={parallel.replicate} does not divide policy.ranks={config.policy.ranks}."
-        )
-    if tp > 1 and config.model.lora.rank:
-        raise ConfigError(
-            "adapters are not shared between ranks; set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
-        )
-    if tp > 1 and config.model.compile:
-        raise ConfigError(
-            "model.compile does not take layers that ranks share; set model.compile=false or "
-            "policy.parallel.tensor_parallel=1."
-        )
-    heads, pairs = model.attention_heads, model.key_value_heads
-    if cp > 1 and parallel.context_parallel_method == "ulysses" and heads is not None and heads % (cp * tp):
-        raise ConfigError(
-            f"policy.parallel.context_parallel * tensor_parallel = {cp * tp} does not divide the {heads} attention "
-            f"heads of {config.model.path}; set policy.parallel.context_parallel_method=ring."
-        )
-    if pairs is not None and pairs % tp:
-        raise ConfigError(
-            f"policy.parallel.tensor_parallel={tp} does not divide the {pairs} key-value heads of {config.model.path}."
+            f"policy.parallel.replicate={config.policy.parallel.replicate} does not divide "
+            f"policy.ranks={config.policy.ranks}."
         )
 
 
