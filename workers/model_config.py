@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from workers.setting import setting
 
+CUDA_KERNELS = ("varlen", "flash3", "flash")
+"""Values of `model.attention` that are kernels of CUDA devices."""
+
 
 @dataclass
 class LoraConfig:
@@ -82,5 +85,5 @@ class ModelConfig:
         shared: whether ranks share sequences or layers, which transformers' attention does not.
         """
         layouts = {self.rows(forward=forward)[0] for forward in (False, True)}
-        ours = shared or "packed" in layouts or self.attention in ("varlen", "flash3", "flash")
+        ours = shared or "packed" in layouts or self.attention in CUDA_KERNELS
         return "packed" if ours else "padded"

@@ -3,8 +3,8 @@
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.preflight.data_checks import check_column_names
-from controller.preflight.training_checks import check_constant_length
 from workers.errors import ConfigError
+from workers.model import loss_rules
 
 
 def check_advantage(config: Config) -> None:
@@ -52,6 +52,7 @@ def _check_kl_in_reward(config: Config) -> None:
 def check_loss(config: Config) -> None:
     """Raise ConfigError for a policy loss that the other settings leave without meaning."""
     loss = config.algorithm.loss
+    loss_rules.check_loss(loss)
     if loss.name == "custom":
         check_function("algorithm.loss.function", loss.function, in_file=False)
         check_column_names(config.loss_columns)
@@ -70,15 +71,8 @@ def check_loss(config: Config) -> None:
             "algorithm.loss.name=reinforce takes samples for the policy's own, but rollout.overlap=true makes them a "
             "version old; set algorithm.loss.rollout_correction.weights=token, or another loss."
         )
-    check_constant_length("algorithm.loss", loss, "rollout.sampling.max_new_tokens")
     _check_kl_correction(config)
     _check_token_returns(config)
-    if 0 < loss.dual_clip <= 1:
-        raise ConfigError(f"algorithm.loss.dual_clip={loss.dual_clip} must be above 1, or 0 for no dual clip.")
-    if loss.clip_cov_low >= loss.clip_cov_high:
-        raise ConfigError(
-            f"algorithm.loss.clip_cov_low={loss.clip_cov_low} is not below clip_cov_high={loss.clip_cov_high}."
-        )
 
 
 def _check_kl_correction(config: Config) -> None:

@@ -23,7 +23,7 @@ from controller.preflight.training_checks import (
     check_attention,
     check_caps_hold,
     check_model_files,
-    check_parallel,
+    check_replicate,
     check_run,
     check_same_vocabulary,
 )
@@ -49,7 +49,7 @@ def check(config: Config) -> None:
     _check_devices(config)
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
-    check_parallel(config, model)
+    check_replicate(config)
     _check_reference(config, model)
     check_critic(config, model)
     check_reward_model(config, model)

@@ -9,6 +9,7 @@ from controller.preflight.model_types import CAUSAL, VALUE
 from controller.preflight.training_checks import check_same_vocabulary, check_warmup
 from controller.preflight.weights import SCORE
 from workers.errors import ConfigError
+from workers.model.model_rules import check_value_head
 
 
 def check_critic(config: Config, policy: ModelFiles) -> None:
@@ -28,7 +29,7 @@ def _check_alone(config: Config) -> None:
             "algorithm.loss.name=gmpo weighs a sequence by one advantage and algorithm.advantage=gae gives one to each "
             "token; choose another loss, such as ppo_clip."
         )
-    _check_tensor_parallel(config, "critic")
+    check_value_head(config.policy.parallel, "critic")
 
 
 def check_reward_model(config: Config, policy: ModelFiles) -> None:
@@ -36,7 +37,7 @@ def check_reward_model(config: Config, policy: ModelFiles) -> None:
     key, path = "reward.model.path", config.reward.model.path
     if not path:
         return
-    _check_tensor_parallel(config, "reward model")
+    check_value_head(config.policy.parallel, "reward model")
     made = read_model_files(path, key).description.get("architectures") or []
     # A causal LM would be given a head of zeros, and every score would be 0.
     if not any(name.endswith("ForSequenceClassification") for name in made):
@@ -44,14 +45,6 @@ def check_reward_model(config: Config, policy: ModelFiles) -> None:
     check_same_vocabulary(config, policy, key, path, VALUE, output=SCORE)
     if not math.isfinite(config.reward.model.weight) or config.reward.model.weight == 0:
         raise ConfigError(f"reward.model.weight={config.reward.model.weight} leaves the model without effect.")
-
-
-def _check_tensor_parallel(config: Config, what: str) -> None:
-    if config.policy.parallel.tensor_parallel > 1:
-        raise ConfigError(
-            f"policy.parallel.tensor_parallel={config.policy.parallel.tensor_parallel} would share the {what}'s layers "
-            "between ranks, too, which a value head cannot; set it to 1, or use context_parallel."
-        )
 
 
 def _check_warmup(config: Config) -> None:

@@ -1,6 +1,6 @@
-"""Settings that do nothing in a combination: refused, not ignored.
+"""Settings without effect in a combination are refused, not ignored. Those of a loss are in `loss_rules`.
 
-what is needed | whether it is there | keys and sections that do nothing without it
+requirement | whether it holds | keys and sections without effect otherwise
 """
 
 from collections.abc import Callable, Sequence
@@ -8,14 +8,7 @@ from typing import Any
 
 from controller.config import TrainingConfig
 from controller.config.file import settings, value_of
-from workers.config import POLICY_LOSS_SETTINGS
 from workers.errors import ConfigError
-
-LOSS_SETTING_READERS = {
-    setting: [loss for loss, names in POLICY_LOSS_SETTINGS.items() if setting in names]
-    for setting in dict.fromkeys(name for names in POLICY_LOSS_SETTINGS.values() for name in names)
-}
-"""The policy losses that read a setting, by setting."""
 
 Row = tuple[str, Callable[[Any], bool], tuple[str, ...]]
 
@@ -44,11 +37,6 @@ EVERYWHERE: tuple[Row, ...] = (
         "several training ranks",
         lambda c: c.training_workers > 1,
         ("policy.parallel.defer_gradient_reduction",),
-    ),
-    (
-        "policy.parallel.context_parallel_method=ulysses (ring has kernels of its own)",
-        lambda c: c.policy.parallel.context_parallel_method == "ulysses",
-        ("model.attention",),
     ),
     (
         "model.gradient_checkpointing",
@@ -100,7 +88,7 @@ EVERYWHERE: tuple[Row, ...] = (
         ),
     ),
 )
-"""Rows of every command: (what is needed, whether it is there, keys or sections that do nothing without it)."""
+"""Rows of every command: (requirement in words, whether it holds, keys or sections without effect otherwise)."""
 
 NO_EFFECT_WITHOUT: tuple[Row, ...] = (
     (
@@ -134,14 +122,6 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: c.batch.mini_batches > 1,
         ("balance.redeal_groups",),
     ),
-    *(
-        (
-            f"algorithm.loss.name={' or '.join(readers)}",
-            lambda c, readers=readers: c.algorithm.loss.name in (*readers, "custom"),
-            (f"algorithm.loss.{name}",),
-        )
-        for name, readers in LOSS_SETTING_READERS.items()
-    ),
     (
         "algorithm.advantage=grpo",
         lambda c: c.algorithm.advantage == "grpo",
@@ -156,16 +136,6 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         "algorithm.advantage=pass_at_k",
         lambda c: c.algorithm.advantage == "pass_at_k",
         ("algorithm.pass_k",),
-    ),
-    (
-        "algorithm.loss.name=custom",
-        lambda c: c.algorithm.loss.name == "custom",
-        ("algorithm.loss.function", "algorithm.loss.columns", "algorithm.loss.old_entropies"),
-    ),
-    (
-        "algorithm.loss.aggregation=sequence_mean_token_sum_norm",
-        lambda c: c.algorithm.loss.aggregation == "sequence_mean_token_sum_norm",
-        ("algorithm.loss.constant_length",),
     ),
     (
         "algorithm.loss.rollout_correction.weights=token or sequence",

@@ -11,15 +11,15 @@ from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
     check_caps_hold,
-    check_constant_length,
     check_model_files,
-    check_parallel,
+    check_replicate,
     check_run,
     check_same_vocabulary,
     check_warmup,
 )
 from controller.preflight.weights import HEAD
 from workers.errors import ConfigError
+from workers.model.loss_rules import check_constant_length
 
 ROWS: tuple[Row, ...] = (
     ("run.steps=0 (it ends the run first)", lambda c: not c.run.steps, ("run.epochs",)),
@@ -36,11 +36,6 @@ SFT_ROWS: tuple[Row, ...] = (
         "data.validation",
         lambda c: bool(c.data.validation),
         ("policy.forward_", "model.forward_"),
-    ),
-    (
-        "loss.aggregation=sequence_mean_token_sum_norm",
-        lambda c: c.loss.aggregation == "sequence_mean_token_sum_norm",
-        ("loss.constant_length",),
     ),
     *ROWS,
 )
@@ -63,7 +58,7 @@ def check_offline(config: OfflineConfig) -> None:
     check_attention(config)
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
-    check_parallel(config, model)
+    check_replicate(config)
     _check_loss(config, model)
     _check_data(config)
     check_trackers(config)
@@ -99,7 +94,7 @@ def _check_model(config: OfflineConfig, model: ModelFiles) -> None:
 
 def _check_loss(config: OfflineConfig, model: ModelFiles) -> None:
     if isinstance(config, SftConfig):
-        check_constant_length("loss", config.loss, "data.max_tokens")
+        check_constant_length("loss.", config.loss.aggregation, config.loss.constant_length)
     elif isinstance(config, PreferencesConfig) and config.reference.path:
         check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 

@@ -1,4 +1,4 @@
-"""Checks that every training command has: its run, model, caps, kernels and parallelism."""
+"""Checks of every training command: run, models, caps, kernels, warm-up."""
 
 import os
 import re
@@ -12,8 +12,9 @@ from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.model_types import check_model_type
 from controller.preflight.weights import check_weights
-from workers.config import LossConfig, OptimizerConfig, SupervisedLossConfig
+from workers.config import OptimizerConfig
 from workers.errors import CheckpointError, ConfigError
+from workers.model.model_rules import check_ring_settings, kernel_problem
 
 LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
 
@@ -92,50 +93,20 @@ def check_caps_hold(config: TrainingConfig, parts: str) -> None:
 
 
 def check_attention(config: TrainingConfig) -> None:
-    """Raise ConfigError unless model.attention is a kernel for the run's layout, device and dtype."""
-    kernel = config.model.attention
-    if kernel == "eager" and config.model.attention_layout(shared=config.shares_model) == "packed":
-        others = "ranks that share sequences or layers (policy.parallel)" if config.shares_model else "packed rows"
-        raise ConfigError(
-            f"model.attention=eager is transformers' own, for padded rows, and not for {others}; set model.attention "
-            "to auto, varlen, flash3, flash or sdpa."
-        )
-    if kernel not in ("varlen", "flash3", "flash"):
-        return
-    if not config.uses_gpus:
-        raise ConfigError(f"model.attention={kernel} is a CUDA kernel and the run uses CPUs; set auto or sdpa.")
-    if config.model.dtype == "float32":
-        raise ConfigError(
-            f"model.attention={kernel} takes half precision only; set model.dtype=bfloat16, or attention=sdpa."
-        )
+    """Raise ConfigError unless model.attention is a kernel for the run's layout, device and precision."""
+    kernel, layout = config.model.attention, config.model.attention_layout(shared=config.shares_model)
+    on = {"cuda": config.uses_gpus, "half": config.model.dtype != "float32"}
+    check_ring_settings(config.policy.parallel, kernel, **on)
+    if problem := kernel_problem(kernel, layout, **on):
+        raise ConfigError(f"model.attention={kernel} {problem}.")
 
 
-def check_parallel(config: TrainingConfig, model: ModelFiles) -> None:
-    """Raise ConfigError unless ranks can share sequences and layers as policy.parallel asks."""
-    parallel = config.policy.parallel
-    cp, tp = parallel.context_parallel, parallel.tensor_parallel
-    if config.policy.ranks % parallel.replicate:
+def check_replicate(config: TrainingConfig) -> None:
+    """Raise ConfigError unless the data-parallel ranks divide among policy.parallel.replicate copies of the model."""
+    if config.policy.ranks % config.policy.parallel.replicate:
         raise ConfigError(
-            f"policy.parallel.replicate={parallel.replicate} does not divide policy.ranks={config.policy.ranks}."
-        )
-    if tp > 1 and config.model.lora.rank:
-        raise ConfigError(
-            "adapters are not shared between ranks; set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
-        )
-    if tp > 1 and config.model.compile:
-        raise ConfigError(
-            "model.compile does not take layers that ranks share; set model.compile=false or "
-            "policy.parallel.tensor_parallel=1."
-        )
-    heads, pairs = model.attention_heads, model.key_value_heads
-    if cp > 1 and parallel.context_parallel_method == "ulysses" and heads is not None and heads % (cp * tp):
-        raise ConfigError(
-            f"policy.parallel.context_parallel * tensor_parallel = {cp * tp} does not divide the {heads} attention "
-            f"heads of {config.model.path}; set policy.parallel.context_parallel_method=ring."
-        )
-    if pairs is not None and pairs % tp:
-        raise ConfigError(
-            f"policy.parallel.tensor_parallel={tp} does not divide the {pairs} key-value heads of {config.model.path}."
+            f"policy.parallel.replicate={config.policy.parallel.replicate} does not divide "
+            f"policy.ranks={config.policy.ranks}."
         )
 
 
@@ -168,16 +139,4 @@ def check_same_vocabulary(
         raise ConfigError(
             f"sequences may reach {config.longest_sequence} tokens, but {key}={path} takes {model.positions}; lower "
             "data.max_prompt_tokens or the limits of a response."
-        )
-
-
-def check_constant_length(key: str, loss: LossConfig | SupervisedLossConfig, example: str) -> None:
-    """Raise ConfigError if the aggregation divides by a constant length that is not set.
-
-    key: section of the loss. example: the setting that gives the usual length.
-    """
-    if loss.aggregation == "sequence_mean_token_sum_norm" and not loss.constant_length:
-        raise ConfigError(
-            f"{key}.aggregation=sequence_mean_token_sum_norm divides by {key}.constant_length, which is 0; set it, "
-            f"such as to {example}."
         )

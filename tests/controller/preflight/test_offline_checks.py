@@ -34,7 +34,7 @@ GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "re
         ("preferences", ["loss.name=ipo", "loss.label_smoothing=0.1"], "has no effect without loss.name=dpo or simpo"),
         ("preferences", ["loss.name=simpo", "reference.path=model"], "reference.path=model has no effect without"),
         ("preferences", ["reference.forward_max_tokens=64"], "reference.forward_max_tokens=64 is below the longest"),
-        ("preferences", ["policy.parallel.context_parallel=3"], "does not divide the 4 attention heads"),
+        ("preferences", ["policy.parallel.context_parallel=3"], "has 4 attention heads, which policy.parallel"),
     ],
 )
 def test_what_cannot_be_is_refused(workspace: Path, command: str, overrides: list[str], message: str) -> None:
