@@ -20,8 +20,8 @@ from controller.watching.grafana_dashboard import PANELS, queries
 from controller.watching.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of
 from controller.watching.timeline import write_trace
 from tests.controller.watching import trace_format
+from tests.end_to_end.faults import kill_actor, run_with
 from tests.end_to_end.prometheus import Prometheus, scraping_ray
-from tests.end_to_end.trouble import kill_actor, run_with
 
 
 @dataclass
