@@ -26,8 +26,8 @@ Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One record: its place in the stream (`uid`), its tokens (int32 [P]), its columns for the reward function, and the
-    source that validation reports it under."""
+    """One record. uid: its place in the stream. ids: int32 [P]. columns: for the reward function. source: the name that
+    validation reports it under."""
 
     uid: str
     ids: np.ndarray
@@ -36,7 +36,7 @@ class Prompt:
 
 
 class Prompts(Protocol):
-    """What a trainer draws from."""
+    """A stream of prompts, from which a trainer draws."""
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """`count` prompts from place `start` (from 0) of an endless stream, a pure function of the seed."""
@@ -44,7 +44,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class PromptRules:
-    """How a record becomes a prompt.
+    """Rules by which a record becomes a prompt.
 
     over_long: `drop` counts and leaves out prompts above max_prompt_tokens, `truncate` keeps their last tokens (and
     counts them too), `error` refuses them. system_prompt: put before chat messages that have none of their own.

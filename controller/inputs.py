@@ -1,4 +1,4 @@
-"""What a run needs beside its configuration: read, tried and checked before anything starts.
+"""Inputs of a run besides its configuration: read, tried and checked before anything starts.
 
     files --> records | users' code --process of its own--> packed, tried once | first prompts --process--> rendered
     these are Tried, with which a dry run ends --tokenizer--> Inputs, with which a run starts
@@ -42,14 +42,14 @@ from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_func
 Say = Callable[[str], None]
 Records = dict[str, list[Record]]
 
-TRIED_PROMPTS = 32  # of each data set; the others are rendered by the run itself, as they are tokenized
-SILENT_SECONDS = 2.0  # of a trial, after which it is said what is waited for
+TRIED_PROMPTS = 32  # of each data set; the run itself renders the others as it tokenizes them
+SILENT_SECONDS = 2.0  # of a trial, before a line tells what is waited for
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What needs no tokenizer. train, held_out: records by path. environment: the packed class of rollout.environment,
-    empty without one."""
+    """Inputs that need no tokenizer. train, held_out: records by path. environment: the pickled class of
+    rollout.environment, empty without one."""
 
     train: Records
     held_out: Records
@@ -62,7 +62,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run starts with. identity: of the training data, for its checkpoints. environment: as of `Tried`."""
+    """Inputs of a run. identity: of the training data, for its checkpoints. environment: as in `Tried`."""
 
     sources: list[PromptDataset]
     validation: PromptDataset | None
@@ -79,9 +79,9 @@ class Inputs:
 
 
 def try_inputs(config: Config, say: Say = print) -> Tried:
-    """Read all data, try users' code and the chat template in processes of their own.
+    """Read all data, and try users' code and the chat template in processes of their own.
 
-    say: told what is waited for, where that takes long. Raises ConfigError or DataError for what cannot be used.
+    say: gets a line about a trial that takes long. Raises ConfigError or DataError for inputs that cannot be used.
     """
     data = config.data
     train = {path: read_records(path, data.prompt_key) for path in data.weights}
@@ -106,7 +106,7 @@ def try_inputs(config: Config, say: Say = print) -> Tried:
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
-    """What was tried, in words, and what only a run finds."""
+    """Lines of a dry run about what was tried."""
     code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
     return [
         *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
@@ -116,7 +116,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
 
 
 def read_inputs(config: Config, say: Say = print) -> Inputs:
-    """`try_inputs`, tokenized; raises as that does, and for prompts that do not become tokens."""
+    """The tokenized inputs; raises as `try_inputs` does, and for prompts that cannot be tokenized."""
     tried, data = try_inputs(config, say), config.data
 
     tokenizer = limited_tokenizer(config)
@@ -143,7 +143,7 @@ def read_inputs(config: Config, say: Say = print) -> Inputs:
 
 
 def _reward_functions(config: Config, example: Record, say: Say) -> list[RewardFunction]:
-    """The reward functions, tried on the first record and an empty response: one that cannot work stops here."""
+    """The reward functions, tried on the first record and an empty response."""
     functions = []
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
@@ -192,7 +192,7 @@ def _check_records(path: str, rows: list[Record], prompt_key: str, functions: Se
 
 
 def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
-    """What can be said of lengths without a tokenizer: which prompts are too long with any."""
+    """Raise DataError for prompts that are too long with any tokenizer, as data.over_long says."""
     data = config.data
     short = [not is_too_long(row[data.prompt_key], data.max_prompt_tokens) for row in rows]
     if data.over_long != "truncate" and not any(short):
@@ -266,7 +266,7 @@ def _check_continuing(config: Config, tokenizer: Any, train: Records) -> None:
 
 @contextmanager
 def _waiting(say: Say, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
-    """Say what is waited for, and which setting ends that, unless it is there in a moment."""
+    """Print what is waited for, and the setting of its time limit, if the block takes more than SILENT_SECONDS."""
     timer = threading.Timer(
         SILENT_SECONDS, say, [f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"]
     )

@@ -211,7 +211,7 @@ class PreferencesConfig(OfflineConfig, ReferenceSettings):
 
     @property
     def sequences_per_record(self) -> int:
-        """The chosen and the rejected one."""
+        """Two: the chosen and the rejected one."""
         return 2
 
     @property

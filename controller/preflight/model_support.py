@@ -1,8 +1,8 @@
-"""Whether the training engine computes a model, by its config.json alone: before torch is imported or Ray starts.
+"""Checks by config.json that the training engine computes a model, before torch is imported or Ray starts.
 
     config.json --features--> layout, kernel, ring attention, tensor parallelism --> nothing, or what to change
 
-The worker looks again at the loaded model, whose class may ask for more than its file says.
+The worker checks the loaded model again, because its class may need more than its file says.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Whether validation gives the metric by which validation.keep_best keeps a model: known before a run begins."""
+"""Checks of validation.*: its samples differ, and it gives the metric that validation.keep_best names."""
 
 import re
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def check_validation(config: Config) -> None:
 def check_keep_best(config: Config, parts: Iterable[str]) -> None:
     """Raise ConfigError if rewards with these parts do not give the metric that validation.keep_best names.
 
-    What an environment, a reward model or the punishment of long responses adds is known to the run alone.
+    Parts that an environment, a reward model or the punishment of long responses adds are known only in the run.
     """
     name, samples = config.validation.keep_best, config.validation.samples
     adds = config.rollout.environment or config.uses_reward_model or config.reward.overlong_tokens

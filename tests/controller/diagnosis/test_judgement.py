@@ -62,11 +62,11 @@ def test_a_machine_on_which_all_is_well_has_nothing_but_ok_and_the_same_lines(fa
 def test_what_is_wrong_with_a_node_of_gpus_is_said_with_what_to_change(
     changes: dict[str, Any], name: str, status: Status, text: str, advice: str
 ) -> None:
-    troubles = {f.name: f for f in node_findings(gpu_node(**changes), ON_GPUS) if f.status is not Status.OK}
-    assert troubles[name].status is status
-    assert text in troubles[name].text
-    assert advice in troubles[name].advice
-    assert troubles.keys() <= {name, "GPUs"}  # without a driver torch sees none
+    found = {f.name: f for f in node_findings(gpu_node(**changes), ON_GPUS) if f.status is not Status.OK}
+    assert found[name].status is status
+    assert text in found[name].text
+    assert advice in found[name].advice
+    assert found.keys() <= {name, "GPUs"}  # without a driver torch sees none
 
 
 @pytest.mark.parametrize(
