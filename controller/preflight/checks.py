@@ -30,6 +30,7 @@ from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.validation_checks import check_counted_metric
 from controller.preflight.weights import HEAD, check_weights
 from controller.records import iter_records
+from controller.run_lock import check_folder_is_free
 from workers.errors import CheckpointError, ConfigError, DataError
 from workers.rollout.engine_options import check_engine_options
 
@@ -70,11 +71,7 @@ def check_run(config: TrainingConfig) -> None:
             f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
         )
     _check_path_lengths(config)
-    if config.run_folder.exists() and config.run.resume != "auto":
-        raise ConfigError(
-            f"run.name: {config.run_folder} holds a run already; choose another name, remove it, or go on with it by "
-            "run.resume=auto."
-        )
+    check_folder_is_free(config)
     _check_resume(config.run.resume)
     _check_writable(config.run_folder)
     check_address(config)
