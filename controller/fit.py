@@ -23,6 +23,7 @@ from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.machine import check_machine
 from controller.recovery import recovering
 from controller.rollout.fleet import RestartBudget
+from controller.run_lock import locked
 from controller.session import exit_code, finished, naming_what_is_left, ray_session, report, session
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
         dry_run(config, request)
         return None
     check_cluster(config)
-    return partial(run, config, read_inputs(config))
+    return locked(config, partial(run, config, read_inputs(config)))
 
 
 def dry_run(config: Config, request: Arguments) -> None:

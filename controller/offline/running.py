@@ -21,6 +21,7 @@ from controller.preflight.machine import check_machine
 from controller.preflight.offline_checks import check_offline
 from controller.records import Record, read_records
 from controller.recovery import recovering
+from controller.run_lock import locked
 from controller.session import finished, naming_what_is_left, ray_session, report, session
 from controller.watching.shown_text import counted
 
@@ -58,7 +59,7 @@ class OfflineCommand(Generic[Settings]):
         if done := finished(config, config.steps_over(len(inputs.train)), config.length_setting):
             print(done)
             return None
-        return partial(self.run, config, inputs)
+        return locked(config, partial(self.run, config, inputs))
 
     def dry_run(self, config: Settings) -> None:
         """Print what would run and where, then read the data and load small models; raises as these do."""

@@ -12,6 +12,7 @@ from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.model_types import check_model_type
 from controller.preflight.weights import check_weights
+from controller.run_lock import check_folder_is_free
 from workers.config import OptimizerConfig
 from workers.errors import CheckpointError, ConfigError
 from workers.model.model_rules import check_ring_settings, kernel_problem
@@ -30,11 +31,7 @@ def check_run(config: TrainingConfig) -> None:
         raise ConfigError(
             f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}; shorten it."
         )
-    if config.run_folder.exists() and config.run.resume != "auto":
-        raise ConfigError(
-            f"run.name: {config.run_folder} holds a run already; choose another name, remove it, or go on with it by "
-            "run.resume=auto."
-        )
+    check_folder_is_free(config)
     _check_resume(config.run.resume)
     _check_writable(config.run_folder)
     check_address(config)

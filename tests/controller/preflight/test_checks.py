@@ -491,5 +491,7 @@ def test_auto_device_is_the_cpu_where_gpus_are_hidden(workspace: Path, monkeypat
 def test_a_run_that_is_there_is_not_written_over(workspace: Path) -> None:
     config = load("config.yaml")
     config.run_folder.mkdir(parents=True)
+    check(config)
+    (config.run_folder / "config.yaml").touch()
     with pytest.raises(ConfigError, match="holds a run already; choose another name, remove it, or go on"):
         check(config)
