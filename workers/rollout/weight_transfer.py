@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workers.rollout.engine_process import end_with_parent
+from workers.rollout.engine_process import end_with_actor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ ENGINE_OF_BACKEND = dict(zip(("shared_memory", "ipc", "nccl"), ENGINES, strict=T
 @functools.cache  # vLLM may load a plugin more than once in a process, and its factory refuses a name that it knows
 def register() -> None:
     """Tell vLLM about our engines: the entry point that its processes call when they start."""
-    end_with_parent()
+    end_with_actor()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, (module, engine) in ENGINES.items():
