@@ -13,7 +13,7 @@ import numpy as np
 from controller.curriculum import checked_order
 from controller.records import Record
 from workers.errors import DataError
-from workers.isolation import named
+from workers.isolation.process import named
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
 CHARACTERS_PER_TOKEN = (

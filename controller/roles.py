@@ -45,6 +45,7 @@ from workers.reference import ReferenceWorker
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.reward_model import RewardModelWorker
 from workers.reward_process import RewardFunction
+from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker
 
@@ -246,9 +247,8 @@ def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list
 
     ranks: `Worker.facts` of every policy rank.
     """
-    size = rollout.tensor_parallel
-    engines = [ranks[replica * size : (replica + 1) * size] for replica in range(rollout.replicas)]
-    return [",".join(rank["gpus"] for rank in shared) for shared in engines]
+    engines = [ranks_of_engine(replica, rollout.tensor_parallel) for replica in range(rollout.replicas)]
+    return [",".join(ranks[rank]["gpus"] for rank in shared) for shared in engines]
 
 
 def _engine_maker(
@@ -261,7 +261,7 @@ def _engine_maker(
     actor_class = ray.remote(RolloutWorker)
 
     def make(replica: int, attempt: int) -> Any:
-        rank = replica * config.rollout.tensor_parallel if devices else replica
+        rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica
         # An actor without GPUs of its own would see none: Ray is told to leave the variable alone.
         variables = {
             "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",

@@ -2,7 +2,7 @@
 
     tokenizer files --template_of--> Template --render_isolated, process--> nothing, or ConfigError
 
-transformers' own renderer, without a tokenizer and without torch: it is there in a second.
+transformers' own renderer, without a tokenizer and without torch, is imported in a second.
 """
 
 import json
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from workers.errors import ConfigError
-from workers.isolation import NoAnswerError, ask
+from workers.isolation.asking import NoAnswerError, ask
 
 Messages = list[dict[str, Any]]
+RENDER = "workers.isolation.trials:render_prompts"  # with transformers, which this module does not import
 DEFAULT = "default"  # of several templates, the one for prompts without tools
 
 
@@ -52,15 +53,12 @@ def render_isolated(
     answered: whether the messages end with a response. Raises ConfigError, naming `model`, if that fails or takes more
     than `timeout_s` seconds, which `setting` limits.
     """
-    question = {"template": template.text, "special_tokens": template.special_tokens, "answered": answered}
     which = f"the chat template of model.path={model}"
     try:
-        payload = json.dumps(list(prompts), default=str).encode()
-        answer, _ = ask("workers.chat_template_process", question, payload, timeout_s=timeout_s, setting=setting)
+        options = template.special_tokens | {"add_generation_prompt": not answered}
+        ask(RENDER, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=setting)
     except NoAnswerError as error:
         raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts; mend the template.") from None
-    if "failure" in answer:
-        raise ConfigError(f"{which} {answer['failure']}.")
 
 
 @contextmanager

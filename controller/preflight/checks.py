@@ -31,6 +31,7 @@ from controller.preflight.validation_checks import check_validation
 from controller.preflight.weights import HEAD
 from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
+from workers.rollout.placement import fits_device
 
 
 def check(config: Config) -> None:
@@ -118,12 +119,13 @@ def _check_caps(config: Config) -> None:
 def _check_devices(config: Config) -> None:
     """bfloat16 on CPU is allowed: it works, and it is how a GPU run's rounding is looked at without one."""
     placement = config.rollout_placement
-    if placement in ("colocated", "apart") and not config.uses_gpus:
+    fits = fits_device(placement, has_gpu=config.uses_gpus)
+    if not fits and not config.uses_gpus:
         raise ConfigError(
             f"rollout.placement={placement} needs GPUs and resources.device={config.resources.device} gives none here; "
             "set rollout.placement=auto, or resources.device=cuda for a cluster with GPUs."
         )
-    if placement == "shared_memory" and config.uses_gpus:
+    if not fits:
         raise ConfigError(
             "rollout.placement=shared_memory is for CPUs and the run uses GPUs; set colocated or apart, "
             "or resources.device=cpu."

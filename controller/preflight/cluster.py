@@ -13,6 +13,7 @@ from controller.config import Config
 from controller.layout import Bundle, Pool, pools, role_requests
 from controller.placement import bundle_of_rank, groups_on_several_nodes
 from workers.errors import ConfigError, ResourceError
+from workers.rollout.placement import ranks_of_engine
 
 FORM = "nodes=8,gpus=8,gpu_gib=80,cpus=96,memory_gib=1024"
 REQUIRED = ("nodes", "cpus")
@@ -113,7 +114,7 @@ def roles_on_node(config: Config, placement: Placement, node: int) -> dict[str, 
     for request in role_requests(config):
         nodes = placement.pools[request.pool] if request.pool else placement.rewards
         step = config.rollout.tensor_parallel if _shares_training(config, request.role) else 1
-        found[request.role] = [i for i in range(request.actors) if nodes[i * step] == node]
+        found[request.role] = [i for i in range(request.actors) if nodes[ranks_of_engine(i, step)[0]] == node]
     return {role: numbers for role, numbers in found.items() if numbers}
 
 
