@@ -19,8 +19,7 @@ from controller.requests import sample_requests
 from controller.roles import Roles
 from controller.samples import Rollout, assemble, with_record_columns
 from controller.shaping import overlong_penalty
-from controller.watching.console import Console
-from controller.watching.spans import TimelineRecorder
+from controller.watching.run_record import RunRecord
 from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleResult
@@ -38,17 +37,8 @@ class Collected:
 class Collector:
     """Samples for training and validation, from the engines and reward workers of one run."""
 
-    def __init__(
-        self,
-        config: Config,
-        roles: Roles,
-        prompts: Prompts,
-        planner: Planner,
-        console: Console,
-        timeline: TimelineRecorder,
-    ) -> None:
-        self.config, self.roles, self.prompts, self.planner = config, roles, prompts, planner
-        self.console, self.timeline = console, timeline
+    def __init__(self, config: Config, roles: Roles, prompts: Prompts, planner: Planner, record: RunRecord) -> None:
+        self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
 
     def collect(self, step: int, position: int) -> Collected:
         """The samples of a step, from prompts at `position` on; in several rounds where `replace` needs more groups."""
@@ -66,7 +56,7 @@ class Collector:
             kept.append(self.keep_groups_with_signal(rounds[-1].batch))
             wanted -= len(np.unique(kept[-1]["uid"]))
         if wanted and limit > 1:
-            self.console.say(
+            self.record.console.say(
                 f"step {step}: {wanted} of {self.config.batch.prompts_per_step} groups are still without signal after "
                 f"algorithm.max_sampling_rounds={limit}; training on the others"
             )
@@ -94,18 +84,18 @@ class Collector:
         by_uid = {prompt.uid: prompt for prompt in prompts}
         requests = sample_requests(self.config, prompts, samples, step)
         self.roles.wake_engines()
-        with self.console.samples(len(requests)) as advance:
+        with self.record.console.samples(len(requests)) as advance:
 
             def score(found: list[SampleResult], block: ObjectRef) -> None:
                 self.roles.rewards.submit(found, block, by_uid)
                 advance(len(found))
 
             finished = self.roles.rollouts.generate(requests, sampling, on_results=score)
-        self.timeline.samples([*finished.results, *finished.dropped])
+        self.record.timeline.samples([*finished.results, *finished.dropped])
         drop_failed = self.config.reward.on_failure == "drop"
         rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
         if rollout.failures:
-            self.console.say(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
+            self.record.console.say(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
         return self.scored_by_model(rollout)
 
     def scored_by_model(self, rollout: Rollout) -> Rollout:

@@ -68,9 +68,7 @@ def run_with(overrides: list[str], trouble: dict[int, Trouble], *, before: str =
                 return usual(*arguments)
 
             setattr(trainer, before, troubled)
-            outcome = trainer.fit()
-            trainer.writer.summary(outcome.summary())
-            return outcome
+            return trainer.fit()
 
     return TroubledRun(config, recovering(attempt, config, console.say), console.said)
 
