@@ -13,16 +13,14 @@ from ray import ObjectRef
 
 from controller import advantages
 from controller.config import Config
-from controller.data import Prompt, Prompts
+from controller.data import Prompt, Prompts, with_system_prompt
 from controller.planner import Planner
-from controller.requests import sample_requests
 from controller.roles import Roles
 from controller.samples import Rollout, assemble, with_record_columns
-from controller.shaping import overlong_penalty
 from controller.watching.run_record import RunRecord
 from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
-from workers.rollout.requests import SampleResult
+from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
 
 
 @dataclass(frozen=True)
@@ -112,3 +110,36 @@ class Collector:
         if self.config.algorithm.groups_without_signal == "keep":
             return batch
         return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
+
+
+def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:
+    """`samples` requests for every prompt; those of a group follow each other and share their arrays."""
+    starts = [_start(config, prompt) for prompt in prompts]
+    return [
+        SampleRequest(prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start)
+        for prompt, start in zip(prompts, starts, strict=True)
+        for i in range(samples)
+    ]
+
+
+def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
+    if not config.rollout.environment:
+        return None
+    text = prompt.columns[config.data.prompt_key]
+    if config.data.system_prompt:
+        text = with_system_prompt(text, config.data.system_prompt, prompt.uid)
+    return EpisodeStart(prompt.columns, text)
+
+
+def overlong_penalty(tokens: np.ndarray, longest: int, overlong_tokens: int) -> np.ndarray:
+    """Soft punishment of long responses (Yu et al. 2025, DAPO, eq. 13), with L_max `longest` and L_cache
+    `overlong_tokens`, at least 1:
+
+        0                                 |y| <= L_max - L_cache
+        ((L_max - L_cache) - |y|) / L_cache         in between
+        -1                                |y| >= L_max
+
+    tokens: int [B], those after the prompt. Returns float64 [B] in [-1, 0].
+    """
+    free = longest - overlong_tokens
+    return np.clip((free - tokens) / overlong_tokens, -1.0, 0.0)

@@ -18,8 +18,8 @@ from controller.config import Config
 from controller.credit import Credit
 from controller.data import PromptDataset, Prompts
 from controller.lookahead import Lookahead
-from controller.mini_batches import draw_mini_batches, with_group_tokens
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
+from controller.planner import draw_mini_batches, with_group_tokens
 from controller.roles import Roles
 from controller.samples import Rollout
 from controller.session import Session

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from controller.shaping import overlong_penalty
+from controller.collector import overlong_penalty
 
 
 def test_the_penalty_falls_linearly_over_the_last_tokens() -> None:
