@@ -42,8 +42,7 @@ def test_a_phase_reaches_every_place(recording: Recording) -> None:
     record.write_timeline(3)
     assert 0 < record.times()["time/update_s"] <= record.times()["time/step_s"]
     assert recording.exported.count(("update", 1.0)) == recording.exported.count(("update", 0.0)) == 2
-    drawn = recording.terminal.file.getvalue()
-    assert "3/20" in drawn and "update" in drawn
+    assert "3/20" in recording.terminal.file.getvalue()
     made = {"traceEvents": trace_events(read_timeline(recording.folder))}
     check(made)
     names = [event["name"] for event in slices_of(made, "driver", "phases")]
@@ -66,7 +65,9 @@ def test_a_phase_that_fails_ends_everywhere(recording: Recording) -> None:
     with pytest.raises(KeyError), record.phase("save"):
         raise KeyError
     assert recording.exported == [("save", 1.0), ("save", 0.0)]
-    assert recording.terminal.file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+    drawn = recording.terminal.file.getvalue()
+    assert "save" in drawn
+    assert drawn.count("\x1b[?25h") == 1  # the cursor is back
     record.write_timeline(0)
     (line,) = (recording.folder / "timeline.jsonl").read_text().splitlines()
     assert [name for name, _, _ in json.loads(line)["phases"]] == ["save"]
