@@ -66,7 +66,7 @@ class Collector:
         if self.config.algorithm.advantage != "remax":
             return rollout
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return rollout.against(self.shaped(self.roll_out(prompts, 1, greedy, step)))
+        return rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
 
     def shaped(self, rollout: Rollout) -> Rollout:
         """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""
