@@ -81,7 +81,7 @@ def run(config: Config, inputs: Inputs) -> None:
 
     def attempt(config: Config, budget: RestartBudget) -> None:
         with training(config, inputs, console, budget) as trainer:
-            trainer.writer.summary(trainer.fit().summary())
+            trainer.fit()
 
     with ray_session(config, console), naming_what_is_left(config):
         recovering(attempt, config, console.say)
@@ -106,17 +106,7 @@ def training(
         return start_roles(config, functions, console, budget, live=live, environment=inputs.environment)
 
     with session(config, start, console, inputs.identity) as started:
-        yield Trainer(
-            config,
-            started.roles,
-            inputs.prompts,
-            inputs.validation,
-            cost_model=inputs.cost_model,
-            writer=started.writer,
-            console=console,
-            live=started.live,
-            progress=started.progress,
-        )
+        yield Trainer(config, started, inputs.prompts, inputs.validation, cost_model=inputs.cost_model)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class Roles(TrainingRoles):
 
     def connect_engines(self, placement: str, tensor_parallel: int) -> None:
         """Let the policy's ranks meet the engines, for `send_weights` between GPUs. Raises LostError as that does."""
-        self._beside_engines("connect_engines", self.rollouts.actors, placement, tensor_parallel)
+        self._beside_engines("connect_engines", list(self.rollouts.actors.values()), placement, tensor_parallel)
 
     def _beside_engines(self, method: str, *args: Any) -> None:
         """Call a method of the policy in which ranks and engines wait for each other.
@@ -161,7 +161,7 @@ class Roles(TrainingRoles):
 
     def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
         """The engines' updates of weights since the last call, by actor; one that does not answer is left out."""
-        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in enumerate(self.rollouts.actors)}
+        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         loads = {}
         for ref in answered:
@@ -254,7 +254,7 @@ def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list
 def _engine_maker(
     config: Config, request: RoleRequest, bundles: Bundles, devices: list[str], environment: bytes
 ) -> MakeActor:
-    """Makes the actor of a replica, and another in its place; see `Engines`.
+    """Makes the actor of a replica, and another in its place; see `RolloutEngines`.
 
     `devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none.
     """

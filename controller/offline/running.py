@@ -111,7 +111,7 @@ class OfflineCommand(Generic[Settings]):
         def attempt(config: Settings, budget: object) -> None:
             del budget  # of engines: there are none
             with self.training(config, inputs, console) as trainer:
-                trainer.writer.summary(trainer.fit().summary())
+                trainer.fit()
 
         with ray_session(config, console), naming_what_is_left(config):
             recovering(attempt, config, console.say)
@@ -130,9 +130,7 @@ class OfflineCommand(Generic[Settings]):
             return start_training_roles(config, OfflinePolicyWorker, console, total_steps=total_steps)
 
         with session(config, start, console, inputs.identity) as started:
-            yield self.trainer()(
-                config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model, console=console
-            )
+            yield self.trainer()(config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,7 @@ def run_with(overrides: list[str], faults: dict[int, Fault], *, before: str = "s
                 return usual(*arguments)
 
             setattr(trainer, before, with_fault)
-            outcome = trainer.fit()
-            trainer.writer.summary(outcome.summary())
-            return outcome
+            return trainer.fit()
 
     return RunWithFaults(config, recovering(attempt, config, console.say), console.said)
 

@@ -47,7 +47,6 @@ def run_loop(overrides: list[str], look: Callable[[], object] = lambda: None) ->
     inputs = read_inputs(config)
     with training(config, inputs, Console()) as trainer:
         outcome = trainer.fit()
-        trainer.writer.summary(outcome.summary())
         look()
         rollout = trainer.collector.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
         return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
