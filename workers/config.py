@@ -214,12 +214,7 @@ class SupervisedLossConfig:
     aggregation: str = setting(
         "token_mean",
         "Aggregation of token losses; every denominator is that of the whole step.",
-        choices=(
-            "token_mean",
-            "sequence_mean_token_mean",
-            "sequence_mean_token_sum",
-            "sequence_mean_token_sum_norm",
-        ),
+        choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"),
     )
     constant_length: int = setting(
         0, "Tokens that sequence_mean_token_sum_norm divides a sequence's sum by.", minimum=0
@@ -363,9 +358,7 @@ class LossConfig:
     """The policy loss; formulas: the functions in `workers.model.losses`."""
 
     name: str = setting(
-        "ppo_clip",
-        "Policy loss; `custom` takes algorithm.loss.function.",
-        choices=(*POLICY_LOSS_SETTINGS, "custom"),
+        "ppo_clip", "Policy loss; `custom` takes algorithm.loss.function.", choices=(*POLICY_LOSS_SETTINGS, "custom")
     )
     function: str = setting("", "A custom loss, `module:function`, decorated with `workers.model.losses.policy_loss`.")
     columns: str = setting(

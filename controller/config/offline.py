@@ -10,14 +10,7 @@ from typing import Any
 from controller.config.limits import Limits
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from controller.config.training import ReferenceSettings, TrainingConfig
-from workers.config import (
-    ModelConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    ReferenceConfig,
-    SupervisedLossConfig,
-    setting,
-)
+from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, SupervisedLossConfig, setting
 
 
 @dataclass
@@ -100,11 +93,7 @@ class PreferenceLossConfig:
         choices=("auto", "sum", "mean"),
     )
     label_smoothing: float = setting(
-        0.0,
-        "Assumed share of pairs with swapped labels (dpo, simpo).",
-        minimum=0,
-        maximum=0.5,
-        exclusive_maximum=True,
+        0.0, "Assumed share of pairs with swapped labels (dpo, simpo).", minimum=0, maximum=0.5, exclusive_maximum=True
     )
     margin: float = setting(0.0, "Margin by which the chosen response should win (simpo's gamma).", minimum=0)
 

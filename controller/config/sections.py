@@ -3,14 +3,7 @@
 from dataclasses import dataclass, field
 from typing import cast
 
-from workers.config import (
-    GaeConfig,
-    KlInRewardConfig,
-    LossConfig,
-    RewardModelConfig,
-    SamplingConfig,
-    setting,
-)
+from workers.config import GaeConfig, KlInRewardConfig, LossConfig, RewardModelConfig, SamplingConfig, setting
 
 
 @dataclass
@@ -29,9 +22,7 @@ class BaseRunConfig:
     )
     save_every: int = setting(0, "Steps between saved models; 0 saves only at the end.", minimum=0)
     checkpoint_every: int = setting(
-        0,
-        "Steps between checkpoints, from which a run resumes exactly; 0 writes none.",
-        minimum=0,
+        0, "Steps between checkpoints, from which a run resumes exactly; 0 writes none.", minimum=0
     )
     keep_checkpoints: int = setting(2, "Number of latest checkpoints to keep; older ones are deleted.", minimum=1)
     resume: str = setting(

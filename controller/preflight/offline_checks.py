@@ -32,11 +32,7 @@ ROWS: tuple[Row, ...] = (
     *EVERYWHERE,
 )
 SFT_ROWS: tuple[Row, ...] = (
-    (
-        "data.validation",
-        lambda c: bool(c.data.validation),
-        ("policy.forward_", "model.forward_"),
-    ),
+    ("data.validation", lambda c: bool(c.data.validation), ("policy.forward_", "model.forward_")),
     *ROWS,
 )
 PREFERENCES_ROWS: tuple[Row, ...] = (
