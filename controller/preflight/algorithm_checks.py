@@ -63,13 +63,13 @@ def check_loss(config: Config) -> None:
         )
     if config.batch.epochs > 1 and loss.name == "reinforce":
         raise ConfigError(
-            f"algorithm.loss.name=reinforce takes samples for the policy's own, which they are not any more after the "
-            f"first of batch.epochs={config.batch.epochs}; set epochs to 1, or another loss."
+            "algorithm.loss.name=reinforce assumes samples of the current policy, and "
+            f"batch.epochs={config.batch.epochs} trains on them again after updates; set epochs to 1, or another loss."
         )
     if config.rollout.overlap and loss.name == "reinforce" and not loss.rollout_correction.is_on:
         raise ConfigError(
-            "algorithm.loss.name=reinforce takes samples for the policy's own, but rollout.overlap=true makes them a "
-            "version old; set algorithm.loss.rollout_correction.weights=token, or another loss."
+            "algorithm.loss.name=reinforce assumes samples of the current policy, but rollout.overlap=true makes them "
+            "a version old; set algorithm.loss.rollout_correction.weights=token, or another loss."
         )
     _check_kl_correction(config)
     _check_token_returns(config)

@@ -170,8 +170,7 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (
             ("batch.epochs=2", "algorithm.loss.name=reinforce"),
-            "algorithm.loss.name=reinforce takes samples for the policy's own, which they are not any more after the "
-            "first of batch.epochs=2",
+            "algorithm.loss.name=reinforce assumes samples of the current policy, and batch.epochs=2 trains on them",
         ),
         (
             ("batch.epochs=2", "policy.optimizer.warmup_steps=41"),
@@ -306,7 +305,7 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (
             ("rollout.overlap=true", "algorithm.loss.name=reinforce"),
-            "algorithm.loss.name=reinforce takes samples for the policy's own, but rollout.overlap=true makes them",
+            "algorithm.loss.name=reinforce assumes samples of the current policy, but rollout.overlap=true makes them",
         ),
         (
             ("rollout.overlap=true", "policy.forward_max_tokens=4096"),
