@@ -3,16 +3,18 @@
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 import controller.data
 from controller.config import load
-from controller.inputs import read_inputs
+from controller.data import rendered
+from controller.inputs import limited_tokenizer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
-from workers.errors import BallastError
+from workers.errors import BallastError, DataError
 
 CHAT = "{% for m in messages %}{{ raise_exception('no x') if m.content == 'x' else m.content }}{% endfor %}"
 ENDLESS = (
@@ -50,19 +52,22 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
     assert (len(source), source.dropped, tokenized) == (1, 1, ["1+1="])
 
 
-@pytest.mark.parametrize(
-    ("template", "error"),
-    [(CHAT, "TemplateError: no x"), (ENDLESS, "it took more than resources.user_code_timeout_s=6 s")],
-    ids=["raises", "never ends"],
-)
-def test_a_template_that_fails_on_a_later_prompt_names_the_record(workspace: Path, template: str, error: str) -> None:
-    (workspace / "model" / "chat_template.jinja").write_text(template)
+def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Path) -> None:
+    (workspace / "model" / "chat_template.jinja").write_text(CHAT)
     contents = ["1+1="] * 40 + ["x"]
     records = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
     (workspace / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
-    # Not less than 6 s: the trial of the first prompts, in a process of its own, must end on a busy machine too.
-    line = refusal("data.train=chat.jsonl", "data.shuffle=false", "resources.user_code_timeout_s=6")
-    check_line(BadInput("later", ["chat.jsonl record 41 is not rendered", error]), 2, line)
+    line = refusal("data.train=chat.jsonl")
+    check_line(BadInput("later", ["chat.jsonl record 41 is not rendered", "TemplateError: no x"]), 2, line)
+
+
+def test_a_template_that_never_ends_on_a_later_prompt_is_ended(workspace: Path) -> None:
+    (workspace / "model" / "chat_template.jinja").write_text(ENDLESS)
+    tokenizer = limited_tokenizer(load(None, [*SETTINGS, "resources.user_code_timeout_s=0.2"]))
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(DataError, match=r"record 41 is not rendered .* took more than resources.user_code_timeout_s="):
+        rendered(tokenizer, messages, "chat.jsonl record 41")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) -> None:
