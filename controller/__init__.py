@@ -4,10 +4,10 @@
      |--> config/          what a user can set
      |--> preflight/       what is said of a run before anything starts: checks, the pages of `--dry-run`
      '--> trainer          a step, from top to bottom; its parts are the modules beside it:
-           |--> prompts in, scored samples out: collector, lookahead; records, data, requests, rewards, samples, shaping
+           |--> prompts in, scored samples out: collector, lookahead; records, data, rewards, samples
            |     '--> rollout/    engines, and which of them answers what
-           |--> who computes what: mini_batches, planner (plan_arguments), refit
-           |--> what a sequence or a token was worth: credit, advantages, kl_control; on held-out prompts: validation
+           |--> who computes what: planner, refit
+           |--> what a sequence or a token was worth: credit, advantages; on held-out prompts: validation
            |--> the actors of a run: roles, layout, resources, worker_group
            |--> where it can go on from: checkpoint, checkpoint_writer, recovery, interrupts
            '--> watching/  what can be seen of a run: console, metrics, trackers, report, timeline

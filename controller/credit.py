@@ -13,8 +13,8 @@ from controller import advantages
 from controller.checkpoint import Progress
 from controller.config import Config
 from controller.config.sections import AlgorithmConfig
-from controller.kl_control import adapted
 from controller.planner import Planner
+from workers.config import KlInRewardConfig
 from workers.metrics import Metrics, results
 from workers.model.credit import KlPenalty
 from workers.model.losses import explained_variance
@@ -22,6 +22,8 @@ from workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
     from controller.roles import Roles
+
+LARGEST_KL_ERROR = 0.2  # beyond it an error counts no more, so that one far step does not throw the weight off
 
 
 class Credit:
@@ -65,8 +67,22 @@ class Credit:
         weight = settings.coefficient if self._progress.kl_coefficient is None else self._progress.kl_coefficient
         plan = self._planner.whole(batch, "reference.log_probs")
         kl = (self._roles.reference or self._roles.policy).kl(batch, plan, settings.estimator)
-        self._progress.kl_coefficient = adapted(weight, float(kl.mean()), len(batch), settings)
+        self._progress.kl_coefficient = adapted_kl_weight(weight, float(kl.mean()), len(batch), settings)
         return weight, kl, {"reward/kl": float(kl.mean()), "reward/kl_coefficient": weight}
+
+
+def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: KlInRewardConfig) -> float:
+    """The weight of the next step (Ziegler et al. 2019, section 2.2), with a gain of `sequences / horizon`:
+
+        e = clip((KL - target) / target, -0.2, 0.2)        beta' = beta (1 + e sequences / horizon)
+
+    kl: mean over the step's sequences, nats. Without a target it is the weight that was.
+    """
+    if not settings.target:
+        return coefficient
+    error = (kl - settings.target) / settings.target
+    error = min(max(error, -LARGEST_KL_ERROR), LARGEST_KL_ERROR)
+    return coefficient * (1 + error * sequences / settings.horizon)
 
 
 def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:

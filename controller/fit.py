@@ -1,6 +1,6 @@
 """`python -m controller.fit --config FILE [key.sub=value ...]`: a configuration in, an exit code out.
 
-    0 the run ended    1 it failed or was stopped    2 the configuration or the data is wrong; nothing was started
+    0 the run ended    1 it failed or was stopped    2 configuration, data or cluster were refused; nothing was started
 
 Nothing heavy is imported before the configuration has been checked.
 """
@@ -23,6 +23,7 @@ from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.machine import check_machine
 from controller.recovery import recovering
 from controller.rollout.fleet import RestartBudget
+from controller.run_lock import locked
 from controller.session import exit_code, finished, naming_what_is_left, ray_session, report, session
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
         dry_run(config, request)
         return None
     check_cluster(config)
-    return partial(run, config, read_inputs(config))
+    return locked(config, partial(run, config, read_inputs(config)))
 
 
 def dry_run(config: Config, request: Arguments) -> None:
@@ -80,7 +81,7 @@ def run(config: Config, inputs: Inputs) -> None:
 
     def attempt(config: Config, budget: RestartBudget) -> None:
         with training(config, inputs, console, budget) as trainer:
-            trainer.writer.summary(trainer.fit().summary())
+            trainer.fit()
 
     with ray_session(config, console), naming_what_is_left(config):
         recovering(attempt, config, console.say)
@@ -105,17 +106,7 @@ def training(
         return start_roles(config, functions, console, budget, live=live, environment=inputs.environment)
 
     with session(config, start, console, inputs.identity) as started:
-        yield Trainer(
-            config,
-            started.roles,
-            inputs.prompts,
-            inputs.validation,
-            cost_model=inputs.cost_model,
-            writer=started.writer,
-            console=console,
-            live=started.live,
-            progress=started.progress,
-        )
+        yield Trainer(config, started, inputs.prompts, inputs.validation, cost_model=inputs.cost_model)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from workers.reference import ReferenceWorker
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.reward_model import RewardModelWorker
 from workers.reward_process import RewardFunction
+from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker
 
@@ -129,7 +130,7 @@ class Roles(TrainingRoles):
 
     def connect_engines(self, placement: str, tensor_parallel: int) -> None:
         """Let the policy's ranks meet the engines, for `send_weights` between GPUs. Raises LostError as that does."""
-        self._beside_engines("connect_engines", self.rollouts.actors, placement, tensor_parallel)
+        self._beside_engines("connect_engines", list(self.rollouts.actors.values()), placement, tensor_parallel)
 
     def _beside_engines(self, method: str, *args: Any) -> None:
         """Call a method of the policy in which ranks and engines wait for each other.
@@ -160,7 +161,7 @@ class Roles(TrainingRoles):
 
     def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
         """The engines' updates of weights since the last call, by actor; one that does not answer is left out."""
-        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in enumerate(self.rollouts.actors)}
+        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         loads = {}
         for ref in answered:
@@ -246,22 +247,21 @@ def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list
 
     ranks: `Worker.facts` of every policy rank.
     """
-    size = rollout.tensor_parallel
-    engines = [ranks[replica * size : (replica + 1) * size] for replica in range(rollout.replicas)]
-    return [",".join(rank["gpus"] for rank in shared) for shared in engines]
+    engines = [ranks_of_engine(replica, rollout.tensor_parallel) for replica in range(rollout.replicas)]
+    return [",".join(ranks[rank]["gpus"] for rank in shared) for shared in engines]
 
 
 def _engine_maker(
     config: Config, request: RoleRequest, bundles: Bundles, devices: list[str], environment: bytes
 ) -> MakeActor:
-    """Makes the actor of a replica, and another in its place; see `Engines`.
+    """Makes the actor of a replica, and another in its place; see `RolloutEngines`.
 
     `devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none.
     """
     actor_class = ray.remote(RolloutWorker)
 
     def make(replica: int, attempt: int) -> Any:
-        rank = replica * config.rollout.tensor_parallel if devices else replica
+        rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica
         # An actor without GPUs of its own would see none: Ray is told to leave the variable alone.
         variables = {
             "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",

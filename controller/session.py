@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from controller.roles import TrainingRoles
     from controller.watching.console import Console
     from controller.watching.live import Live
-    from controller.watching.metrics import RunWriter
+    from controller.watching.run_record import RunRecord
 
 Roles = TypeVar("Roles", bound="TrainingRoles")
 
 
 def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
-    """Run a command: 0 it ended, 1 it failed or was stopped, 2 its configuration or data is wrong.
+    """Run a command: 0 it ended, 1 it failed or was stopped, 2 it was refused before anything was started.
 
     prepare: reads and checks, and returns what starts the run; None where there is nothing to start.
     """
@@ -47,7 +47,7 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
     try:
         try:
             start = prepare()
-        except (ConfigError, DataError, UnsupportedModelError, BalancingError, OSError) as error:
+        except (ConfigError, DataError, ResourceError, UnsupportedModelError, BalancingError, OSError) as error:
             return _fail(error, 2)
         if start is not None:
             start()
@@ -65,8 +65,7 @@ class Session(Generic[Roles]):
 
     roles: Roles
     progress: "Progress"
-    writer: "RunWriter"
-    live: "Live"
+    record: "RunRecord"
 
 
 @contextmanager
@@ -83,6 +82,7 @@ def session(
     from controller.checkpoint import go_on
     from controller.watching.live import Live
     from controller.watching.metrics import RunWriter
+    from controller.watching.run_record import RunRecord
     from controller.watching.trackers.opening import open_trackers
     from controller.watching.trackers.ray_metrics import RayMetrics
 
@@ -95,7 +95,7 @@ def session(
         with RunWriter(
             config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
         ) as writer:
-            yield Session(roles, progress, writer, live)
+            yield Session(roles, progress, RunRecord(console, live, writer))
 
 
 def finished(config: TrainingConfig, last_step: int, setting: str) -> str:

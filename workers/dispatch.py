@@ -29,7 +29,6 @@ class Split(Enum):
     """What each rank receives."""
 
     ALL = "the same arguments"
-    EACH = "its own entry: every argument is a list with one entry a rank"
     PLAN = "the rows of the batch that the plan gives its dp rank, and its part of the plan"
 
 
@@ -91,8 +90,6 @@ def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] =
         raise ValueError("Join.TOKENS, and it alone, names the columns that it returns")
     if join is Join.ROWS and split is not Split.PLAN:
         raise ValueError(f"{join} needs Split.PLAN")
-    if join in (Join.TOKENS, Join.METRICS) and split is Split.EACH:
-        raise ValueError(f"{join} needs Split.PLAN or Split.ALL")
 
     def mark(method: Callable) -> Callable:
         @functools.wraps(method)
@@ -124,8 +121,6 @@ def split_arguments(
     """
     if mode.split is Split.ALL:
         return [(args, kwargs)] * len(ranks)
-    if mode.split is Split.EACH:
-        return _split_each(ranks, args, kwargs)
     if len(args) < 2 or not isinstance(args[0], RemoteBatch) or not isinstance(args[1], Plan):
         kinds = [type(argument).__name__ for argument in args]
         raise DataError(f"a method split by plan takes a RemoteBatch and a Plan first, got {kinds}.")
@@ -138,14 +133,6 @@ def split_arguments(
         rank_plan = plan.for_rank(dp)
         shares.append((put(batch.select(rank_plan.rows)), rank_plan))
     return [((*shares[rank.dp], *args[2:]), kwargs) for rank in ranks]
-
-
-def _split_each(ranks: Sequence[RankCoordinates], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
-    for name, argument in [*enumerate(args), *kwargs.items()]:
-        if not isinstance(argument, (list, tuple)) or len(argument) != len(ranks):
-            size = len(argument) if hasattr(argument, "__len__") else "no length"
-            raise DataError(f"argument {name!r} needs one entry for each of {len(ranks)} ranks, it has {size}.")
-    return [(tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()}) for i in range(len(ranks))]
 
 
 def join_tokens(

@@ -4,6 +4,6 @@
                      |                |
       router: who takes what        fleet: who may be asked          both decide only; no I/O, no Ray
 
-Read `rounds` first. A step's requests are made in `controller.requests`, what came back is put together in
+Read `rounds` first. A step's requests are made in `controller.collector`, what came back is put together in
 `controller.samples`.
 """

@@ -1,4 +1,4 @@
-"""Engines: the rollout actors of a run, and what happens when one is lost.
+"""RolloutEngines: the rollout actors of a run, and what happens when one is lost.
 
     make(replica, attempt) --start--> up --current weights--> serves --died, hung--> killed
             ^                                                                          |
@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from controller.rollout.fleet import Fleet, State
+from controller.rollout.fleet import Fleet, RestartBudget, State
 from workers.config import RolloutConfig
 from workers.errors import LostError, RolloutError
 
@@ -63,8 +63,11 @@ class _Call:
     then: Callable[[], None]
 
 
-class Engines:
-    """The actors of all replicas, their states, and the weights that they must have."""
+class RolloutEngines:
+    """The actors of all replicas, their states, and the weights that they must have.
+
+    actors: handles by replica. fleet: which of them may serve.
+    """
 
     def __init__(
         self,
@@ -91,6 +94,26 @@ class Engines:
         self._weights: ray.ObjectRef | None = None
         self._stopped = False
 
+    @property
+    def serving(self) -> list[int]:
+        """Replicas that may be given requests now."""
+        return self.fleet.serving
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that an engine must have to serve."""
+        return self.fleet.version
+
+    @property
+    def budget(self) -> RestartBudget:
+        """Restarts of the run so far."""
+        return self.fleet.budget
+
+    @property
+    def asleep(self) -> bool:
+        """Whether engines have given their GPUs to training."""
+        return bool(self.fleet.in_state(State.ASLEEP))
+
     def start(self) -> Pending:
         """Build all engines; returns at once, `result()` waits. One that fails here is an error, not a loss."""
         starts = {replica: actor.start.remote() for replica, actor in self.actors.items()}
@@ -108,7 +131,7 @@ class Engines:
             self._arrived(ref)
         return None
 
-    def look_at_clock(self, busy: Collection[int]) -> None:
+    def check_deadlines(self, busy: Collection[int]) -> None:
         """Lose what is late; ask replicas of `busy`, which owe results and have been silent, whether they live."""
         now = time.monotonic()
         for ref in [ref for ref, call in self._calls.items() if call.deadline < now]:
@@ -119,15 +142,15 @@ class Engines:
                 health, doing = self.actors[replica].health.remote(), "answering (rollout.hang_timeout_s)"
                 self._watch(replica, health, doing, self._hang_timeout_s, partial(self._healthy, replica))
 
-    def check_hope(self) -> None:
-        """Raise RolloutError if no engine serves and none is on its way to: waiting would never end."""
+    def check_any_will_serve(self) -> None:
+        """Raise RolloutError if no engine serves and none is starting or loading weights: waiting would never end."""
         if not self.fleet.serving and not self._calls:
             raise RolloutError(
                 f"no rollout engine has the weights of version {self.fleet.version}, and none is loading them: an "
                 "update was refused before."
             )
 
-    def take_lost(self) -> list[int]:
+    def pop_lost(self) -> list[int]:
         """Replicas lost since the last call."""
         lost, self._newly_lost = self._newly_lost, []
         return lost
@@ -137,7 +160,7 @@ class Engines:
         self._last_sign[replica] = time.monotonic()
 
     def lose(self, replica: int, cause: Exception | str) -> None:
-        """Take the engine out and start a new one in its place.
+        """Take the engine out of service and start a new one in its place.
 
         Raises RolloutError, the cause first, if the run has no restart left, and LostError if it cannot be replaced.
         """
@@ -160,9 +183,10 @@ class Engines:
         self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica))
 
     def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
-        """Load `payload`, a reference to packed weights, into every engine that is up; one that is starting follows.
+        """Load `payload`, a reference to packed weights, as `version` into every engine that is up; kept for engines
+        that start later.
 
-        Raises RolloutError if an engine refuses them, or see `lose`.
+        Raises RolloutError if an engine refuses them: it would go on with old weights. And as `lose` does.
         """
         self._weights = payload
         self.fleet.new_version(version)
@@ -170,16 +194,25 @@ class Engines:
             self._load(replica)
         while self.fleet.in_state(State.STALE):
             self.wait([])
-            self.look_at_clock(())
+            self.check_deadlines(())
 
-    def weights_sent(self, version: int) -> None:
-        """Every engine that is awake has got `version` on another way."""
+    def receive_weights(self, send: Callable[[], None], version: int) -> None:
+        """Let `send` bring the weights `version` to every engine, between GPUs; engines that sleep wake up for it.
+
+            memory for weights --> send --> memory for the KV cache --> they serve
+
+        Raises LostError for an engine that is lost on the way, and what `send` raises.
+        """
+        self._wake_for_weights()
+        send()
+        if self._colocated:
+            self._on_all("wake_kv_cache", self.fleet.in_state(State.STALE), self._start_timeout_s)
         self.fleet.new_version(version)
         for replica in self.fleet.in_state(State.STALE):
             self.fleet.updated(replica, version)
 
     def sleep(self) -> None:
-        """Colocated engines drop their weights and KV caches; nothing for others.
+        """Colocated engines drop their weights and KV caches, and serve nothing before `receive_weights`; others go on.
 
         Raises LostError for one that fails.
         """
@@ -188,24 +221,16 @@ class Engines:
         for replica in self._on_all("sleep", self.fleet.in_state(*UP), self._start_timeout_s):
             self.fleet.sleep(replica)
 
-    def wake_for_weights(self) -> None:
-        """Engines that sleep take the memory of their weights back, and no more: the sender needs room to gather.
-
-        Raises LostError for one that fails.
-        """
+    def _wake_for_weights(self) -> None:
+        """Engines that sleep take the memory of their weights back, and no more: the sender needs room to gather."""
         for replica in self._on_all("wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s):
             self.fleet.wake(replica)
 
-    def wake_kv_cache(self) -> None:
-        """Colocated engines that have weights again take the memory of their KV caches back; nothing for others.
-
-        Raises LostError for one that fails.
-        """
-        if self._colocated:
-            self._on_all("wake_kv_cache", self.fleet.in_state(State.STALE), self._start_timeout_s)
-
     def check_alive(self) -> None:
-        """Lose engines whose actor or processes have died, also while they wait for weights and answer nothing else."""
+        """Lose engines whose actor or processes have died, also while they wait for weights and answer nothing else.
+
+        Raises LostError for one that cannot be replaced alone.
+        """
         self._on_all("alive", self.fleet.in_state(*UP, State.ASLEEP), self._hang_timeout_s)
 
     def _on_all(self, method: str, replicas: Sequence[int], timeout_s: float) -> list[int]:

@@ -2,15 +2,14 @@
 some samples and the timeline."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from controller.validation import Graded
-from controller.watching.spans import Entered, Span, spanning
 from controller.watching.trackers import Tracker
 from controller.watching.trackers.files import JsonLines, finite, writing
 from workers.remote_batch import RemoteBatch
@@ -119,26 +118,3 @@ def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float], epochs
         "throughput/update_tokens_per_s": tokens / seconds["update"],
         "throughput/tokens_per_s": tokens / seconds["step"],
     }
-
-
-class Stopwatch:
-    """Phases of one step: `with watch.phase("rollout"): ...`."""
-
-    def __init__(self, entered: Entered = nullcontext) -> None:
-        """`entered`: entered with the name of a phase, and left with it."""
-        self.spans: list[Span] = []
-        self._entered = entered
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to phase `name`."""
-        with spanning(name, self.spans), self._entered(name):
-            yield
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds by phase, in the order in which they ended."""
-        total: dict[str, float] = {}
-        for span in self.spans:
-            total[span.name] = total.get(span.name, 0.0) + span.end - span.start
-        return total

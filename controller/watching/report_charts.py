@@ -18,8 +18,7 @@ from balancing import BalancingError, CostModel, Plan, plan_batch
 from balancing.gantt import INK, WAITING, Chart, to_svg
 from balancing.statistics import predicted_grids
 from controller.config import TrainingConfig
-from controller.mini_batches import draw_mini_batches
-from controller.plan_arguments import plan_arguments
+from controller.planner import draw_mini_batches, plan_arguments
 from controller.watching.run_folder import Curve, RunFolder
 
 BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c2566a", "#8069b0", "#7d8491"

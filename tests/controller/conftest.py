@@ -23,16 +23,6 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def stand_in_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the configurations of runs on stand-ins name."""
-    from tests.controller.stand_ins.run import write_stand_in_workspace
-
-    path = tmp_path_factory.mktemp("stand-ins")
-    write_stand_in_workspace(path)
-    return path
-
-
-@pytest.fixture(scope="session")
 def stand_in_inputs() -> "Callable[[Config], Inputs]":
     """Data and rewards, read once for all runs with the same."""
     from controller.fit import read_inputs
@@ -45,15 +35,6 @@ def stand_in_inputs() -> "Callable[[Config], Inputs]":
         return known[key]
 
     return read
-
-
-@pytest.fixture
-def stand_ins(stand_in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> "StandIns":
-    """In their places until the test ends."""
-    from tests.controller.stand_ins.run import StandIns
-
-    monkeypatch.chdir(stand_in_folder)
-    return StandIns(monkeypatch)
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from controller.advantages import rloo
 from controller.checkpoint import Progress
 from controller.config import Config, load
-from controller.credit import Credit
-from controller.kl_control import adapted
+from controller.credit import Credit, adapted_kl_weight
 from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal
 from workers.config import KlInRewardConfig
@@ -23,17 +22,17 @@ ON = "algorithm.kl_in_reward.coefficient=0.1"
 
 def test_the_weight_follows_the_kl_by_hand() -> None:
     settings = KlInRewardConfig(coefficient=0.1, target=6.0, horizon=1000)
-    assert adapted(0.1, 6.6, 500, settings) == pytest.approx(
+    assert adapted_kl_weight(0.1, 6.6, 500, settings) == pytest.approx(
         0.1 * (1 + 0.1 * 0.5)
     )  # a tenth too high, half the horizon
-    assert adapted(0.1, 60.0, 500, settings) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
-    assert adapted(0.1, -1.0, 500, settings) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
-    assert adapted(0.1, 60.0, 500, KlInRewardConfig(coefficient=0.1)) == 0.1
+    assert adapted_kl_weight(0.1, 60.0, 500, settings) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
+    assert adapted_kl_weight(0.1, -1.0, 500, settings) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
+    assert adapted_kl_weight(0.1, 60.0, 500, KlInRewardConfig(coefficient=0.1)) == 0.1
 
 
 @given(kl=st.floats(-10, 100), sequences=st.integers(1, 1000))
 def test_the_weight_moves_towards_the_target_and_stays_positive(kl: float, sequences: int) -> None:
-    weight = adapted(0.5, kl, sequences, KlInRewardConfig(coefficient=0.5, target=4.0, horizon=1000))
+    weight = adapted_kl_weight(0.5, kl, sequences, KlInRewardConfig(coefficient=0.5, target=4.0, horizon=1000))
     assert weight > 0
     assert np.sign(weight - 0.5) == np.sign(kl - 4.0) or abs(kl - 4.0) < 1e-9
 

@@ -20,7 +20,7 @@ from workers.model.parallel import make_parallel
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken models are registered in this process alone, not in transformers' source, which a check reads."""
-    monkeypatch.setattr("controller.preflight.checks.check_model_type", lambda *_: None)
+    monkeypatch.setattr("controller.preflight.training_checks.check_model_type", lambda *_: None)
 
 
 def dry_run(*overrides: str) -> int:

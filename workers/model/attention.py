@@ -33,7 +33,8 @@ from transformers import AttentionInterface
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.block_attention import block_attention, query_blocks
 from workers.model.families import KERNEL_FEATURES, expected_window
-from workers.model.flash_kernels import Segments
+from workers.model.flash_kernels import Segments, window_size
+from workers.model.model_rules import check_kernel_features, kernel_problem
 from workers.model.packing import PackedRow
 from workers.model.sink_attention import sink_attention
 
@@ -83,17 +84,16 @@ class Backend:
     features: frozenset[str]
     package: str = ""
     generation: int = 0
-    only_half_on_cuda: bool = True
 
-    def obstacle(self, device: torch.device, compute_dtype: torch.dtype, installed: Installed) -> str:
-        """What keeps it from running here, or an empty string."""
-        half = compute_dtype in (torch.bfloat16, torch.float16)
-        if self.only_half_on_cuda and not (device.type == "cuda" and half):
-            return f"a CUDA device and half precision, not {device.type} and {compute_dtype}"
+    def obstacle(self, installed: Installed) -> str:
+        """Why it does not run on this machine, or an empty string."""
         if self.generation not in (0, installed.generation):
-            return f"a card of compute capability {self.generation}, and this one has {installed.generation}"
+            return (
+                f"needs a card of compute capability {self.generation}, and this one has {installed.generation}; set "
+                "auto"
+            )
         if self.package and self.package not in installed.packages:
-            return f"the package {self.package.replace('_', '-')}, which is not installed"
+            return f"needs the package {self.package.replace('_', '-')}, which is not installed; set auto"
         return ""
 
 
@@ -103,30 +103,28 @@ def choose_backend(
     compute_dtype: torch.dtype,
     features: frozenset[str] = frozenset(),
     installed: Installed | None = None,
+    model: str = "the model",
 ) -> str:
     """The backend of `model.attention` for packed rows; `auto` is the first of `BACKENDS` that can do it.
 
-    features: what the model needs, from `families.required_features`. installed: None looks at this machine. Raises
-    ConfigError if the backend asked for cannot run here or is none of packed rows, UnsupportedModelError if it does not
-    compute what the model needs.
+    features: what the model needs, from `families.required_features`. installed: None looks at this machine. model:
+    its name in messages. Raises ConfigError if the backend asked for cannot run here or is none of packed rows,
+    UnsupportedModelError if it does not compute what the model needs.
     """
     installed = installed or Installed.here(device)
+
+    def obstacle(kernel: str) -> str:
+        problem = kernel_problem(kernel, "packed", cuda=device.type == "cuda", half=compute_dtype.itemsize == 2)
+        return problem or BACKENDS[kernel].obstacle(installed)
+
     if setting == "auto":
         able = [name for name, backend in BACKENDS.items() if features <= backend.features]
-        chosen = next(name for name in able if not BACKENDS[name].obstacle(device, compute_dtype, installed))
+        chosen = next(name for name in able if not obstacle(name))
         log.info("model.attention=auto takes %s on %s in %s, for %s", chosen, device, compute_dtype, sorted(features))
         return chosen
-    if setting not in BACKENDS:
-        raise ConfigError(f"model.attention={setting} is not for packed rows; set {', '.join(BACKENDS)} or auto")
-    obstacle = BACKENDS[setting].obstacle(device, compute_dtype, installed)
-    if obstacle:
-        raise ConfigError(f"model.attention={setting} needs {obstacle}; set model.attention=auto")
-    missing = sorted(features - BACKENDS[setting].features)
-    if missing:
-        raise UnsupportedModelError(
-            f"model.attention={setting} does not compute {', '.join(missing)}, which the model uses; set "
-            "model.attention=auto"
-        )
+    if problem := obstacle(setting):
+        raise ConfigError(f"model.attention={setting} {problem}.")
+    check_kernel_features(setting, "packed", features, model)
     return setting
 
 
@@ -255,7 +253,7 @@ def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
             longest,
             longest,
             scale=scale,
-            window_size=_window_size(window),
+            window_size=window_size(True, window),
             enable_gqa=enable_gqa,
         )
         return output.unsqueeze(0)
@@ -286,7 +284,7 @@ def _flash(row: PackedRow, device: torch.device) -> PackedAttention:
             longest,
             softmax_scale=scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=window_size(True, window),
             softcap=softcap or 0.0,
         )
         return output.unsqueeze(0)
@@ -299,16 +297,11 @@ def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor[0].transpose(0, 1) for tensor in tensors)
 
 
-def _window_size(window: int | None) -> tuple[int, int]:
-    """(tokens seen to the left, to the right) besides the token itself; -1 is all of them. (-1, 0) is causal."""
-    return (-1 if window is None else window - 1, 0)
-
-
 BACKENDS = {
     "flash3": Backend(_flash3, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9),
     "varlen": Backend(_varlen, KERNEL_FEATURES["packed"]["varlen"]),
     "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),
-    "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"], only_half_on_cuda=False),
+    "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"]),
 }
 """In the order in which `auto` prefers them."""
 

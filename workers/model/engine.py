@@ -45,7 +45,8 @@ from workers.model.losses import (
     rollout_mismatch,
     to_metrics,
 )
-from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
+from workers.model.model import PackedModel, compute_dtype, described, load_model, load_tokenizer
+from workers.model.model_rules import check_tensor_parallel, check_value_head
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.packing import ModelInput, Sequences
 from workers.model.parallel import (
@@ -57,7 +58,7 @@ from workers.model.parallel import (
 )
 from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.skipping import SkipPolicy
-from workers.model.tensor_parallel import check_tensor_parallel, share_model
+from workers.model.tensor_parallel import share_model
 from workers.model.timing import MicroStepClock
 from workers.model.values import load_value_model
 
@@ -110,9 +111,10 @@ class Engine:
         source = Source(partial(LOADERS[head], loaded, parameter_dtype))
         self.module = source.module
         self.model_config, self.head = model_config, head
-        if head == "value" and self.parallel.tensor.size() > 1:
-            raise ConfigError("a value head is not shared between ranks; set parallel.tensor_parallel=1")
-        check_tensor_parallel(self.module.model.config, model_config, self.parallel.tensor.size())
+        if head == "value":
+            check_value_head(self.parallel.config, "value model")
+        name, hf_config = described(self.module.model), self.module.model.config
+        check_tensor_parallel(self.parallel.config, model_config, name, hf_config.model_type, hf_config.to_dict())
         self.layout = Layout(model_config, self.parallel, self.module, self.device, dtype)
         self.clock = MicroStepClock(self.device)
         self.vocabulary = self.module.model.get_input_embeddings().num_embeddings

@@ -1,6 +1,6 @@
 """What a model's configuration asks for beyond plain causal attention, and what no layout computes.
 
-    config.json --uncomputed_features--> refused by name, on the driver from the file and on a worker as loaded
+    config.json --uncomputed_features--> refused by name, see `model_rules`
                 --required_features----> a backend that computes them
 
 Every name of a feature that is refused here would change the log-probs if it were ignored. Nothing heavy is imported:
@@ -9,8 +9,6 @@ the driver looks here before it starts anything.
 
 from collections.abc import Mapping
 from typing import Any
-
-from workers.errors import UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CHUNKED = "chunked_attention"
@@ -55,19 +53,6 @@ KERNEL_FEATURES = {
     "padded": {"sdpa": frozenset({"sliding_window"}), "eager": frozenset({"sliding_window", "softcap", "sinks"})},
 }
 """What the kernels of each layout compute beyond causal attention, in the names of `required_features`."""
-
-
-def check_supported(config: Any, layout: str = "packed") -> None:
-    """Raise UnsupportedModelError, naming the feature, if a Hugging Face configuration asks for one not computed.
-
-    layout: `packed` or `padded`; padded rows go through transformers' own attention and layers of any kind.
-    """
-    text = config.get_text_config()
-    asked = uncomputed_features(text.to_dict(), layout)
-    if asked:
-        raise UnsupportedModelError(
-            f"{type(text).__name__} uses {', '.join(asked)}, which the {layout} layout does not compute"
-        )
 
 
 def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> list[str]:

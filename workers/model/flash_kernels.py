@@ -49,7 +49,7 @@ def flash_forward(
     """
     if query.is_cuda:
         where = _where_segments_lie(query_segments, key_segments)
-        left, right = _window_size(causal, window)
+        left, right = window_size(causal, window)
         output, lse, *_ = aten._flash_attention_forward(
             query,
             key,
@@ -92,7 +92,7 @@ def flash_backward(
         where = _where_segments_lie(query_segments, key_segments)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of a generator that is not asked
         given = (grad_output, query, key, value, output, lse.contiguous())
-        left, right = _window_size(causal, window)
+        left, right = window_size(causal, window)
         return aten._flash_attention_backward(
             *given,
             *where,
@@ -128,7 +128,7 @@ def _where_segments_lie(queries: Segments, keys: Segments) -> tuple[Tensor, Tens
     return queries.bounds, keys.bounds, queries.longest, keys.longest
 
 
-def _window_size(causal: bool, window: int | None) -> tuple[int, int]:
+def window_size(causal: bool, window: int | None) -> tuple[int, int]:
     """(tokens seen to the left, to the right) besides the token itself; -1 is all of them."""
     return -1 if window is None else window - 1, 0 if causal else -1
 

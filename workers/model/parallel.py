@@ -36,7 +36,7 @@ class Parallel:
 
     mesh: DeviceMesh
     sharding: DeviceMesh
-    method: str
+    config: ParallelConfig
 
     @property
     def context(self) -> DeviceMesh:
@@ -85,7 +85,7 @@ def make_parallel(device: torch.device, config: ParallelConfig | None = None) ->
         dist.init_process_group(process_group_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     shape = mesh_shape(dist.get_world_size(), config)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
-    return Parallel(mesh, _sharding(mesh), config.context_parallel_method)
+    return Parallel(mesh, _sharding(mesh), config)
 
 
 def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int]:

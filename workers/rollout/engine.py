@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.engine_process import mark_actor
-from workers.rollout.weight_transfer import BACKENDS, ENGINE_OF_BACKEND
+from workers.rollout.placement import BACKENDS
+from workers.rollout.weight_transfer import ENGINE_OF_BACKEND
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
@@ -20,19 +20,6 @@ GIB = 2**30
 # is no server, and falls to 2,048; with so many, a 7B's activations stay below 1 GiB.
 PREFILL_TOKENS = 8192
 CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
-
-
-def check_placement(placement: str, *, has_gpu: bool) -> None:
-    """Raises ConfigError where the placement's way of moving weights cannot work."""
-    if placement not in BACKENDS:
-        raise ConfigError(f"rollout.placement={placement} is unknown; use one of {', '.join(BACKENDS)}.")
-    if (placement == "shared_memory") == has_gpu:
-        device = "GPU" if has_gpu else "CPU"
-        fit = "colocated or apart" if has_gpu else "shared_memory"
-        raise ConfigError(
-            f"rollout.placement={placement} sends weights by {BACKENDS[placement]}, which an engine on a {device} "
-            f"cannot receive; set rollout.placement to {fit}."
-        )
 
 
 def prepare_environment(config: RolloutConfig, placement: str) -> None:

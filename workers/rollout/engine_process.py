@@ -7,12 +7,11 @@ Left alone, vLLM's scheduler goes on after its actor was killed, and keeps its m
 the engine that is started in its place.
 """
 
-import ctypes
 import os
-import signal
+
+from workers.isolation.process import end_with_parent
 
 ACTOR = "BALLAST_ROLLOUT_ACTOR"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def mark_actor() -> None:
@@ -20,8 +19,7 @@ def mark_actor() -> None:
     os.environ[ACTOR] = str(os.getpid())
 
 
-def end_with_parent() -> None:
-    """Below a marked actor: have the kernel kill this process when the one that started it ends."""
-    if os.environ.get(ACTOR) in (None, str(os.getpid())):
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_actor() -> None:
+    """Below a marked actor: let the kernel kill this process when the one that started it ends."""
+    if os.environ.get(ACTOR) not in (None, str(os.getpid())):
+        end_with_parent()

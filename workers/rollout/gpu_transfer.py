@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
 from workers.errors import BallastError, ConfigError, LostError, RolloutError
-from workers.rollout.weight_transfer import BACKENDS
+from workers.rollout.placement import BACKENDS
 
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 

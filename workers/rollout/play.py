@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from workers.environment import Observation, Text
-from workers.environment_process import Played
+from workers.environment_process import EpisodeEnvironment
 from workers.errors import EpisodeError
 from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, Turn
@@ -21,7 +21,7 @@ SampleTurn = Callable[[Episode], Awaitable[Turn]]
 async def play(
     episode: Episode,
     sample: SampleTurn,
-    environments: AbstractAsyncContextManager[Played],
+    environments: AbstractAsyncContextManager[EpisodeEnvironment],
     conversation: Conversation,
     record: dict[str, Any],
 ) -> tuple[str, Score]:

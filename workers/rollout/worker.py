@@ -29,13 +29,13 @@ from workers.remote_batch import TokenBlock
 from workers.rollout.conversation import Conversation
 from workers.rollout.engine import (
     build_engine,
-    check_placement,
     engine_arguments,
     prepare_environment,
     refusal,
     sampling_parameters,
 )
 from workers.rollout.episode import Episode, Limits, Turn
+from workers.rollout.placement import check_placement
 from workers.rollout.play import play
 from workers.rollout.requests import (
     ERROR,
@@ -75,7 +75,7 @@ class RolloutWorker:
         environment: bytes = b"",
         environment_timeout_s: float = 0.0,
     ) -> None:
-        """`placement`: one of `workers.rollout.weight_transfer.BACKENDS`. The engine comes with `start`. `environment`,
+        """`placement`: one of `workers.rollout.placement.BACKENDS`. The engine comes with `start`. `environment`,
         `environment_timeout_s`: see EnvironmentPool; without one every sample is one turn.
 
         Raises ConfigError if this process's device cannot receive weights the placement's way.

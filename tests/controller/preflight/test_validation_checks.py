@@ -6,7 +6,7 @@ import pytest
 
 from controller.config import load
 from controller.fit import main
-from controller.preflight.validation_checks import check_counted_metric, check_keep_best
+from controller.preflight.validation_checks import check_keep_best, check_validation
 from controller.validation import Graded, is_possible, summarize
 from workers.errors import ConfigError
 
@@ -43,7 +43,7 @@ def test_a_metric_that_validation_does_not_give_is_refused(
 @pytest.mark.parametrize("name", ["reward", "exact", "sums/exact", "pass@1", "pass@4", "sums/pass@6", "maj@6"])
 def test_a_metric_that_it_may_give_is_accepted(workspace: Path, name: str) -> None:
     config = load("config.yaml", [f"validation.keep_best={name}", "validation.samples=6"])
-    check_counted_metric(config)
+    check_validation(config)
     check_keep_best(config, ["exact"])
 
 

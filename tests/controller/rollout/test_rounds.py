@@ -230,14 +230,14 @@ def test_an_engine_that_is_slow_but_answers_is_kept(fleet) -> None:
 def test_an_answer_that_came_while_nobody_looked_is_not_late_and_new_weights_end_draining(fleet) -> None:
     """The health of replica 0 is asked at the end of a round, and its answer read after the next weights."""
     started = fleet([{"a": "think"}, {"b": "think"}], hang_timeout_s=1)
-    engines = started.rollouts._engines
+    engines = started.rollouts
     engines.progressed(0)
     time.sleep(1.2)
-    engines.look_at_clock({0})
+    engines.check_deadlines({0})
     assert started.rollouts.serving == [1]
     time.sleep(1.5)
     started.rollouts.update_weights(ray.put(WEIGHTS), version=1)
-    engines.look_at_clock(())
+    engines.check_deadlines(())
     assert started.rollouts.serving == [0, 1] and started.said == []
 
 

@@ -21,7 +21,7 @@ from controller.training_loop import Outcome
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
 from tests.controller.stand_ins.local_ray import LocalRay
-from tests.end_to_end.trouble import Listening
+from tests.end_to_end.faults import Listening
 from workers.config import ModelConfig
 from workers.reward import RewardWorker
 from workers.rollout.worker import RolloutWorker

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from balancing import CostModel, plan_batch
-from controller.mini_batches import draw_mini_batches
-from controller.planner import Planner
+from controller.planner import Planner, draw_mini_batches
 from controller.report import main
 from controller.watching.report import write_report
 from controller.watching.report_charts import gantt

@@ -6,12 +6,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.tiny import save_tiny_model, tiny_config
-from workers.config import LoraConfig, ModelConfig, ParallelConfig
+from tests.workers.model.tiny import save_tiny_model
+from workers.config import ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.engine import Engine
 from workers.model.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape
-from workers.model.tensor_parallel import check_tensor_parallel
 
 CPU = torch.device("cpu")
 
@@ -74,21 +73,6 @@ def test_clipping_takes_the_norm_over_all_meshes(ranks: RankPool):
         torch.testing.assert_close(torch.stack(gradients), values / 2)
 
 
-@pytest.mark.parametrize(
-    ("config", "settings", "error", "message"),
-    [
-        (tiny_config("gemma"), ModelConfig(), UnsupportedModelError, "for llama, mistral, qwen2, qwen3, and .* gemma"),
-        (tiny_config(num_key_value_heads=1), ModelConfig(), ConfigError, "does not divide .* num_key_value_heads=1"),
-        (tiny_config(intermediate_size=47), ModelConfig(), ConfigError, "does not divide .* intermediate_size=47"),
-        (tiny_config(), ModelConfig(lora=LoraConfig(rank=4)), ConfigError, "adapters are not shared"),
-    ],
-)
-def test_models_that_tensor_parallelism_cannot_share_are_refused(config, settings, error, message):
-    with pytest.raises(error, match=message):
-        check_tensor_parallel(config, settings, 2)
-    check_tensor_parallel(config, settings, 1)
-
-
 def refusal(path: str, parallel: ParallelConfig, layout: str) -> str:
     with pytest.raises((ConfigError, UnsupportedModelError)) as error:
         Engine(ModelConfig(path=path, layout=layout), optimizer=None, total_steps=1, device="cpu", parallel=parallel)
@@ -100,8 +84,13 @@ def test_combinations_that_cannot_be_computed_are_refused_by_every_rank(ranks: R
     windowed = save_tiny_model(tmp_path / "windowed", "mistral windowed")
     ring = ParallelConfig(context_parallel=2, context_parallel_method="ring")
     for path, parallel, layout, message in [
-        (odd, ParallelConfig(context_parallel=2), "packed", "the model has 3; set context_parallel_method=ring"),
-        (windowed, ring, "packed", "causal only, and the model uses sliding_window"),
+        (
+            odd,
+            ParallelConfig(context_parallel=2),
+            "packed",
+            "has 3 attention heads, which policy.parallel.context_parallel * tensor_parallel = 2 does not",
+        ),
+        (windowed, ring, "packed", "with sliding_window, and ring attention is causal only"),
     ]:
         for text in ranks.run(refusal, 2, path, parallel, layout):
             assert message in text

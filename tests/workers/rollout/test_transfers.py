@@ -19,6 +19,7 @@ from workers.errors import LostError, RolloutError
 from workers.model.engine import Engine
 from workers.model.packing import Sequences
 from workers.rollout import weight_transfer
+from workers.rollout.placement import BACKENDS
 from workers.rollout.requests import SampleRequest
 from workers.rollout.weight_transfer import pack_weights
 
@@ -72,7 +73,7 @@ def start_replica(path: str, placement: str) -> LocalReplica:
     from workers.rollout.worker import RolloutWorker
 
     destroy_model_parallel()  # that of the model before
-    of_gpu = weight_transfer.ENGINE_OF_BACKEND[weight_transfer.BACKENDS[placement]]
+    of_gpu = weight_transfer.ENGINE_OF_BACKEND[BACKENDS[placement]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(weight_transfer.ENGINE_OF_BACKEND, "shared_memory", of_gpu)
         for name in [name for name in sys.modules if name.startswith("llvmlite")]:
@@ -241,7 +242,7 @@ def send_from_ranks(path: str, placement: str) -> dict[str, Any]:
     from workers.rollout import gpu_transfer
 
     policy, communicator = build_policy(path), Communicator(2)
-    replicas = [BareReplica(weight_transfer.BACKENDS[placement]) for _ in range(2)]
+    replicas = [BareReplica(BACKENDS[placement]) for _ in range(2)]
     with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_transfer, "call_replicas", call_local)
         connect(policy, replicas, placement).send(7)
@@ -272,7 +273,7 @@ def send_to_a_dying_replica(path: str, placement: str) -> str:
     from workers.rollout import gpu_transfer
 
     policy, communicator = build_policy(path), Communicator(2)
-    backend = weight_transfer.BACKENDS[placement]
+    backend = BACKENDS[placement]
     replicas = [BareReplica(backend), BareReplica(backend, dies_at=2)]
     with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_transfer, "call_replicas", call_local)

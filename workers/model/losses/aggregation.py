@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.errors import ConfigError, DataError
+from workers.model.loss_rules import check_constant_length
 from workers.model.losses.predictions import PackedTokens
 from workers.model.packing import Sequences
 
@@ -80,7 +81,8 @@ def token_weights(
     if aggregation == "sequence_mean_token_sum":
         return ones / denominators.sequences
     if aggregation == "sequence_mean_token_sum_norm":
-        return ones / (denominators.sequences * _positive(constant_length))
+        check_constant_length("", aggregation, constant_length)
+        return ones / (denominators.sequences * constant_length)
     if aggregation == "group_mean_token_mean":
         if denominators.groups is None:
             raise DataError("aggregation=group_mean_token_mean needs Denominators.groups, the groups of the mini-batch")
@@ -98,12 +100,3 @@ def aggregate(
     """The micro-batch's share, 0-d, of the aggregate of token losses [N]; see `token_weights`."""
     weights = token_weights(predictions, denominators, aggregation, constant_length)
     return (losses * weights.to(losses.dtype)).sum()
-
-
-def _positive(constant_length: int) -> int:
-    if constant_length <= 0:
-        raise ConfigError(
-            f"aggregation=sequence_mean_token_sum_norm divides by constant_length={constant_length}; set it above 0, "
-            "such as to the longest response"
-        )
-    return constant_length
