@@ -23,7 +23,7 @@ DEFAULT = "default"  # of several templates, the one for prompts without tools
 
 @dataclass(frozen=True)
 class Template:
-    """text: in Jinja. special_tokens: what it may name beside the messages, such as bos_token."""
+    """text: in Jinja. special_tokens: variables of the template beside the messages, such as bos_token."""
 
     text: str
     special_tokens: dict[str, str]

@@ -1,4 +1,4 @@
-"""@dispatch: how a worker method's arguments are split over ranks, and how its results are joined.
+"""@dispatch: splits a worker method's arguments over ranks and joins its results.
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def log_probs(self, batch, plan): ...         # on the worker: its own rows and its own part of the plan
@@ -6,7 +6,8 @@
     result = policy.log_probs(batch, plan)        # on the driver: a RemoteBatch and the whole Plan
     batch = batch.with_tokens(old_log_probs=result.tokens["log_probs"])
 
-`split_arguments` and `join_results` are pure but for `put`, which a caller passes; they are tested without Ray.
+`split_arguments`, `join_tokens` and `join_rows` are pure except for `put`, which the caller passes; they are tested
+without Ray.
 """
 
 import functools
@@ -26,14 +27,14 @@ DISPATCH_ATTRIBUTE = "dispatch_mode"
 
 
 class Split(Enum):
-    """What each rank receives."""
+    """The arguments that each rank receives."""
 
     ALL = "the same arguments"
     PLAN = "the rows of the batch that the plan gives its dp rank, and its part of the plan"
 
 
 class Join(Enum):
-    """What the caller gets back."""
+    """The value that the caller gets back."""
 
     LIST = "a list with the result of every rank, in rank order"
     RANK_ZERO = "the result of rank zero; the others take part, their results are not fetched"
@@ -57,7 +58,7 @@ class DispatchMode:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A worker's place in its group: `index` counts workers, the others are its place in each dimension."""
+    """A worker's coordinates in its group: `index` counts all workers, the others count within their dimension."""
 
     index: int
     dp: int
@@ -66,13 +67,13 @@ class RankCoordinates:
 
     @property
     def leads_dp_group(self) -> bool:
-        """Whether this worker answers for the ranks that hold the same rows."""
+        """True for the one rank whose result counts among those that hold the same rows."""
         return self.tp == 0 and self.cp == 0
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What a Join.TOKENS call returns: columns in the order of the batch that was passed, and merged metrics."""
+    """Result of a Join.TOKENS call: columns in the order of the batch that was passed, and merged metrics."""
 
     tokens: dict[str, TokenColumn]
     metrics: Metrics
@@ -159,7 +160,7 @@ def join_rows(plan: Plan, rows: int, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _places(plan: Plan, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each of `rows` sequences the dp rank that the plan gives it to and its row there, int32 [rows] each."""
+    """The dp rank of each of `rows` sequences under the plan, and its row there, int32 [rows] each."""
     block = np.full(rows, -1, dtype=np.int32)
     row = np.zeros(rows, dtype=np.int32)
     for dp in range(plan.ranks):

@@ -1,4 +1,4 @@
-"""ModelWorker: a rank that holds a model and computes under a plan. What all roles with a model share."""
+"""ModelWorker: a rank that holds a model and computes under a plan; base of all roles with a model."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from workers.remote_batch import TokenBlock
 class ModelWorker(Worker):
     """One rank of a role that holds a model. `build` comes after the process group, because it is collective."""
 
-    head = "lm"  # what the role's model gives, see `Engine`
+    head = "lm"  # the output of the role's model, see `Engine`
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class ModelWorker(Worker):
 
     @dispatch(Split.ALL)
     def take_micro_step_times(self) -> list[MicroStepTime]:
-        """What every micro-step since the last call took, in order; from every rank, in rank order."""
+        """Times of every micro-step since the last call, in order."""
         return self.engine.clock.take()
 
     def free_cached_memory(self) -> None:
-        """Give what torch's allocator keeps back to the device, which other roles and a colocated engine share."""
+        """Return memory that torch's allocator caches to the device, which other roles and a colocated engine share."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -4,7 +4,7 @@
                                        |
     policy worker <---- gather() ------+         (zero-copy on one node, only the rows it needs)
 
-The driver selects, reorders and joins by index arithmetic; it never reads a token.
+The driver selects, reorders and joins rows by index arithmetic; it never reads a token.
 Shapes: B sequences, T tokens of all rows of a block.
 """
 
@@ -52,7 +52,7 @@ class TokenBlock:
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """Where the rows of one token column lie: row i is row `row[i]` of column `name` in `blocks[block[i]]`.
+    """References to the rows of one token column: row i is row `row[i]` of column `name` in `blocks[block[i]]`.
 
     block, row: int32 [B].
     """
@@ -89,8 +89,8 @@ class TokenColumn:
 class RemoteBatch:
     """B sequences: light per-sequence columns in memory, token columns as references.
 
-    columns: name -> array [B] (uid, length, reward, weight_version, ...). tokens: name -> TokenColumn. meta: what is
-    true of the whole batch, such as the step; it travels with every selection.
+    columns: name -> array [B] (uid, length, reward, weight_version, ...). tokens: name -> TokenColumn. meta: facts
+    about the whole batch, such as the step; it travels with every selection.
     Immutable: every method returns a new handle and moves no token.
     """
 

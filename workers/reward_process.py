@@ -1,10 +1,10 @@
-"""A process of its own for users' reward functions: one that raises, hangs or dies costs a sample, not the run.
+"""Users' reward functions in a process of their own: one that raises, hangs or dies costs a sample, not the run.
 
     RewardProcess.run(calls) --calls--> serve(): functions, sample by sample --(number, score)--> RewardProcess
             |                                                                                  |
             +-- nothing within timeout_s, or the process is gone: started again for the rest <-+
 
-It knows neither Ray nor torch, so that it starts in a moment and what a function does stays in it.
+The process imports neither Ray nor torch, so it starts in a moment.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Unpacked:
 
     @property
     def batched(self) -> bool:
-        """Whether it takes all samples at once."""
+        """True if it takes all samples at once."""
         return "responses" in inspect.signature(self.function).parameters
 
 

@@ -1,4 +1,4 @@
-"""Users' functions and classes, found, described and pickled in a process of their own: ours never imports them.
+"""Users' functions and classes are imported, described and pickled in a process of their own, never in ours.
 
     find_function(key, "module:function" or "path/file.py:function") --process--> import, signature, cloudpickle
         --> UserFunction(packed, signature), which only the processes that run it unpickle
@@ -171,7 +171,7 @@ def _packed(which: str, module: ModuleType, found: Any) -> bytes:
 
 
 def _not_picklable(module: ModuleType) -> list[str]:
-    """Names of the module's own values that cannot be pickled, such as a thread pool or an open file."""
+    """Names of values in the module that cannot be pickled, such as a thread pool or an open file."""
     code = (ModuleType, type)
     return [
         f"{name} ({type(value).__name__})"
@@ -190,7 +190,7 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it; what it cannot hold is shown as text, which no caller takes for a number."""
+    """`value` for JSON; a value that JSON cannot hold becomes its repr, which no caller takes for a number."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple, range)):
         return [_plain(item) for item in value]

@@ -1,4 +1,4 @@
-"""Our settings in vLLM's words: process environment, engine arguments, sampling parameters."""
+"""Translates our settings for vLLM: process environment, engine arguments, sampling parameters."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: promp
 
 
 def prepare_environment(config: RolloutConfig, placement: str) -> None:
-    """Set what vLLM reads when it is imported and what its processes inherit. Call before importing vllm."""
+    """Set the environment variables that vLLM reads at import and its processes inherit. Call before importing vllm."""
     mark_actor()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -83,9 +83,9 @@ def engine_arguments(
 
 
 def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
-    """The engine, with its core in a process of its own or in a thread, as `prepare_environment` has set.
+    """The engine, with its core in a separate process or in a thread, as `prepare_environment` has set.
 
-    What vLLM raises passes through.
+    Errors of vLLM pass through.
     """
     from vllm import envs
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -3,8 +3,8 @@
     RolloutWorker --spawn--> VLLM::EngineCore --spawn--> VLLM::Worker, where several share a model
        SIGKILL -------------------> SIGKILL ------------------> SIGKILL
 
-Left alone, vLLM's scheduler goes on after its actor was killed, and keeps its memory (on a GPU: nearly all of it) from
-the engine that is started in its place.
+Otherwise vLLM's scheduler outlives a killed actor and keeps its memory (on a GPU: nearly all of it), which the engine
+started in its place then lacks.
 """
 
 import os
@@ -15,7 +15,7 @@ ACTOR = "BALLAST_ROLLOUT_ACTOR"
 
 
 def mark_actor() -> None:
-    """This process is the actor: those that inherit its environment are to end with it."""
+    """Mark this process as the actor; processes that inherit its environment end with it."""
     os.environ[ACTOR] = str(os.getpid())
 
 
