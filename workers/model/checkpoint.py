@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.lr_scheduler import LambdaLR
 
 from workers.errors import CheckpointError
+from workers.model.agreement import raise_on_all_ranks
 from workers.model.checkpoint_folder import (
     Manifest,
     StoredFile,
@@ -75,11 +76,10 @@ class Checkpointer:
         step: int,
         engine: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
-        score: float | None = None,
     ) -> None:
         """Begin to save as `path`; returns when the state is copied, while files are still being written.
 
-        step, score: see `Manifest`. engine, extra: JSON objects that `load` gives back, the engine's and the caller's.
+        step: see `Manifest`. engine, extra: JSON objects that `load` gives back, the engine's and the caller's.
 
         Raises CheckpointError if the save before this one failed or `path` holds a complete checkpoint, DataError if
         `extra` is not JSON.
@@ -90,7 +90,7 @@ class Checkpointer:
         numbers = {"schedule_steps": self._schedule.last_epoch, **(engine or {})}
 
         def finish(files: dict[str, StoredFile]) -> None:
-            commit(unfinished, path, Manifest(step, dist.get_world_size(), numbers, extra, score, files))
+            commit(unfinished, path, Manifest(step, dist.get_world_size(), numbers, extra, files))
 
         state = self._trained_state() | _random_state(self._device)
         writer = _CommittingWriter(unfinished, _files_of(state), finish)
@@ -164,30 +164,17 @@ class Checkpointer:
 
     def _from_rank_zero(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank zero, on all ranks; what it raises, too."""
-        made: list[Any] = [None]
-        if self._rank == 0:
-            try:
-                made = [make()]
-            except (CheckpointError, OSError) as error:
-                made = [CheckpointError(str(error))]
+        made = [self._on_all_ranks(lambda: make() if self._rank == 0 else None)]
         dist.broadcast_object_list(made, src=0, group=self._group)
-        if isinstance(made[0], CheckpointError):
-            raise made[0]
         return made[0]
 
     def _on_all_ranks(self, check: Callable[[], Any]) -> Any:
-        """What `check` returns on this rank; where it fails on one, all raise its error, so that none waits for it."""
-        result = problem = None
-        try:
-            result = check()
-        except (CheckpointError, OSError) as error:
-            problem = str(error)
-        problems: list[str | None] = [None] * self._size
-        dist.all_gather_object(problems, problem, group=self._group)
-        for found in problems:
-            if found is not None:
-                raise CheckpointError(found)
-        return result
+        """What `check` returns on this rank. Raises CheckpointError on all ranks if it fails on one."""
+        with raise_on_all_ranks(self._group):
+            try:
+                return check()
+            except OSError as error:
+                raise CheckpointError(str(error)) from error
 
 
 class _CommittingWriter(dcp.HuggingFaceStorageWriter):

@@ -1,6 +1,6 @@
 """What makes a folder a checkpoint: a manifest of all its files, and a name that appears only when they stand.
 
-    .step-30.unfinished-9c1f --files, fsync--> manifest.json, fsync --rename--> step-30 --prune--> last n and best
+    .step-30.unfinished-9c1f --files, fsync--> manifest.json, fsync --rename--> step-30 --prune--> last n
 
 A crash at any moment leaves a hidden folder that nobody reads, or a complete checkpoint; never one in between. What
 carries a checkpoint's name and is torn all the same (a failing disk, a copy cut short) is refused by name.
@@ -42,17 +42,16 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """Describes a checkpoint.
 
-    step: the caller's count, by which checkpoints are ordered. score: by which the best is kept, higher is better.
-    world_size: ranks that wrote it. engine: the engine's own numbers. extra: the caller's, any JSON object.
+    step: the caller's count, by which checkpoints are ordered. world_size: ranks that wrote it. engine: the engine's
+    own numbers. extra: the caller's, any JSON object. files: by name.
     """
 
     step: int
     world_size: int
     engine: dict[str, Any]
     extra: dict[str, Any]
-    score: float | None
     files: dict[str, StoredFile]
 
 
@@ -119,6 +118,7 @@ def read_manifest(path: Path) -> Manifest:
         if content.pop("format") != FORMAT:
             raise CheckpointError(f"{path} is no checkpoint of this version: its {MANIFEST} does not say {FORMAT!r}.")
         files = {name: StoredFile(**stored) for name, stored in content.pop("files").items()}
+        content.pop("score", None)  # in checkpoints of earlier versions
         manifest = Manifest(**content, files=files)
         if not isinstance(manifest.step, int) or not isinstance(manifest.world_size, int):
             raise TypeError("step and world_size must be whole numbers")
@@ -159,34 +159,15 @@ def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda entry: (entry[1].step, entry[0].name))
 
 
-def latest_complete(folder: str | Path) -> Path | None:
-    """The complete checkpoint with the highest step in `folder`; None if there is none."""
-    checkpoints = complete(folder)
-    return checkpoints[-1][0] if checkpoints else None
-
-
-def best_complete(folder: str | Path) -> Path | None:
-    """The complete checkpoint with the highest score, of equals the latest; None if none has a score."""
-    return _best(complete(folder))
-
-
-def _best(checkpoints: list[tuple[Path, Manifest]]) -> Path | None:
-    scored = [(manifest.score, manifest.step, path) for path, manifest in checkpoints if manifest.score is not None]
-    return max(scored)[2] if scored else None
-
-
 def prune(folder: str | Path, keep_last: int) -> None:
-    """Remove all but the last `keep_last` complete checkpoints and the best one, whether or not a save is under way.
+    """Remove all but the last `keep_last` complete checkpoints, whether or not a save is under way.
 
     What is torn or foreign stays, for a person to look at. Raises DataError if nothing would be left.
     """
     if keep_last < 1:
         raise DataError(f"keep_last={keep_last} would remove the checkpoint to resume from; keep 1 or more.")
-    checkpoints = complete(folder)
-    best = _best(checkpoints)
-    for path, _ in checkpoints[:-keep_last]:
-        if path != best:
-            remove(path)
+    for path, _ in complete(folder)[:-keep_last]:
+        remove(path)
 
 
 def remove(path: Path) -> None:

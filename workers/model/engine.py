@@ -29,7 +29,7 @@ from workers.model.checkpoint import Checkpointer
 from workers.model.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.compile import compile_layers
 from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
-from workers.model.input_checks import check_sequences, check_tokenizer, max_positions
+from workers.model.input_checks import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
 from workers.model.layout import LaidOut, Layout
 from workers.model.loading import Source
 from workers.model.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
@@ -45,7 +45,7 @@ from workers.model.losses import (
     rollout_mismatch,
     to_metrics,
 )
-from workers.model.model import PackedModel, compute_dtype, described, load_model, load_tokenizer
+from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
 from workers.model.model_rules import check_tensor_parallel, check_value_head
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.packing import ModelInput, Sequences
@@ -61,8 +61,6 @@ from workers.model.skipping import SkipPolicy
 from workers.model.tensor_parallel import share_model
 from workers.model.timing import MicroStepClock
 from workers.model.values import load_value_model
-
-MicroBatch = tuple[int, int]
 
 LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
 """Of each head, what loads the model with it."""
@@ -113,7 +111,7 @@ class Engine:
         self.model_config, self.head = model_config, head
         if head == "value":
             check_value_head(self.parallel.config, "value model")
-        name, hf_config = described(self.module.model), self.module.model.config
+        name, hf_config = self.module.name, self.module.model.config
         check_tensor_parallel(self.parallel.config, model_config, name, hf_config.model_type, hf_config.to_dict())
         self.layout = Layout(model_config, self.parallel, self.module, self.device, dtype)
         self.clock = MicroStepClock(self.device)
@@ -193,16 +191,12 @@ class Engine:
         Raises as `log_probs` does.
         """
         self._check_head("lm")
-        check_sequences(sequences, self.vocabulary, self.positions)
-        _check_micro_batches(micro_batches, len(sequences), complete=True)
         result = torch.zeros(len(sequences), dtype=torch.float64)
-        for start, stop in micro_batches:
-            with self.clock.micro_step("log_probs", sequences.lengths[start:stop]):
-                predictions, _ = self._predict(sequences.slice(start, stop))
-                summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
-                summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
-                result[start:stop] = summed.cpu()
-        reshard(self.module)
+        for start, stop in self._forward_passes("log_probs", sequences, micro_batches):
+            predictions, _ = self._predict(sequences.slice(start, stop))
+            summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
+            summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
+            result[start:stop] = summed.cpu()
         return result
 
     @torch.no_grad()
@@ -224,14 +218,10 @@ class Engine:
         Raises ConfigError for an engine without a value head, DataError as `log_probs` does.
         """
         self._check_head("value")
-        check_sequences(sequences, self.vocabulary, self.positions)
-        _check_micro_batches(micro_batches, len(sequences), complete=True)
         result = torch.zeros(len(sequences), dtype=torch.float32)
-        for start, stop in micro_batches:
-            with self.clock.micro_step("scores", sequences.lengths[start:stop]):
-                laid_out = self.layout.lay_out(sequences.slice(start, stop), forward=True, last=True)
-                result[start:stop] = self._values(laid_out).float().cpu()
-        reshard(self.module)
+        for start, stop in self._forward_passes("scores", sequences, micro_batches):
+            laid_out = self.layout.lay_out(sequences.slice(start, stop), forward=True, last=True)
+            result[start:stop] = self._values(laid_out).float().cpu()
         return result
 
     def _forward_only(
@@ -242,20 +232,27 @@ class Engine:
         kept: Sequence[str],
         measure: Callable[[Any], Statistics],
     ) -> tuple[list[Tensor], Metrics]:
-        """name: of the pass. kept: of the predictions of a micro-batch, each [N], given back as [T]."""
-        check_sequences(sequences, self.vocabulary, self.positions)
-        _check_micro_batches(micro_batches, len(sequences), complete=True)
+        """Returns the columns `kept` of the predictions, float32 [T] each, and metrics of what `measure` gives."""
         results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
+        for start, stop in self._forward_passes(name, sequences, micro_batches):
+            predictions, row = self._predict(sequences.slice(start, stop), forward=True)
+            first = int(sequences.lengths[:start].sum())
+            for result, column in zip(results, kept, strict=True):
+                result[first + row.loss_positions] = getattr(predictions, column).float().cpu()
+            statistics.append(measure(predictions))
+        return results, to_metrics(statistics)
+
+    def _forward_passes(
+        self, name: str, sequences: Sequences, micro_batches: Sequence[MicroBatch]
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches, each timed as a micro-step `name` until the next is asked for."""
+        check_sequences(sequences, self.vocabulary, self.positions)
+        check_micro_batches(micro_batches, len(sequences), complete=True)
         for start, stop in micro_batches:
             with self.clock.micro_step(name, sequences.lengths[start:stop]):
-                predictions, row = self._predict(sequences.slice(start, stop), forward=True)
-                first = int(sequences.lengths[:start].sum())
-                for result, column in zip(results, kept, strict=True):
-                    result[first + row.loss_positions] = getattr(predictions, column).float().cpu()
-                statistics.append(measure(predictions))
+                yield start, stop
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
-        return results, to_metrics(statistics)
 
     def _check_head(self, head: str) -> None:
         if self.head != head:
@@ -281,7 +278,7 @@ class Engine:
         if not micro_batches:
             raise DataError("a mini-batch needs at least one micro-batch on every rank, if only an empty one")
         check_sequences(sequences, self.vocabulary, self.positions)
-        _check_micro_batches(micro_batches, len(sequences), complete=False)
+        check_micro_batches(micro_batches, len(sequences), complete=False)
         slices = [sequences.slice(*rows) for rows in micro_batches]
         parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
@@ -356,7 +353,7 @@ class Engine:
     def save_adapters(self, path: str | Path) -> None:
         """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks return when they stand.
 
-        A folder that was there is replaced. Raises CheckpointError, on every rank alike, if rank 0 cannot write.
+        A folder that was there is replaced. Raises OutputError, on every rank alike, if rank 0 cannot write.
         """
         self._check_adapters("save adapters")
         reshard(self.module)
@@ -375,16 +372,14 @@ class Engine:
             raise ConfigError("this engine is frozen: it was built without an optimizer and has no state to save")
         return Checkpointer(self.module, self.optimizer, self.schedule, self.device)
 
-    def save_checkpoint(
-        self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, score: float | None = None
-    ) -> None:
+    def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
         """Begin to save what training needs to go on, in the background; see `Checkpointer.save`. Collective.
 
         extra: the caller's own state, a JSON object; it stands or falls with the checkpoint.
         """
         checkpointer = self.checkpointer
         numbers = {"skipped_in_a_row": self.skip_policy.in_a_row}
-        checkpointer.save(path, step=step, engine=numbers, extra=extra, score=score)
+        checkpointer.save(path, step=step, engine=numbers, extra=extra)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no save is under way; collective. Raises CheckpointError if the last one failed."""
@@ -437,16 +432,3 @@ class Engine:
 
 def _measure(predictions: Any) -> Statistics:
     return {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
-
-
-def _check_micro_batches(micro_batches: Sequence[MicroBatch], rows: int, *, complete: bool) -> None:
-    """Every row at most once, and with `complete` every row of the batch."""
-    expected = 0
-    for start, stop in sorted((start, stop) for start, stop in micro_batches if start != stop):
-        if start < expected or stop > rows or stop < start:
-            raise DataError(f"micro-batch ({start}, {stop}) overlaps another or leaves the batch of {rows} sequences")
-        if complete and start != expected:
-            raise DataError(f"no micro-batch holds the sequences {expected} to {start - 1}")
-        expected = stop
-    if complete and expected != rows:
-        raise DataError(f"no micro-batch holds the sequences {expected} to {rows - 1}")

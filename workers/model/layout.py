@@ -22,7 +22,7 @@ from balancing.alignment import length_multiple
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.attention import choose_backend, packed_attention
 from workers.model.context_parallel import Ulysses, cut, gather_tokens
-from workers.model.model import PackedModel, described
+from workers.model.model import PackedModel
 from workers.model.model_rules import check_context_parallel, check_ring_settings
 from workers.model.packing import ModelInput, PackedRow, Sequences, pack
 from workers.model.padded import pad
@@ -63,7 +63,7 @@ class Layout:
         self._ring = cp > 1 and shares.context_parallel_method == "ring"
         self._device, self._config, self._sharing = device, config, length_multiple(cp, tp)
         self._by_segment = config.attention_layout(shared=cp * tp > 1) == "packed"
-        name, features = described(model.model), model.required_features
+        name, features = model.name, model.required_features
         heads = getattr(model.model.config.get_text_config(), "num_attention_heads", None)
         check_context_parallel(shares, name, recurrent=model.is_recurrent, heads=heads, features=features)
         check_ring_settings(shares, config.attention, cuda=device.type == "cuda", half=compute_dtype.itemsize == 2)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from workers.errors import BallastError
+from workers.model.agreement import raise_on_all_ranks
 from workers.model.checkpoint_names import loading_rules
 from workers.model.model import PackedModel
 
@@ -93,14 +93,5 @@ def _fill_buffers(skeleton: nn.Module, values: dict[str, torch.Tensor], device: 
 
 
 def _on_rank_zero(load: Callable[[], Answer]) -> Answer | None:
-    loaded, problem = None, None
-    if dist.get_rank() == 0:
-        try:
-            loaded = load()
-        except BallastError as error:
-            problem = error
-    problems: list[BallastError | None] = [problem]
-    dist.broadcast_object_list(problems, src=0)
-    if problems[0] is not None:
-        raise problems[0]
-    return loaded
+    with raise_on_all_ranks():
+        return load() if dist.get_rank() == 0 else None

@@ -61,6 +61,11 @@ class PackedModel(nn.Module):
         self.takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
 
     @property
+    def name(self) -> str:
+        """The model's name in messages."""
+        return described(self.model)
+
+    @property
     def layers(self) -> list[nn.Module]:
         return list(_layers(self.model) or ())
 

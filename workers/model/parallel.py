@@ -54,19 +54,9 @@ class Parallel:
         return self.mesh["dp_replicate"].size() * self.mesh["dp_shard"].size()
 
     @property
-    def dp_rank(self) -> int:
-        """Whose sequences this rank computes, 0 to dp - 1."""
-        replicate, shard, _, _ = self._coordinate()
-        return replicate * self.mesh["dp_shard"].size() + shard
-
-    @property
     def leads_dp_group(self) -> bool:
         """Whether this rank answers for those that hold the same sequences."""
-        return self._coordinate()[2:] == (0, 0)
-
-    def _coordinate(self) -> tuple[int, ...]:
-        coordinate = self.mesh.get_coordinate()
-        return tuple(coordinate or ())
+        return self.context.get_local_rank() == self.tensor.get_local_rank() == 0
 
 
 def process_group_backend(device: torch.device) -> str:

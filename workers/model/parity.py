@@ -13,7 +13,7 @@ Shapes: N predicted tokens of the probe, C columns: 1 for log-probs, 1 + H (hidd
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError
+from workers.model.attention import ATTENTION_NAME
 from workers.model.input_checks import max_positions
 from workers.model.layout import LaidOut, Layout
-from workers.model.model import PackedModel
+from workers.model.model import PackedModel, described
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor, reshard
 from workers.model.values import HEAD, PackedValueModel
@@ -216,14 +217,14 @@ def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
     with _undisturbed(), _own_attention(packed.model), torch.set_grad_enabled(bool(probe.parameter)):
         outputs = _translated(packed, "its own forward pass", lambda: _own_forward(packed, probe))
         if not outputs.values.isfinite().all():
-            raise UnsupportedModelError(f"{_described(packed)}: its own forward pass gives NaN or infinity")
+            raise UnsupportedModelError(f"{packed.name}: its own forward pass gives NaN or infinity")
         if probe.dtype in (torch.float32, torch.float64):
             return Expected(outputs)
         with _rounded(packed.model, probe.dtype):
             return Expected(outputs, compare(_own_forward(packed, probe), outputs))
 
 
-def _translated(packed: nn.Module, where: str, compute: Callable[[], Result]) -> Result:
+def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) -> Result:
     """`compute()`; what any line of any family may raise in it becomes an UnsupportedModelError."""
     try:
         return compute()
@@ -231,7 +232,7 @@ def _translated(packed: nn.Module, where: str, compute: Callable[[], Result]) ->
         raise
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), "")
-        raise UnsupportedModelError(f"{_described(packed)}: {where} raises {type(error).__name__}: {text}") from error
+        raise UnsupportedModelError(f"{packed.name}: {where} raises {type(error).__name__}: {text}") from error
 
 
 def check_weights(packed: PackedModel) -> None:
@@ -276,7 +277,7 @@ def _relative(actual: Tensor | None, expected: Tensor | None) -> float:
     return float(((actual - expected).norm() / expected.norm()).nan_to_num(nan=torch.inf))
 
 
-def judge(found: Difference, rounding: Difference, probe: Probe, packed: nn.Module, path: str) -> None:
+def judge(found: Difference, rounding: Difference, probe: Probe, packed: PackedModel, path: str) -> None:
     """Raise UnsupportedModelError if a difference is more than rounding in the engine's type.
 
     In float32 every token counts. In half precision single tokens may be far off, in a mixture of experts above all,
@@ -295,7 +296,7 @@ def judge(found: Difference, rounding: Difference, probe: Probe, packed: nn.Modu
         problem = f"the gradient of {probe.parameter} differs by {found.gradient:.1%}"
     if problem:
         raise UnsupportedModelError(
-            f"{_described(packed)}: with {path} {problem} from the model's own forward pass of one sequence at a time, "
+            f"{packed.name}: with {path} {problem} from the model's own forward pass of one sequence at a time, "
             f"which is more than rounding in {probe.dtype_name}; {_advice(path)}"
         )
 
@@ -353,16 +354,22 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, attention is transformers' own: `eager`, which computes all that a family asks for."""
+    """Inside, attention is transformers' own: `eager`, which computes all that a family asks for.
+
+    Raises UnsupportedModelError if that cannot be had.
+    """
     before = model.config._attn_implementation
-    with ExitStack() as stack:
-        try:
-            model.set_attn_implementation("eager")
-        except ValueError:  # a family with one of its own
-            pass
-        else:
-            stack.callback(model.set_attn_implementation, before)
+    with suppress(ValueError):  # of a family without `eager`, which keeps the attention that it has
+        model.set_attn_implementation("eager")
+    if model.config._attn_implementation == ATTENTION_NAME:  # ours would be compared with itself
+        raise UnsupportedModelError(
+            f"{described(model)} has no attention of its own to compare packed rows with; set model.layout=padded"
+        )
+    try:
         yield
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
 
 
 def _undisturbed(device: torch.device = CPU) -> Any:
@@ -388,7 +395,3 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def _flat(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.detach().float().flatten().cpu()
-
-
-def _described(packed: Any) -> str:
-    return f"model.path={packed.model.name_or_path} ({packed.model.config.model_type})"

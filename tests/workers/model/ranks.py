@@ -120,3 +120,10 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, r
         if dist.is_initialized():  # an engine of vLLM ends it with its own
             dist.destroy_process_group()
         gc.collect()  # engines in cycles keep their groups, whose threads wake a hundred times a second
+
+
+def dp_rank(parallel: Any) -> int:
+    """Whose sequences this rank of a `workers.model.parallel.Parallel` computes, 0 to dp - 1."""
+    import torch.distributed as dist
+
+    return dist.get_rank() // (parallel.context.size() * parallel.tensor.size())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.workers.model.ranks import RankPool
+from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
@@ -43,7 +43,7 @@ def test_ranks_that_do_not_fill_it_are_refused(ranks, config, message):
 def place_on_mesh() -> tuple[int, bool, int, int, int]:
     parallel = make_parallel(CPU, ParallelConfig(context_parallel=2, replicate=2))
     context = parallel.context.get_local_rank()
-    return parallel.dp_rank, parallel.leads_dp_group, context, parallel.dp, parallel.sharding.size()
+    return dp_rank(parallel), parallel.leads_dp_group, context, parallel.dp, parallel.sharding.size()
 
 
 def test_ranks_of_a_context_parallel_group_are_neighbours(ranks: RankPool):

@@ -80,6 +80,18 @@ def test_what_leaks_between_sequences_of_a_row_does_not_leak_between_padded_rows
     assert check_parity(load_model(config, FLOAT32), config).largest < 1e-5
 
 
+def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
+    packed, padded = (load_model(ModelConfig(path=path, layout=name), FLOAT32) for name in ("packed", "padded"))
+
+    def refuse(model: object, name: str) -> None:
+        raise ValueError(f"{name} is not supported")
+
+    monkeypatch.setattr(type(packed.model), "set_attn_implementation", refuse)
+    with pytest.raises(UnsupportedModelError, match="no attention of its own to compare packed rows with"):
+        check_parity(packed, ModelConfig(path=path))
+    assert measure(padded, ModelConfig(path=path, layout="padded")).largest < 1e-5
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_named(tmp_path, value):
     path = save_tiny_model(tmp_path)

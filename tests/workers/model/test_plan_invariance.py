@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from controller.config import load
 from controller.roles import _model_arguments
 from tests.controller.config_workspace import write_workspace
-from tests.workers.model.ranks import RankPool
+from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import Metrics, merge, results
@@ -245,7 +245,7 @@ def reference_update(model: torch.nn.Module) -> None:
 def engine_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
     """On one rank: one optimiser step under a random plan. Whole gradients and weights, own log-probs and metrics."""
     engine = build_engine(case, path, way.parallel)
-    share = random_plan(way.dp, seed)[engine.parallel.dp_rank]
+    share = random_plan(way.dp, seed)[dp_rank(engine.parallel)]
     whole = random_sequences()
     mine = rows_of(whole, share.rows)
     log_probs, _ = engine.log_probs(mine, share.micro_batches)
@@ -412,9 +412,9 @@ def step_with_nan(path: str, way: Way) -> tuple[Metrics, bool]:
     """On every rank, with NaN in the rows of the last dp rank; metrics, and whether the weights are as before."""
     engine = build_engine(CASES["qwen2"], path, way.parallel)
     before = {name: weight.clone() for name, weight in engine.named_weights()}
-    share = random_plan(way.dp, seed=0)[engine.parallel.dp_rank]
+    share = random_plan(way.dp, seed=0)[dp_rank(engine.parallel)]
     sequences = rows_of(random_sequences(), share.rows)
-    if engine.parallel.dp_rank == way.dp - 1:
+    if dp_rank(engine.parallel) == way.dp - 1:
         sequences.columns["advantages"].fill_(torch.nan)
     denominators = Denominators.of(random_sequences())
     engine.forward_backward(sequences, share.micro_batches, make_policy_loss(LossConfig()), denominators)
@@ -451,7 +451,7 @@ def load_and_train(path: str, way: Way, folder: str) -> dict[str, Tensor]:
 
 
 def take_step(engine: Engine, way: Way, seed: int) -> None:
-    share, whole = random_plan(way.dp, seed)[engine.parallel.dp_rank], random_sequences()
+    share, whole = random_plan(way.dp, seed)[dp_rank(engine.parallel)], random_sequences()
     loss = make_policy_loss(CASES["qwen2"].loss)
     engine.forward_backward(rows_of(whole, share.rows), share.micro_batches, loss, Denominators.of(whole))
     engine.optimizer_step()
