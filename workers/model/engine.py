@@ -63,7 +63,7 @@ from workers.model.timing import MicroStepClock
 from workers.model.values import load_value_model
 
 LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
-"""Of each head, what loads the model with it."""
+"""The loader of each head."""
 
 
 class Engine:
@@ -213,7 +213,7 @@ class Engine:
 
     @torch.no_grad()
     def scores(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """What the value head says of each whole sequence, at its last token, forward only: float32 [B] on the CPU.
+        """Output of the value head at the last token of each sequence, forward only: float32 [B] on the CPU.
 
         Raises ConfigError for an engine without a value head, DataError as `log_probs` does.
         """
@@ -324,8 +324,8 @@ class Engine:
         dtype: of the weights; None is that of the parameters. keeper: the only rank that gets them, while the others
         take part and get none; None is every rank.
 
-        `lm_head.weight` comes even if it is tied to the embedding. vLLM keeps a packed copy of the output layer, and a
-        list without it would leave that copy at the old weights without a word.
+        `lm_head.weight` is included even if it is tied to the embedding: vLLM keeps a packed copy of the output layer,
+        which would silently stay at the old weights otherwise.
         """
         reshard(self.module)
         return self.checkpoint_weights.convert(self.checkpoint_weights.plan, dtype, keeper)
@@ -351,9 +351,9 @@ class Engine:
             yield
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks return when they stand.
+        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks wait for it.
 
-        A folder that was there is replaced. Raises OutputError, on every rank alike, if rank 0 cannot write.
+        An existing folder is replaced. Raises OutputError, on every rank alike, if rank 0 cannot write.
         """
         self._check_adapters("save adapters")
         reshard(self.module)
@@ -367,15 +367,15 @@ class Engine:
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
-        """What saves and loads the training state; collective when first used. Raises ConfigError if frozen."""
+        """Saves and loads the training state; creating it is collective. Raises ConfigError if frozen."""
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer and has no state to save")
         return Checkpointer(self.module, self.optimizer, self.schedule, self.device)
 
     def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
-        """Begin to save what training needs to go on, in the background; see `Checkpointer.save`. Collective.
+        """Begin to save the training state in the background; see `Checkpointer.save`. Collective.
 
-        extra: the caller's own state, a JSON object; it stands or falls with the checkpoint.
+        extra: the caller's own state, a JSON object, which becomes part of the checkpoint.
         """
         checkpointer = self.checkpointer
         numbers = {"skipped_in_a_row": self.skip_policy.in_a_row}
@@ -386,7 +386,7 @@ class Engine:
         self.checkpointer.wait()
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, see `Checkpointer.load`; returns the caller's `extra`. Collective."""
+        """Resume from a checkpoint, see `Checkpointer.load`; returns the caller's `extra`. Collective."""
         manifest = self.checkpointer.load(path)
         self.optimizer.zero_grad(set_to_none=True)
         self.skip_policy.in_a_row = manifest.engine["skipped_in_a_row"]
@@ -395,8 +395,8 @@ class Engine:
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
         """Write model and tokenizer in Hugging Face format, in the type of the model's files; collective.
 
-        Ranks share the writing, in files of about `file_bytes`, and return when the folder stands; one that was there
-        is replaced. Raises OutputError if a rank cannot write.
+        Ranks share the writing, in files of about `file_bytes`, and return when the folder is complete; an existing
+        folder is replaced. Raises OutputError if a rank cannot write.
         """
         reshard(self.module)
         write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
@@ -416,11 +416,11 @@ class Engine:
         return laid_out.whole(self.module(**arguments))
 
     def prepare_backward(self, last: bool) -> None:
-        """What the next backward pass does with gradients and gathered parameters; last: of the mini-batch.
+        """Set up the next backward pass; last: whether it is that of the mini-batch's last micro-batch.
 
-        Gradients are reduced onto the shards at once, since those that wait are whole, in float32 and on every rank.
-        Copies of the model (HSDP) sum their shards in the last pass. Parameters do not change between the passes: with
-        `reshard_after_forward=False` they stay gathered until then.
+        By default every pass reduces its gradients onto the shards: unreduced ones are whole, in float32 and on every
+        rank. Copies of the model (HSDP) sum their shards in the last pass only. Parameters do not change between
+        passes: with `reshard_after_forward=False` they stay gathered until the last.
         """
         for module in fsdp_modules(self.module):
             if self.defer_gradient_reduction:

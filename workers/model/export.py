@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder, written by several ranks at once; the folder appears when it is complete.
+"""Writes a model as a Hugging Face folder, by several ranks at once; the folder appears when it is complete.
 
     conversions --5 GB a file--> files --round of one file a rank--> gather to its writer --> every rank writes its own
     rank 0: config.json, tokenizer, index --> all files there? --> rename
@@ -66,16 +66,16 @@ def plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) 
 def write_model(
     weights: CheckpointWeights, tokenizer: Any, path: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write model and tokenizer to `path`, weights in `dtype`; collective, all ranks return when it stands.
+    """Write model and tokenizer to `path`, weights in `dtype`; collective, all ranks return when it is complete.
 
-    A folder that was there is replaced. Raises OutputError, on every rank alike, if a rank cannot write.
+    An existing folder is replaced. Raises OutputError, on every rank alike, if a rank cannot write.
     """
     unfinished = _unfinished(path)
     _on_rank_zero(lambda: _make_empty(unfinished), path)
     files, ranks = plan_files(weights, dtype, file_bytes), dist.get_world_size()
 
     def finish() -> None:
-        _write_the_rest(weights, tokenizer, unfinished, files, dtype)
+        _write_metadata(weights, tokenizer, unfinished, files, dtype)
         _replace(path, unfinished)
 
     try:
@@ -88,9 +88,9 @@ def write_model(
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """`write(folder)` on rank 0 in place of `path`; collective, all ranks return when it stands.
+    """`write(folder)` on rank 0 in place of `path`; collective, all ranks return when it is complete.
 
-    A folder that was there is replaced when the new one is complete. Raises OutputError, on every rank alike, if rank 0
+    An existing folder is replaced when the new one is complete. Raises OutputError, on every rank alike, if rank 0
     cannot write.
     """
 
@@ -116,7 +116,7 @@ def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: 
     _together(lambda: save_file(mine, folder / files[rank].name, metadata={"format": "pt"}) if mine else None, folder)
 
 
-def _write_the_rest(
+def _write_metadata(
     weights: CheckpointWeights, tokenizer: Any, folder: Path, files: Sequence[FilePlan], dtype: torch.dtype
 ) -> None:
     missing = [file.name for file in files if not (folder / file.name).exists()]

@@ -1,4 +1,4 @@
-"""Input that a model would take without a word, or end on with a CUDA assertion, refused with its name."""
+"""Refuses input by name that a model would take silently, or that would end in a CUDA assertion."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,7 +27,7 @@ def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
 
 
 def max_positions(config: Any) -> int | None:
-    """Longest sequence that the model's own configuration allows; None where it does not say or stretches it."""
+    """Longest sequence that the model's configuration allows; None if it sets no limit or scales its positions."""
     text = config.get_text_config()
     scaling = getattr(text, "rope_parameters", None) or {}
     if "factor" in scaling or any(isinstance(part, dict) and "factor" in part for part in scaling.values()):

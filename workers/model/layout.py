@@ -4,7 +4,7 @@
               --pad---> PaddedRows ----------------------------------> values of all tokens
 
 Padded rows that ranks share, or that a flash kernel computes, are a PackedRow whose segments are all as long as the
-longest: attention is causal and padding stands at the end, so that no token sees it.
+longest: attention is causal and padding is at the end, so that no token sees it.
 
 T cells of the row, N predicted tokens of the micro-batch.
 """
@@ -44,7 +44,7 @@ class LaidOut:
 
 
 class Layout:
-    """How one engine lays out its micro-batches. parallel: None is a process alone, without a process group.
+    """Lays out the micro-batches of one engine. parallel: None for a process without a process group.
 
     Raises ConfigError or UnsupportedModelError if model, layout, attention kernel and parallelism do not go together.
     """
@@ -71,8 +71,8 @@ class Layout:
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 
     def lay_out(self, micro_batch: Sequences, *, forward: bool = False, last: bool = False) -> LaidOut:
-        """forward: as in forward-only passes, not in training. last: in place of what is before each token with
-        `loss_mask`, what is after the last token of each sequence.
+        """forward: with the layout of forward-only passes, not of training. last: read the last cell of each sequence
+        instead of the cell before each token with `loss_mask`.
 
         Raises DataError if `loss_mask` marks the first token of a sequence.
         """

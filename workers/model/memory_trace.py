@@ -5,8 +5,8 @@
 
     echo '{...}' | python -m workers.model.memory_trace
 
-A process of its own for each request, see `fake_gpu`. What kernels take for themselves is not seen: the workspaces of
-cuBLAS, of flash attention (its backward pass: 4 bytes a token and query channel) and of NCCL, nor fragmentation.
+Run in a process of its own for each request, see `fake_gpu`. Workspaces of kernels are not counted: those of cuBLAS,
+flash attention (in backward 4 bytes a token and query channel) and NCCL; nor is fragmentation.
 """
 
 import gc
@@ -62,7 +62,7 @@ def trace(request: Mapping[str, Any], ledger: Ledger) -> dict[str, dict[str, Any
     for name, given in request["roles"].items():
         try:
             found[name] = _trace_role(Role.read(given), request, ledger)
-        except Exception as error:  # whatever stops it, the others are still measured
+        except Exception as error:  # the other roles are still measured
             found[name] = {
                 "problem": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             }
@@ -79,7 +79,7 @@ def _trace_role(role: Role, request: Mapping[str, Any], ledger: Ledger) -> dict[
 
 
 def extrapolate(points: Mapping[int, float], layers: int) -> float:
-    """The value at so many layers of the straight line through the last two points, or the point there."""
+    """The value at `layers`: a given point, or a straight line through the last two points."""
     if layers in points:
         return points[layers]
     (few, less), (many, more) = sorted(points.items())[-2:]
@@ -123,7 +123,7 @@ def _update(engine: Engine, sequences: Sequences, micro_batches: list[tuple[int,
 
 
 def full_micro_batches(tokens: int, longest: int, *, padded: bool) -> tuple[Sequences, list[tuple[int, int]]]:
-    """Micro-batches of so many tokens each, in sequences as long as possible, of which all but the first is learned."""
+    """Micro-batches of `tokens` tokens each, in sequences as long as possible; all tokens but the first are learned."""
     lengths = [longest] * (tokens // longest)
     if not padded and tokens % longest > 1:
         lengths.append(tokens % longest)
@@ -155,7 +155,7 @@ def main() -> None:
     with fake_gpus(request["ranks"]) as gpu:
         found = trace(request, gpu.ledger)
     print(json.dumps(found), flush=True)
-    os._exit(0)  # threads of autograd for a device in Python do not outlive the interpreter
+    os._exit(0)  # autograd's threads for a device in Python crash when the interpreter ends
 
 
 if __name__ == "__main__":
