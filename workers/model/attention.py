@@ -1,6 +1,6 @@
 """Causal attention within the segments of a packed row, as one function registered with transformers.
 
-    Engine --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
+    RowLayout --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
 
 The segments are passed as an argument, so packing is never inferred. transformers infers it from `position_ids`, and
 silently misses it when a KV cache is made or when an all-ones mask is passed.

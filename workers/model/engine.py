@@ -30,7 +30,7 @@ from workers.model.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.compile import compile_layers
 from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.input_checks import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
-from workers.model.layout import LaidOut, Layout
+from workers.model.layout import LaidOut, RowLayout
 from workers.model.loading import Source
 from workers.model.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
 from workers.model.losses import (
@@ -66,7 +66,7 @@ LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": loa
 """The loader of each head."""
 
 
-class Engine:
+class TrainingEngine:
     """One model, sharded over the data-parallel ranks, with an optimiser unless it is frozen.
 
     model_config: what to load and how to compute it. optimizer: None for a frozen model. total_steps: optimiser steps
@@ -113,7 +113,7 @@ class Engine:
             check_value_head(self.parallel.config, "value model")
         name, hf_config = self.module.name, self.module.model.config
         check_tensor_parallel(self.parallel.config, model_config, name, hf_config.model_type, hf_config.to_dict())
-        self.layout = Layout(model_config, self.parallel, self.module, self.device, dtype)
+        self.layout = RowLayout(model_config, self.parallel, self.module, self.device, dtype)
         self.clock = MicroStepClock(self.device)
         self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
         self.positions = max_positions(self.module.model.config)

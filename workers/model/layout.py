@@ -43,7 +43,7 @@ class LaidOut:
     whole: Callable[[Tensor], Tensor]
 
 
-class Layout:
+class RowLayout:
     """Lays out the micro-batches of one engine. parallel: None for a process without a process group.
 
     Raises ConfigError or UnsupportedModelError if model, layout, attention kernel and parallelism do not go together.

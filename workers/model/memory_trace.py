@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from workers.config import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.fake_gpu import DEVICE, Ledger, fake_gpus
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.optimizer import optimizer_state
@@ -35,7 +35,7 @@ MICRO_BATCHES = 2  # the second finds the gradients of the first
 @dataclass(frozen=True)
 class Role:
     """description: its config.json. tokens: of a full micro-batch of a group of ranks that share sequences, by pass:
-    `update`, `log_probs`, `values`, `scores`. model, optimizer and so on: see `Engine`."""
+    `update`, `log_probs`, `values`, `scores`. model, optimizer and so on: see `TrainingEngine`."""
 
     description: dict[str, Any]
     model: ModelConfig
@@ -91,7 +91,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledge
     gc.collect()
     before = ledger.current
     with _folder(role.description, layers) as path:
-        engine = Engine(
+        engine = TrainingEngine(
             ModelConfig(**{**vars(role.model), "path": path}),
             optimizer=OptimizerConfig() if role.trains else None,
             total_steps=1,
@@ -108,13 +108,13 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledge
         layout, _ = role.model.rows(forward=name != "update")
         sequences, micro_batches = full_micro_batches(tokens, request["longest"], padded=layout == "padded")
         ledger.restart()
-        run = _update if name == "update" else getattr(Engine, name)
+        run = _update if name == "update" else getattr(TrainingEngine, name)
         run(engine, sequences, micro_batches, **({"request": request} if name == "update" else {}))
         found[name] = ledger.peak - before
     return found
 
 
-def _update(engine: Engine, sequences: Sequences, micro_batches: list[tuple[int, int]], request: Any) -> None:
+def _update(engine: TrainingEngine, sequences: Sequences, micro_batches: list[tuple[int, int]], request: Any) -> None:
     loss: Callable[..., Any] = make_value_loss(ValueLossConfig())
     if engine.head == "lm":
         loss = make_policy_loss(LossConfig(kl_coefficient=1.0, entropy_coefficient=request["entropy_coefficient"]))

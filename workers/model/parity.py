@@ -26,7 +26,7 @@ from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError
 from workers.model.attention import ATTENTION_NAME
 from workers.model.input_checks import max_positions
-from workers.model.layout import LaidOut, Layout
+from workers.model.layout import LaidOut, RowLayout
 from workers.model.model import PackedModel, described
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor, reshard
@@ -34,7 +34,7 @@ from workers.model.values import HEAD, PackedValueModel
 from workers.tolerance import TOLERANCE
 
 if TYPE_CHECKING:
-    from workers.model.engine import Engine
+    from workers.model.engine import TrainingEngine
 
 LENGTHS = (7, 19, 12)
 SPANS = ("sliding_window", "index_topk")  # configuration names of the most tokens that a token sees
@@ -104,7 +104,7 @@ def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None
     """
     probe = probe or make_probe(packed, torch.float32)
     expected = own_outputs(packed, probe)
-    layout = Layout(config, None, packed, CPU, probe.dtype)
+    layout = RowLayout(config, None, packed, CPU, probe.dtype)
     with _undisturbed(), torch.set_grad_enabled(bool(probe.parameter)):
         values = row_values(packed, layout.lay_out(probe.sequences), probe.temperature)
         found = Outputs(values.detach().float(), _gradient(values, packed, probe.parameter))
@@ -119,7 +119,7 @@ def check_parity(packed: PackedModel, config: ModelConfig) -> Difference:
     return found
 
 
-def prove(engine: "Engine", probe: Probe, expected: Expected) -> Difference:
+def prove(engine: "TrainingEngine", probe: Probe, expected: Expected) -> Difference:
     """Compute the probe as `engine` computes its micro-batches, and compare; collective, the engine is not changed.
 
     Raises UnsupportedModelError on every rank, naming family, layout and largest difference, if the difference is more
@@ -132,7 +132,7 @@ def prove(engine: "Engine", probe: Probe, expected: Expected) -> Difference:
     return found
 
 
-def _prove_pass(engine: "Engine", probe: Probe, expected: Expected, forward: bool) -> Difference:
+def _prove_pass(engine: "TrainingEngine", probe: Probe, expected: Expected, forward: bool) -> Difference:
     """Prove the layout of training, or with `forward` that of forward-only passes."""
     config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
     path = _path(config, engine.parallel.context.size(), engine.parallel.tensor.size())
@@ -145,7 +145,7 @@ def _prove_pass(engine: "Engine", probe: Probe, expected: Expected, forward: boo
     return found
 
 
-def _engine_outputs(engine: "Engine", probe: Probe, forward: bool) -> Outputs:
+def _engine_outputs(engine: "TrainingEngine", probe: Probe, forward: bool) -> Outputs:
     trains, gradient = bool(probe.parameter), None
     if trains:
         engine.prepare_backward(last=True)

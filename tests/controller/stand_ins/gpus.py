@@ -172,7 +172,7 @@ class StandInVllm:
 
 
 class StandInEngine:
-    """`workers.model.engine.Engine` as the training actors call it. WEIGHTS: what it would send."""
+    """`workers.model.engine.TrainingEngine` as the training actors call it. WEIGHTS: what it would send."""
 
     WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")
 

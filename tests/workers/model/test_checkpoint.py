@@ -30,7 +30,7 @@ from workers.model.checkpoint_folder import (
     read_manifest,
     verify_files,
 )
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1)
@@ -42,13 +42,13 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def build(model: str, **settings: object) -> Engine:
-    return Engine(
+def build(model: str, **settings: object) -> TrainingEngine:
+    return TrainingEngine(
         ModelConfig(path=model, dtype="float64"), optimizer=OPTIMIZER, total_steps=10, device="cpu", **settings
     )
 
 
-def train(engine: Engine, steps: range) -> list[float]:
+def train(engine: TrainingEngine, steps: range) -> list[float]:
     """One optimiser step for each of `steps` on every rank's share of that step's batch; this rank's learning rates."""
     size, rank = dist.get_world_size(), dist.get_rank()
     rates = []
@@ -61,7 +61,7 @@ def train(engine: Engine, steps: range) -> list[float]:
     return rates
 
 
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
+def weights(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
@@ -336,7 +336,7 @@ def test_what_json_does_not_carry_is_refused_at_once(model, tmp_path, extra):
 
 
 def test_a_frozen_engine_has_nothing_to_save(model, tmp_path):
-    engine = Engine(ModelConfig(path=model, dtype="float32"), optimizer=None, total_steps=0, device="cpu")
+    engine = TrainingEngine(ModelConfig(path=model, dtype="float32"), optimizer=None, total_steps=0, device="cpu")
     with pytest.raises(ConfigError, match="frozen"):
         engine.save_checkpoint(tmp_path / "step-1", step=1)
     with pytest.raises(ConfigError, match="frozen"):

@@ -9,7 +9,7 @@ from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape
 
 CPU = torch.device("cpu")
@@ -75,7 +75,9 @@ def test_clipping_takes_the_norm_over_all_meshes(ranks: RankPool):
 
 def refusal(path: str, parallel: ParallelConfig, layout: str) -> str:
     with pytest.raises((ConfigError, UnsupportedModelError)) as error:
-        Engine(ModelConfig(path=path, layout=layout), optimizer=None, total_steps=1, device="cpu", parallel=parallel)
+        TrainingEngine(
+            ModelConfig(path=path, layout=layout), optimizer=None, total_steps=1, device="cpu", parallel=parallel
+        )
     return str(error.value)
 
 

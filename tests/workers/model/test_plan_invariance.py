@@ -28,7 +28,7 @@ from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import Metrics, merge, results
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, sft
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor
@@ -155,8 +155,8 @@ def rows_of(sequences: Sequences, indices: list[int]) -> Sequences:
     )
 
 
-def build_engine(case: Case, path: str, parallel: ParallelConfig) -> Engine:
-    return Engine(
+def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEngine:
+    return TrainingEngine(
         ModelConfig(
             path=path,
             dtype=case.dtype,
@@ -341,7 +341,7 @@ def has_empty(plan: list[RankShare]) -> bool:
 
 def collectives(path: str, arguments: dict[str, Any]) -> dict[str, int]:
     """On every rank: how often four micro-steps of a mini-batch call each collective that gradients may travel by."""
-    engine = Engine(ModelConfig(path=path, dtype="float32"), optimizer=OPTIMIZER, total_steps=10, **arguments)
+    engine = TrainingEngine(ModelConfig(path=path, dtype="float32"), optimizer=OPTIMIZER, total_steps=10, **arguments)
     sequences = random_sequences(dtype=torch.float32)
     steps = [(0, 5), (5, 5), (5, 8), (8, 11)]
     with CountedCalls() as calls:
@@ -450,7 +450,7 @@ def load_and_train(path: str, way: Way, folder: str) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
-def take_step(engine: Engine, way: Way, seed: int) -> None:
+def take_step(engine: TrainingEngine, way: Way, seed: int) -> None:
     share, whole = random_plan(way.dp, seed)[dp_rank(engine.parallel)], random_sequences()
     loss = make_policy_loss(CASES["qwen2"].loss)
     engine.forward_backward(rows_of(whole, share.rows), share.micro_batches, loss, Denominators.of(whole))

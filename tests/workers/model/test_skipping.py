@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.workers.model.tiny import VOCABULARY, random_sequences, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
 from workers.errors import ConfigError, DataError, NonFiniteError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.input_checks import max_positions
 from workers.model.losses import Denominators, Predictions, sft
 from workers.model.packing import Sequences
@@ -20,9 +20,9 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def build(model: str, max_skipped_steps: int = 10) -> Engine:
+def build(model: str, max_skipped_steps: int = 10) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, max_skipped_steps=max_skipped_steps)
-    return Engine(ModelConfig(path=model, dtype="float64"), optimizer=optimizer, total_steps=10, device="cpu")
+    return TrainingEngine(ModelConfig(path=model, dtype="float64"), optimizer=optimizer, total_steps=10, device="cpu")
 
 
 def without_number(value: float):
