@@ -66,7 +66,7 @@ class SkipPolicy:
 
 def _names(sequences: Sequences, start: int, stop: int) -> list[str]:
     """Names of rows: uid and number in the group where the batch has them, else the row on this rank."""
-    uids = sequences.objects.get("uid", sequences.columns.get("uid"))
+    uids = sequences.objects.get("uid")
     if uids is None:
         return [f"row {row}" for row in range(start, stop)]
     names = [f"uid {uid}" for uid in uids[start:stop].tolist()]

@@ -1,7 +1,7 @@
 """One family on the ranks of a process group: a tiny model saved, loaded as a run loads it, and compared.
 
     tiny configuration --> folder --> transformers, a sequence at a time         --> log-probs, gradient --> Outcome
-                                  `-> TrainingEngine that checks itself, on 1 or 2 ranks --> log-probs, gradient --^
+                                  `-> engine that checks itself, on 1 or 2 ranks --> log-probs, gradient --^
 
 The engine refuses by itself what it computes wrongly (`workers.model.parity`). This is measured a second time, with
 other sequences and another parameter's gradient: `wrong` is what that check has missed.
