@@ -95,29 +95,21 @@ class TrainingEngine:
         if head not in LOADERS:
             raise ConfigError(f"head={head} is not one of {', '.join(LOADERS)}")
         self.device = torch.device(device)
+        self.model_config, self.head, self.optimizer_config = model_config, head, optimizer
         self.temperature = temperature
         self.reshard_after_forward = reshard_after_forward
-        dtype = compute_dtype(model_config.dtype, self.device)
-        self.dtype = dtype
+        self.dtype = compute_dtype(model_config.dtype, self.device)
         self.tokenizer = load_tokenizer(model_config.path)
         self.parallel = make_parallel(self.device, parallel)
-        self.defer_gradient_reduction = parallel is not None and parallel.defer_gradient_reduction
-        # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
-        parameter_dtype = torch.promote_types(dtype, torch.float32)
-        shared = self.parallel.context.size() * self.parallel.tensor.size() > 1
-        loaded = replace(model_config, layout=model_config.attention_layout(shared=shared), forward_layout="same")
-        source = Source(partial(LOADERS[head], loaded, parameter_dtype))
-        self.module = source.module
-        self.model_config, self.head = model_config, head
-        if head == "value":
-            check_value_head(self.parallel.config, "value model")
-        name, hf_config = self.module.name, self.module.model.config
-        check_tensor_parallel(self.parallel.config, model_config, name, hf_config.model_type, hf_config.to_dict())
-        self.layout = RowLayout(model_config, self.parallel, self.module, self.device, dtype)
         self.clock = MicroStepClock(self.device)
+        # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
+        parameter_dtype = torch.promote_types(self.dtype, torch.float32)
+        source = self._source(parameter_dtype)
+        self.module = source.module
         self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
         self.positions = max_positions(self.module.model.config)
-        check_tokenizer(self.tokenizer, self.vocabulary, model_config.path)
+        self._check_model()
+        self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
         self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.module.requires_grad_(optimizer is not None)
         # A frozen engine is a reference: the base model, which adapters leave as it is.
@@ -125,30 +117,49 @@ class TrainingEngine:
         if self.has_adapters:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
         if check_parity:
-            probe = make_probe(self.module, dtype, temperature)
+            probe = make_probe(self.module, self.dtype, temperature)
             expected = source.ask(lambda module: own_outputs(module, probe))
-        if self.parallel.tensor.size() > 1:
-            share_model(self.module.model, self.parallel.tensor)
-        if model_config.compile:
-            compile_layers(self.module.layers)
-        shard_model(
-            self.module,
-            self.module.layers,
-            self.parallel.sharding,
-            compute_dtype=dtype,
-            cpu_offload=cpu_offload,
-            reshard_after_forward=reshard_after_forward,
-        )
+        self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
         self.checkpoint_weights = CheckpointWeights(self.module.model, source.rules, self._shards, self.device)
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
-        self.optimizer_config = optimizer
         if optimizer is not None:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
         if check_parity:
             prove(self, probe, expected)
+
+    def _source(self, parameter_dtype: torch.dtype) -> Source[PackedModel]:
+        """The model to load, with the attention of the layout that all passes can use."""
+        shared = self.parallel.context.size() * self.parallel.tensor.size() > 1
+        layout = self.model_config.attention_layout(shared=shared)
+        loaded = replace(self.model_config, layout=layout, forward_layout="same")
+        return Source(partial(LOADERS[self.head], loaded, parameter_dtype))
+
+    def _check_model(self) -> None:
+        """Raise ConfigError if the model does not go with the tokenizer or `parallel`."""
+        parallel, hf_config = self.parallel.config, self.module.model.config
+        if self.head == "value":
+            check_value_head(parallel, "value model")
+        family, sizes = hf_config.model_type, hf_config.to_dict()
+        check_tensor_parallel(parallel, self.model_config, self.module.name, family, sizes)
+        check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
+
+    def _distribute(self, cpu_offload: bool) -> None:
+        """Divide the module's parameters between the ranks; compiled layers come before FSDP wraps them."""
+        if self.parallel.tensor.size() > 1:
+            share_model(self.module.model, self.parallel.tensor)
+        if self.model_config.compile:
+            compile_layers(self.module.layers)
+        shard_model(
+            self.module,
+            self.module.layers,
+            self.parallel.sharding,
+            compute_dtype=self.dtype,
+            cpu_offload=cpu_offload,
+            reshard_after_forward=self.reshard_after_forward,
+        )
 
     @property
     def data_parallel_groups(self) -> list[dist.ProcessGroup]:
@@ -166,7 +177,6 @@ class TrainingEngine:
         Raises ConfigError for an engine with a value head, DataError if the micro-batches leave a row out or name one
         twice.
         """
-
         self._check_head("lm")
         (log_probs,), metrics = self._forward_only("log_probs", sequences, micro_batches, ("log_probs",), _measure)
         return log_probs, metrics
@@ -423,7 +433,7 @@ class TrainingEngine:
         passes: with `reshard_after_forward=False` they stay gathered until the last.
         """
         for module in fsdp_modules(self.module):
-            if self.defer_gradient_reduction:
+            if self.parallel.config.defer_gradient_reduction:
                 module.set_requires_gradient_sync(last, recurse=False)
             else:
                 module.set_requires_all_reduce(last, recurse=False)
