@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers.model.ranks import RankPool, dp_rank
+from tests.workers.model.ranks import PRELOADED, RankPool, dp_rank
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import CheckpointError, ConfigError, DataError
@@ -362,7 +362,7 @@ def save_until_killed(model: str, folder: Path) -> None:
 def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(model, tmp_path):
     """SIGKILL at random moments; every time what was told to be complete is, and the next process goes on from it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workers.model.engine"])
+    context.set_forkserver_preload(PRELOADED)
     moments, last = random.Random(0), 0
     for _ in range(6):
         process = context.Process(target=save_until_killed, args=(model, tmp_path))

@@ -310,21 +310,21 @@ def test_p7_c1_every_way_of_sharing_equals_one_unpadded_sequence_at_a_time(ranks
     check(ranks, CASES[name], paths[name], WAYS[way], seed=list(WAYS).index(way))
 
 
-@given(st.integers(0, 2**31), st.sampled_from(sorted(WAYS)))
+@given(st.integers(0, 2**31), st.sampled_from(["1 rank", "2 ranks", "4 ranks", "dp 2, ulysses 2", "ring 2"]))
 @settings(max_examples=8, deadline=None)
 def test_p7_random_plans_change_nothing(ranks: RankPool, paths, seed, way):
     check(ranks, CASES["qwen2"], paths["qwen2"], WAYS[way], seed)
 
 
-@pytest.mark.parametrize("defer", [False, True], ids=["each micro-step", "the last alone"])
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "way", "defer"),
     [
-        ("qwen2", "2 copies on 2 ranks"),
-        ("qwen2 gathered", "2 copies on 2 ranks"),
-        ("llama checkpointed", "2 copies, ring 2"),
-        ("qwen2", "2 copies, tp 2"),
-        ("qwen2", "2 ranks"),
+        ("qwen2 gathered", "2 copies on 2 ranks", False),
+        ("qwen2 gathered", "2 copies on 2 ranks", True),
+        ("llama checkpointed", "2 copies, ring 2", False),
+        ("llama checkpointed", "2 copies, ring 2", True),
+        ("qwen2", "2 copies, tp 2", True),
+        ("qwen2", "2 ranks", True),
     ],
 )
 def test_gradients_are_the_same_in_whichever_micro_step_they_are_reduced(ranks: RankPool, paths, name, way, defer):
