@@ -364,7 +364,7 @@ def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(model, 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     moments, last = random.Random(0), 0
-    for _ in range(6):
+    for _ in range(4):
         process = context.Process(target=save_until_killed, args=(model, tmp_path))
         process.start()
         wait_for(lambda last=last: (tmp_path / f"acknowledged-{last + 1}").exists(), process)
