@@ -22,7 +22,7 @@ SHARE_OF_MEMORY = 1 / 6  # weights in bfloat16 take twice their files in float32
 
 @dataclass(frozen=True)
 class Role:
-    """A model that the run trains or reads. key: the setting that names it. head: as in `Engine`."""
+    """A model that the run trains or reads. key: the setting that names it. head: as in `TrainingEngine`."""
 
     key: str
     model: ModelConfig

@@ -22,7 +22,7 @@ def write(path: Path, step: int, **progress: Any) -> Path:
     unfinished.mkdir(parents=True)
     (unfinished / "shard").write_bytes(b"weights")
     files = {"shard": StoredFile.of(unfinished / "shard")}
-    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step, **progress).to_json(), None, files))
+    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step, **progress).to_json(), files))
     return path
 
 

@@ -1,9 +1,9 @@
 """Causal attention within the segments of a packed row, as one function registered with transformers.
 
-    Engine --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
+    RowLayout --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
 
-The segments travel as an argument, so packing is never inferred. transformers infers it from `position_ids`, and misses
-it without a word when a KV cache is made or when an all-ones mask is passed.
+The segments are passed as an argument, so packing is never inferred. transformers infers it from `position_ids`, and
+silently misses it when a KV cache is made or when an all-ones mask is passed.
 
     backend   where                            sliding window   soft-capping   sinks
     flash3    Hopper, half precision           yes              no             yes      varlen on FlashAttention 3
@@ -50,16 +50,16 @@ PackedAttention = Callable[..., Tensor]
     scores_ij = scale q_i . k_j, then softcap tanh(scores_ij / softcap)
     out_i = sum_j exp(scores_ij) v_j / (exp(sink) + sum_j exp(scores_ij))    over 0 <= i - j < window
 
-window: tokens that each token sees, itself included. sinks: [H], one logit a head. These three are handed over only by
-layers that have them, so an attention that cannot compute them need not name them; see `choose_backend`.
+window: tokens that each token sees, itself included. sinks: [H], one logit a head. Only layers that have these three
+pass them, so an attention that cannot compute one does not take it; see `choose_backend`.
 """
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What is on this machine. generation: major compute capability of the card, 9 for Hopper; 0 without a card.
+    """The machine's card and packages. generation: major compute capability, 9 for Hopper; 0 without a card.
 
-    packages: those that some backend needs, as they are imported.
+    packages: import names of the installed packages that some backend needs.
     """
 
     generation: int
@@ -305,8 +305,8 @@ BACKENDS = {
 }
 """In the order in which `auto` prefers them."""
 
-# Under these names transformers' layers hand over what an attention function must not ignore: what is computed here, by
-# its name in PackedAttention, and what is refused.
+# Arguments of transformers' layers that an attention function must not ignore: those computed here, with their names in
+# PackedAttention, and those refused.
 COMPUTED_FEATURES = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
 REFUSED_FEATURES = ("position_bias", "indices", "cache")
 
@@ -323,11 +323,10 @@ def ballast_packed(
     packed_attention: PackedAttention | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+    """Called by transformers in every layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
-    Raises UnsupportedModelError, naming the module, if the layer asks for something that would change the result and is
-    not computed here (a mask, a cache, a position bias, dropout), or does not ask for the window that its
-    configuration gives it.
+    Raises UnsupportedModelError, naming the module, if the layer asks for a feature that is not computed here (a mask,
+    a cache, a position bias, dropout), or does not ask for the window of its configuration.
     """
     name = type(module).__name__
     if packed_attention is None:
@@ -356,7 +355,7 @@ def ballast_packed(
 
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """Heads [..., D] filled up with zeros to the largest D, which changes no score and adds zeros to the output.
+    """Heads [..., D] padded with zeros to the largest D, which changes no score and adds zeros to the output.
 
     Latent attention has smaller values than keys. Flash kernels and the exchange between ranks take one size alone.
     """
@@ -366,7 +365,7 @@ def _of_one_size(*tensors: Tensor) -> list[Tensor]:
 
 
 def _check_window(module: torch.nn.Module, window: int | None) -> None:
-    """Some layers leave their window to transformers' mask, which packed rows do not have: it would be lost."""
+    """Some layers leave their window to transformers' mask, which packed rows do not have: refuse them."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     if config is None or index is None:
         return

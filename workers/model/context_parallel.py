@@ -37,7 +37,7 @@ from workers.model.packing import PackedRow
 
 @dataclass(frozen=True)
 class RowPart:
-    """What one context-parallel rank computes of a packed row.
+    """The part of a packed row that one context-parallel rank computes.
 
     input_ids, position_ids: int64 [1, T/cp]; positions are those in the whole sequence.
     predicting: int64 [n], the cells of this part whose hidden states predict a token. targets: int64 [n], its id.

@@ -1,4 +1,4 @@
-"""Which settings of a loss go together: each rule once, for `--dry-run` and for the losses. Imports no torch."""
+"""Rules on the settings of a loss, shared by `--dry-run` and the losses; imports no torch."""
 
 from workers.config import POLICY_LOSS_SETTINGS, LossConfig
 from workers.errors import ConfigError
@@ -8,7 +8,7 @@ READERS = {
     setting: tuple(loss for loss, names in POLICY_LOSS_SETTINGS.items() if setting in names)
     for setting in dict.fromkeys(name for names in POLICY_LOSS_SETTINGS.values() for name in names)
 } | dict.fromkeys(("function", "columns", "old_entropies"), ("custom",))
-"""The policy losses that read a setting, by setting, of those that not all read."""
+"""The losses that read each setting, for settings that only some losses read."""
 
 
 def check_loss(config: LossConfig) -> None:

@@ -43,7 +43,7 @@ def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face decoder that reads rows of tokens; what is made of its hidden states is up to the subclass.
+    """A Hugging Face decoder that reads rows of tokens; subclasses make outputs of its hidden states.
 
     The output layer is applied in `forward` of the subclass, not outside, so that FSDP has its weight gathered; and
     only to the hidden states that predict something.
@@ -59,6 +59,11 @@ class PackedModel(nn.Module):
         self.logit_factor = logit_factor(model.config)
         # Families that know positions by their distance alone (ALiBi) take none.
         self.takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
+
+    @property
+    def name(self) -> str:
+        """The model's name in messages."""
+        return described(self.model)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -205,7 +210,7 @@ def _check_layout(hf_config: Any, config: ModelConfig) -> None:
 
 
 def described(model: Any) -> str:
-    """How a message names a model, given it or its configuration."""
+    """The name of a model in messages; `model` may also be its configuration."""
     config = getattr(model, "config", model)
     return f"model.path={config.name_or_path} ({config.model_type})"
 

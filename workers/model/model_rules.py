@@ -1,9 +1,9 @@
-"""Which settings a model can be trained with: each rule once, for `--dry-run` and for the engine.
+"""Rules on the settings that a model can be trained with, shared by `--dry-run` and the engine.
 
     settings, config.json  --rules--> refused in a second     controller.preflight, before torch is imported
     settings, loaded model --rules--> refused                 the engine: a model may need more than its file says
 
-`model` is how a message names the model. Settings have the names of a run's configuration.
+`model` is the name of the model in messages. Settings have the names of a run's configuration.
 """
 
 from collections.abc import Mapping

@@ -67,7 +67,7 @@ def own_vocabulary(head: nn.Module) -> dict[str, Any]:
 
 
 def _layer_plan() -> dict[str, ParallelStyle]:
-    """What is between Shard(1) inputs and outputs gets whole rows; each head is normalised by itself (Qwen3)."""
+    """Styles of a layer's modules: Shard(1) at its edges, whole rows inside; Qwen3 normalises each head by itself."""
     return {
         "input_layernorm": SequenceParallel(use_local_output=True),
         "self_attn": _gather_input("hidden_states"),

@@ -17,7 +17,7 @@ from tests.workers.model.tiny import random_sequences, relative_error, save_tiny
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import results
 from workers.model import compile as compiling
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.parallel import full_tensor
 
@@ -38,7 +38,7 @@ def trained(
 ) -> list[Tensor]:
     """Log-probs, loss and gradients of micro-batches of all lengths, one of them empty, over some steps."""
     torch._dynamo.reset()
-    engine = Engine(
+    engine = TrainingEngine(
         ModelConfig(path=path, **model),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         total_steps=10,

@@ -22,7 +22,7 @@ from tests.workers.model.tiny import (
 from workers.config import ModelConfig, ParallelConfig
 from workers.model.attention import packed_attention
 from workers.model.context_parallel import Ulysses, cut, gather_tokens
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.packing import PackedRow, Sequences, pack
 from workers.model.ring_attention import RingAttention, shortest_hidden_chunk
 
@@ -230,7 +230,7 @@ def entropies_on_rank(model: str, cp: int) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, float32 [T], of three sequences in two micro-batches."""
     parallel = ParallelConfig(context_parallel=cp, context_parallel_method="ring")
     config = ModelConfig(path=model, dtype="float64")
-    engine = Engine(config, optimizer=None, total_steps=0, device="cpu", parallel=parallel)
+    engine = TrainingEngine(config, optimizer=None, total_steps=0, device="cpu", parallel=parallel)
     return engine.log_probs_and_entropies(random_sequences(), [(0, 5), (5, 11)])[:2]
 
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.workers.model.ranks import RankPool
+from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_ranks_that_do_not_fill_it_are_refused(ranks, config, message):
 def place_on_mesh() -> tuple[int, bool, int, int, int]:
     parallel = make_parallel(CPU, ParallelConfig(context_parallel=2, replicate=2))
     context = parallel.context.get_local_rank()
-    return parallel.dp_rank, parallel.leads_dp_group, context, parallel.dp, parallel.sharding.size()
+    return dp_rank(parallel), parallel.leads_dp_group, context, parallel.dp, parallel.sharding.size()
 
 
 def test_ranks_of_a_context_parallel_group_are_neighbours(ranks: RankPool):
@@ -75,7 +75,9 @@ def test_clipping_takes_the_norm_over_all_meshes(ranks: RankPool):
 
 def refusal(path: str, parallel: ParallelConfig, layout: str) -> str:
     with pytest.raises((ConfigError, UnsupportedModelError)) as error:
-        Engine(ModelConfig(path=path, layout=layout), optimizer=None, total_steps=1, device="cpu", parallel=parallel)
+        TrainingEngine(
+            ModelConfig(path=path, layout=layout), optimizer=None, total_steps=1, device="cpu", parallel=parallel
+        )
     return str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""How token losses become one number: by denominators of the whole mini-batch, known before the first forward pass.
+"""Aggregation of token losses by denominators of the whole mini-batch, known before the first forward pass.
 
     loss = sum over tokens of weight_t * loss_t        weight_t from `Denominators`, never from the micro-batch
 
@@ -24,7 +24,7 @@ class Denominators:
     """Counts of the whole mini-batch, over all micro-batches and ranks, known before the first forward pass.
 
     tokens: tokens with `loss_mask`. sequences: sequences with at least one of them. groups: groups (equal `uid`) with
-    at least one of them; None where nobody counted, which only `group_mean_token_mean` minds.
+    at least one of them; only `group_mean_token_mean` needs it.
 
     Raises DataError unless positive.
     """
@@ -41,7 +41,7 @@ class Denominators:
 
     @classmethod
     def of(cls, sequences: Sequences, groups: Tensor | None = None) -> "Denominators":
-        """Those of a mini-batch that one process holds as a whole. groups: int [B], the group of each sequence."""
+        """Count a mini-batch that one process holds as a whole. groups: int [B], the group of each sequence."""
         owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.lengths)
         learned = owner[sequences.tokens["loss_mask"].cpu()].unique()
         return cls(sequences.num_loss_tokens, len(learned), None if groups is None else len(groups[learned].unique()))
