@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from balancing import CostModel, Plan
+from balancing import CostModel, Plan, plan_statistics
 from controller.collector import Collector
 from controller.config import Config
 from controller.credit import Credit
@@ -243,5 +243,5 @@ def update(
 
 def mean_statistics(plans: Sequence[Plan], width: int) -> dict[str, float]:
     """The statistics of an epoch's plan, mean over epochs. width: tokens of the longest possible sequence."""
-    found = [plan.statistics(width) for plan in plans]
+    found = [plan_statistics(plan, width) for plan in plans]
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from balancing import CostModel, Plan
+from balancing import CostModel, Plan, plan_statistics
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.offline.datasets import SequenceDataset
 from controller.offline.preference_losses import PairLoss, pair_loss
@@ -66,7 +66,8 @@ class OfflineTrainer(TrainingLoop, Generic[Settings]):
             metrics = self.learn(batch, plan)
             self.progress.position += count
             metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
-        metrics |= record.times() | update_throughput(batch, record.seconds) | prefixed("balance", plan.statistics())
+        metrics |= record.times() | update_throughput(batch, record.seconds)
+        metrics |= prefixed("balance", plan_statistics(plan))
         metrics["data/epoch"] = self.progress.position / len(self.dataset)
         metrics["data/dropped"] = float(self.dataset.dropped)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)

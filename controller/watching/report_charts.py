@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from balancing import BalancingError, CostModel, Plan, plan_batch
-from balancing.gantt import INK, WAITING, Chart, to_svg
-from balancing.statistics import predicted_grids
+from balancing.analysis.gantt import INK, WAITING, Chart, to_svg
+from balancing.analysis.statistics import predicted_grids
 from controller.config import TrainingConfig
 from controller.planner import draw_mini_batches, plan_arguments
 from controller.watching.run_folder import Curve, RunFolder

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image
 
-from balancing.gantt import WAITING, Chart, save_png, to_svg
+from balancing.analysis.gantt import WAITING, Chart, save_png, to_svg
 
 EVEN = Chart("after", [np.array([[1.0, 1.0]]), np.array([[1.0, 1.0]])])
 UNEVEN = Chart("before", [np.array([[2.0, 0.0]]), np.array([[1.5, 0.5]])])

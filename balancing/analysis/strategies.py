@@ -1,9 +1,9 @@
-"""The same batch under several ways to plan it, measured alike.
+"""Compares strategies: plans one batch with each and measures all in the same way.
 
     batch --> each strategy: rows[s][r] for each mini-batch --> times of micro-batches --> Outcome
 
-A packed micro-batch takes the time of its sequences; a padded one that of its rows at the widest length of its
-micro-step, as it is computed. The ideal is the same for all: the workload of the real tokens over ranks.
+A packed micro-batch takes the time of its sequences; a padded one that of its rows at the longest length of its
+micro-step. The ideal time is the same for all strategies: workload of the real tokens / ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from balancing.analysis.statistics import Rows, grids, rows_of, step_time
 from balancing.plan import Plan, plan_batch
 from balancing.published import PADDED, Published, published_steps
-from balancing.statistics import Rows, grids, rows_of, step_time
 from balancing.workload import CostModel
 
 OURS = "Ballast"
@@ -25,13 +25,13 @@ REDEALT = "Ballast, re-dealt"
 GIVEN = "given order"
 PUBLISHED_TITLES: dict[str, Published] = {"verl": "verl", "ROLL": "roll", "MindSpeed-RL": "mindspeed_rl"}
 REPETITIONS = 3
-"""Times that a strategy plans on the clock."""
+"""Number of timed runs of each strategy."""
 STRATEGIES = (GIVEN, *PUBLISHED_TITLES, OURS, REDEALT)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What is planned. lengths: int64 [n]. mini_batches: index arrays. groups: int64 [n], equal within a group."""
+    """The batch to plan. lengths: int64 [n]. mini_batches: index arrays. groups: int64 [n], the group of each."""
 
     lengths: NDArray[np.int64]
     mini_batches: tuple[NDArray[np.int64], ...]
@@ -42,11 +42,11 @@ class Batch:
 
     @property
     def ideal(self) -> float:
-        """The time if no rank ever waited and nothing were padded, in the cost model's unit."""
+        """The step time without waiting or padding, in the cost model's unit."""
         return float(self.cost_model.workload(self.lengths).sum()) / self.ranks
 
     def plan(self, **changes: object) -> Plan:
-        """By `plan_batch`; `changes` are arguments of it that differ."""
+        """`plan_batch` for this batch, with other arguments in `changes`."""
         arguments: dict[str, object] = {
             "ranks": self.ranks,
             "mini_batches": self.mini_batches,
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What a strategy made of a batch. mini_batches: who computes what. padded: rows are as wide as the widest."""
+    """The result of a strategy. padded: rows are as wide as the longest sequence of their micro-step."""
 
     mini_batches: Sequence[Rows]
     padded: bool = False
@@ -66,12 +66,12 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One line of the comparison.
+    """One row of the comparison.
 
     grids: float64 [steps, ranks] for each mini-batch, the time of every micro-batch, in the cost model's unit.
-    over_ideal: step time over workload / ranks, - 1. violations: micro-batches above the cap.
-    padding: share of computed tokens that are not real. micro_batches: of a rank, over all mini-batches.
-    idle_mean, idle_worst: share of the step time that a rank waits. seconds: median time to plan.
+    over_ideal: step time / (workload / ranks) - 1. violations: number of micro-batches above the cap.
+    padding: share of computed tokens that are not real. micro_batches: on each rank, over all mini-batches.
+    idle_mean, idle_worst: share of the step time that a rank waits. seconds: median planning time.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Outcome:
 
 
 def measure(name: str, batch: Batch, strategy: Callable[[], Schedule]) -> Outcome:
-    """Plan once (which may compile), then on the clock, and take the figures."""
+    """Run a strategy once, which may compile, then several times for its planning time, and measure its result."""
     schedule = strategy()
     seconds = median(_seconds(strategy) for _ in range(REPETITIONS))
     times, tokens = _times_and_tokens(schedule, batch)
@@ -113,12 +113,12 @@ def _seconds(strategy: Callable[[], Schedule]) -> float:
 
 
 def of_plan(plan: Plan) -> Schedule:
-    """A packed plan as a schedule."""
+    """The schedule of a packed plan."""
     return Schedule([rows_of(mini_batch) for mini_batch in plan.mini_batches])
 
 
 def compare(batch: Batch) -> tuple[list[Outcome], Plan]:
-    """Every strategy on the batch, and our plan."""
+    """The outcomes of all strategies, and our plan."""
     strategies: dict[str, Callable[[], Schedule]] = {GIVEN: lambda: of_plan(batch.plan(algorithm="none"))}
     strategies |= {title: partial(_published, name, batch) for title, name in PUBLISHED_TITLES.items()}
     strategies |= {
@@ -141,7 +141,7 @@ def _published(name: Published, batch: Batch) -> Schedule:
 
 
 def _times_and_tokens(schedule: Schedule, batch: Batch) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
-    """Grids of time and of tokens computed, padding included."""
+    """Grids of times and of computed tokens, including padding."""
     if not schedule.padded:
         workloads = batch.cost_model.workload(batch.lengths)
         return grids(schedule.mini_batches, workloads), grids(schedule.mini_batches, batch.lengths)
@@ -152,5 +152,5 @@ def _times_and_tokens(schedule: Schedule, batch: Batch) -> tuple[list[NDArray[np
 
 
 def _widest(rows: Rows, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [steps], the longest sequence that any rank computes in each."""
+    """int64 [steps], the length of the longest sequence of each micro-step."""
     return np.array([max(lengths[group].max(initial=0) for group in step) for step in rows], np.int64)

@@ -1,34 +1,31 @@
-"""A plan in words and numbers: why it takes the time it takes, and what would shorten it.
+"""Explains a plan in words: where ranks wait and why, and which settings would shorten the step.
 
-    plan --+--> findings: waiting by cause, count, padding (findings.py)   --+--> text
-           +--> other settings, each tried by planning again (advice.py)   --+
+    plan --+--> findings: waiting by cause, number of micro-steps, padding (findings.py)   --+--> text
+           +--> other settings, each tried by planning again (advice.py)                   --+
 
-Nothing is recommended that was not planned and found better by the share that is printed.
+It recommends only settings that it has planned with, and prints what they save.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from balancing.advice import LEAST_GAIN, Advice, capped, faster, less_padded, tried
 from balancing.alignment import round_up
-from balancing.bounds import step_time_bound
-from balancing.findings import Cause, Finding, findings
-from balancing.statistics import ideal_time, indices_of, predicted_grids, step_time
-
-if TYPE_CHECKING:
-    from balancing.plan import Plan
+from balancing.analysis.advice import LEAST_GAIN, Advice, capped, faster, less_padded, tried
+from balancing.analysis.findings import Cause, Finding, findings
+from balancing.analysis.statistics import ideal_time, indices_of, plan_statistics, predicted_grids, step_time
+from balancing.lower_bounds import step_time_bound
+from balancing.plan import Plan
 
 NEGLIGIBLE = 1e-3
-"""Waiting below this share of the ranks' time is worth neither a sentence nor the search for advice."""
+"""Waiting below this share of the ranks' time is not reported, and no advice is searched for."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """findings: causes of waiting, costliest first, then count and padding. advice: what helps, most helpful first.
+    """findings: causes of waiting, costliest first, then count and padding. advice: most helpful first.
 
-    over_ideal: step time over workload / ranks, - 1. bound: what no plan with the same mini-batches, caps and number of
-    micro-steps is below, likewise over ideal. waiting: share of the ranks' time.
+    over_ideal: step time / (workload / ranks) - 1. bound: a lower bound on it for all plans with the same mini-batches,
+    caps and number of micro-steps. waiting: share of the ranks' time.
     """
 
     findings: tuple[Finding, ...]
@@ -38,8 +35,8 @@ class Explanation:
     waiting: float
 
 
-def explanation(plan: "Plan") -> Explanation:
-    """Findings and tried advice as data; where ranks wait, the batch is planned up to nine times more."""
+def explanation(plan: Plan) -> Explanation:
+    """The explanation as data. If ranks wait, it plans the batch up to nine more times."""
     grids = predicted_grids(plan)
     time, ideal = step_time(grids), ideal_time(grids)
     waiting = 1.0 - ideal / time
@@ -49,8 +46,8 @@ def explanation(plan: "Plan") -> Explanation:
     return Explanation(tuple(findings(plan)), tuple(advice), time / ideal - 1.0, bound, waiting)
 
 
-def _lower_bound(plan: "Plan") -> float:
-    """Time that no plan is below, in the cost model's unit."""
+def _lower_bound(plan: Plan) -> float:
+    """A lower bound on the step time, in the cost model's unit."""
     sizes = round_up(plan.lengths, plan.length_multiple)
     total = 0.0
     for mini_batch in plan.mini_batches:
@@ -66,8 +63,8 @@ def _lower_bound(plan: "Plan") -> float:
     return total
 
 
-def explain(plan: "Plan") -> str:
-    """The explanation as text: a headline, a line for each finding, and a line for each setting that helps."""
+def explain(plan: Plan) -> str:
+    """The explanation as text: a headline, a line for each finding and a line for each setting that helps."""
     result = explanation(plan)
     worth_saying = [found for found in result.findings if found.waiting == 0 or found.waiting >= NEGLIGIBLE]
     lines = [_headline(plan, result), "", "Why:"]
@@ -80,7 +77,7 @@ def explain(plan: "Plan") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _headline(plan: "Plan", result: Explanation) -> str:
+def _headline(plan: Plan, result: Explanation) -> str:
     steps = sum(len(mini_batch.micro_steps) for mini_batch in plan.mini_batches)
     return (
         f"{len(plan.lengths):,} sequences of {plan.lengths.sum():,} tokens on {_count(plan.ranks, 'rank')}: "
@@ -91,8 +88,8 @@ def _headline(plan: "Plan", result: Explanation) -> str:
     )
 
 
-def _three_imbalances(plan: "Plan") -> str:
-    statistics = plan.statistics()
+def _three_imbalances(plan: Plan) -> str:
+    statistics = plan_statistics(plan)
     given, alone, planned = (statistics[f"imbalance{when}/micro_steps"] for when in ("_before", "_karmarkar_karp", ""))
     return (
         f"Imbalance: {given:.2%} in the given order, {alone:.2%} after Karmarkar-Karp alone, without caps, "
@@ -106,7 +103,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _waiting(finding: Finding) -> str:
-    """How every sentence about waiting begins."""
+    """The beginning of every sentence about waiting."""
     steps = int(finding.numbers["micro_steps"])
     return f"{finding.waiting:.2%} of the ranks' time waits for {finding.cause}, in {_count(steps, 'micro-step')}"
 
@@ -116,7 +113,7 @@ def _place(finding: Finding) -> str:
     return f"micro-step {numbers['micro_step']:.0f} of mini-batch {numbers['mini_batch']:.0f}"
 
 
-def _about_long_sequence(finding: Finding, plan: "Plan") -> str:
+def _about_long_sequence(finding: Finding, plan: Plan) -> str:
     numbers = finding.numbers
     return (
         f"{_waiting(finding)}. Worst: sequence {numbers['sequence']:.0f} of {numbers['tokens']:,.0f} tokens is "
@@ -124,7 +121,7 @@ def _about_long_sequence(finding: Finding, plan: "Plan") -> str:
     )
 
 
-def _about_few_sequences(finding: Finding, plan: "Plan") -> str:
+def _about_few_sequences(finding: Finding, plan: Plan) -> str:
     numbers = finding.numbers
     sequences = len(plan.mini_batches[int(numbers["mini_batch"])].rows)
     return (
@@ -133,7 +130,7 @@ def _about_few_sequences(finding: Finding, plan: "Plan") -> str:
     )
 
 
-def _about_empty(finding: Finding, plan: "Plan") -> str:
+def _about_empty(finding: Finding, plan: Plan) -> str:
     numbers = finding.numbers
     return (
         f"{_waiting(finding)}: {numbers['empty']:.0f} of {plan.ranks} ranks have nothing to do in {_place(finding)}; "
@@ -141,28 +138,28 @@ def _about_empty(finding: Finding, plan: "Plan") -> str:
     )
 
 
-def _about_cap_on_sequences(finding: Finding, plan: "Plan") -> str:
+def _about_cap_on_sequences(finding: Finding, plan: Plan) -> str:
     return (
         f"{_waiting(finding)}: the lighter micro-batches hold max_sequences={plan.settings.max_sequences} already; "
         f"in {_place(finding)} the heaviest rank is {finding.numbers['over_mean']:.1%} over the mean."
     )
 
 
-def _about_cap_on_tokens(finding: Finding, plan: "Plan") -> str:
+def _about_cap_on_tokens(finding: Finding, plan: Plan) -> str:
     return (
         f"{_waiting(finding)}: the lighter micro-batches are full at max_tokens={plan.max_tokens:,}; "
         f"in {_place(finding)} the heaviest rank is {finding.numbers['over_mean']:.1%} over the mean."
     )
 
 
-def _about_rest(finding: Finding, plan: "Plan") -> str:
+def _about_rest(finding: Finding, plan: Plan) -> str:
     return (
         f"{_waiting(finding)}; in {_place(finding)}, of {finding.numbers['sequences']:.0f} sequences, the heaviest "
         f"rank is {finding.numbers['over_mean']:.2%} over the mean."
     )
 
 
-def _about_count(finding: Finding, plan: "Plan") -> str:
+def _about_count(finding: Finding, plan: Plan) -> str:
     numbers = finding.numbers
     needed, asked, steps = (int(numbers[name]) for name in ("needed", "asked", "micro_steps"))
     if steps == needed:
@@ -178,7 +175,7 @@ def _about_count(finding: Finding, plan: "Plan") -> str:
     )
 
 
-def _about_padding(finding: Finding, plan: "Plan") -> str:
+def _about_padding(finding: Finding, plan: Plan) -> str:
     source = 'layout="padded"' if plan.layout == "padded" else "alignment"
     return (
         f"{finding.numbers['share']:.2%} of the computed tokens are padding, from {source} with "
@@ -186,7 +183,7 @@ def _about_padding(finding: Finding, plan: "Plan") -> str:
     )
 
 
-_SENTENCES: dict[Cause, Callable[[Finding, "Plan"], str]] = {
+_SENTENCES: dict[Cause, Callable[[Finding, Plan], str]] = {
     Cause.LONG_SEQUENCE: _about_long_sequence,
     Cause.FEW_SEQUENCES: _about_few_sequences,
     Cause.EMPTY_MICRO_BATCHES: _about_empty,

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from balancing import CostModel, Plan, plan_batch
-from balancing.advice import measured, replan
-from balancing.distributions import draw
-from balancing.explain import explain, explanation
+from balancing import CostModel, Plan, plan_batch, plan_statistics
+from balancing.analysis.advice import measured, replan
+from balancing.analysis.distributions import draw
+from balancing.analysis.explain import explain, explanation
 
 SEVEN_BILLION = CostModel(4.2e10, 6e5)
 
@@ -48,7 +48,7 @@ def time_of(plan: Plan) -> float:
 def test_every_advice_holds_when_it_is_followed(name):
     plan = BATCHES[name]()
     result = explanation(plan)
-    assert result.over_ideal == pytest.approx(plan.statistics()["imbalance/micro_steps"])
+    assert result.over_ideal == pytest.approx(plan_statistics(plan)["imbalance/micro_steps"])
     assert -1e-9 <= result.bound <= result.over_ideal + 1e-9
     for advice in result.advice:
         other = replan(plan, advice.candidate.changes)

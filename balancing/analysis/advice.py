@@ -1,36 +1,32 @@
-"""Other settings for a plan, each tried before it is recommended.
+"""Advice: changes of settings that shorten the step, each tried by planning the batch again.
 
-    plan + changed arguments of plan_batch --> planned again --> better by how much, or not recommended
-
-Trying costs one plan for each candidate.
+plan + changed arguments of plan_batch --> planned again --> how much better, or not recommended
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from balancing.analysis.statistics import indices_of, padding_share, predicted_grids, step_time
 from balancing.errors import BalancingError
-from balancing.statistics import indices_of, padding_share, predicted_grids, step_time
-
-if TYPE_CHECKING:
-    from balancing.plan import Plan
+from balancing.plan import Plan, plan_batch
 
 LEAST_GAIN = 1e-3
-"""Advice that makes its measure less than this share smaller is not given."""
+"""Advice that gains less than this share is not given."""
 ROUND_CAP = 1_024
-"""Recommended caps, but for the doubled one, are multiples of this."""
+"""Recommended caps, except twice the cap, are multiples of this."""
 
 Measure = Literal["step time", "padding"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Arguments of `plan_batch` to change; `words` say so.
+    """Arguments of `plan_batch` to change, and the same in words.
 
-    context_parallel: into how many ranks each sequence is cut more than in the plan; each then takes that share of
-    the time, and `changes` count groups of them as one rank.
+    context_parallel: factor by which context parallelism grows. `changes` then count a context-parallel group as one
+    rank, and its time is divided by the factor.
     """
 
     words: str
@@ -40,10 +36,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """A candidate that was tried: `measure` falls from `before` to `after`.
+    """A candidate that helps: `measure` falls from `before` to `after`.
 
     measure: `step time`, in the cost model's unit; or `padding`, the share of computed tokens that are not real.
-    micro_steps: their number over all mini-batches with the changes.
+    micro_steps: over all mini-batches, with the changes.
     """
 
     candidate: Candidate
@@ -54,7 +50,7 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """Share of the step time that is saved, or of computed tokens that are no longer padding."""
+        """Saved share of the step time, or reduction of the padding share."""
         return 1.0 - self.after / self.before if self.measure == "step time" else self.before - self.after
 
     def __str__(self) -> str:
@@ -65,42 +61,40 @@ class Advice:
         return f"{self.candidate.words}: {effect}"
 
 
-def replan(plan: "Plan", changes: Mapping[str, Any]) -> "Plan":
-    """The plan of the same batch with other arguments of `plan_batch`; raises what `plan_batch` raises."""
-    from balancing.plan import plan_batch
-
+def replan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
+    """Plan the same batch with other arguments of `plan_batch`; raises as `plan_batch`."""
     arguments = {field.name: getattr(plan.settings, field.name) for field in fields(plan.settings)}
     arguments["mini_batches"] = [indices_of(mini_batch) for mini_batch in plan.mini_batches]
     return plan_batch(plan.lengths, **{**arguments, **changes})
 
 
-def measured(plan: "Plan", measure: Measure, context_parallel: int = 1) -> float:
-    """The measure of a plan."""
+def measured(plan: Plan, measure: Measure, context_parallel: int = 1) -> float:
+    """Step time or padding of a plan."""
     return step_time(predicted_grids(plan)) / context_parallel if measure == "step time" else padding_share(plan)
 
 
-def tried(plan: "Plan", candidates: Iterable[Candidate], measure: Measure = "step time") -> list[Advice]:
-    """Those that help, most helpful first; what cannot be planned is left out."""
+def tried(plan: Plan, candidates: Iterable[Candidate], measure: Measure = "step time") -> list[Advice]:
+    """The candidates that help, most helpful first; one plan for each candidate."""
     before = measured(plan, measure)
     found = []
     for candidate in candidates:
         try:
             other = replan(plan, candidate.changes)
         except BalancingError:
-            continue  # for example a divisor that the batch cannot keep: not advice
+            continue  # the batch cannot be planned so, for example because of a count
         steps = sum(len(mini_batch.micro_steps) for mini_batch in other.mini_batches)
         found.append(Advice(candidate, measure, before, measured(other, measure, candidate.context_parallel), steps))
     return sorted((advice for advice in found if advice.gain >= LEAST_GAIN), key=lambda advice: -advice.gain)
 
 
-def less_padded(plan: "Plan") -> Iterator[Candidate]:
-    """What may lower the padding."""
+def less_padded(plan: Plan) -> Iterator[Candidate]:
+    """Candidates that may reduce padding."""
     if plan.layout == "padded":
         yield Candidate('layout="packed"', {"layout": "packed"})
 
 
-def faster(plan: "Plan") -> Iterator[Candidate]:
-    """What may shorten the step: everything that the plan's settings leave to try."""
+def faster(plan: Plan) -> Iterator[Candidate]:
+    """Candidates that may shorten the step."""
     if plan.settings.algorithm != "karmarkar_karp":
         yield Candidate('algorithm="karmarkar_karp"', {"algorithm": "karmarkar_karp"})
     yield from _higher_caps(plan)
@@ -117,8 +111,8 @@ def faster(plan: "Plan") -> Iterator[Candidate]:
         yield _twice_the_context_parallelism(plan)
 
 
-def _higher_caps(plan: "Plan") -> Iterator[Candidate]:
-    """Twice the cap; and the cap that leaves so few micro-steps that a fair share is no lighter than the longest."""
+def _higher_caps(plan: Plan) -> Iterator[Candidate]:
+    """Twice the cap, and the cap with so few micro-steps that the longest sequence is within a rank's fair share."""
     doubled = capped(2 * plan.max_tokens)
     yield doubled
     needed = plan.max_tokens
@@ -133,20 +127,20 @@ def _higher_caps(plan: "Plan") -> Iterator[Candidate]:
 
 
 def capped(tokens: int) -> Candidate:
-    """Another cap."""
+    """The candidate with a cap of `tokens`."""
     return Candidate(f"max_tokens={tokens:,}", {"max_tokens": tokens})
 
 
-def _fewer_mini_batches(plan: "Plan") -> Candidate:
-    """Neighbouring mini-batches joined in pairs."""
+def _fewer_mini_batches(plan: Plan) -> Candidate:
+    """The candidate with pairs of mini-batches joined."""
     members = [indices_of(mini_batch) for mini_batch in plan.mini_batches]
     pairs = [np.concatenate(members[start : start + 2]) for start in range(0, len(members), 2)]
     words = f"{len(pairs)} instead of {len(members)} mini-batches, which changes the optimiser steps"
     return Candidate(words, {"mini_batches": pairs})
 
 
-def _twice_the_context_parallelism(plan: "Plan") -> Candidate:
-    """From cp = 1 the alignment `tp` becomes `4*tp`, later `2*cp*tp` doubles: four times serves both."""
+def _twice_the_context_parallelism(plan: Plan) -> Candidate:
+    """Alignment grows from `tp` to `4*tp` for cp = 1, and doubles for larger cp; four times covers both."""
     changes = {
         "ranks": plan.ranks // 2,
         "max_tokens": 2 * plan.max_tokens,

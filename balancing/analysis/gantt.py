@@ -1,4 +1,4 @@
-"""Gantt charts of micro-steps: which rank computes, and which waits, as PNG or SVG.
+"""Gantt charts of micro-steps, which show when each rank computes and waits, as PNG or SVG.
 
 time ->     0         1.0 = the time if no rank ever waited
 rank 0      [ step 0   ][ step 1  ]....
@@ -21,17 +21,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from balancing.statistics import ideal_time, step_time
+from balancing.analysis.statistics import ideal_time, step_time
 
 MINI_BATCH_COLOURS = ("#2f6690", "#3a9679", "#e3a857", "#b4656f", "#6d5a8d", "#7d8491")
-"""Mini-batches take them in turn; micro-steps of one alternate between two shades."""
+"""Colours of mini-batches in turn; the micro-steps of a mini-batch alternate between two shades."""
 WAITING = "#f3d9d6"
 INK = "#22313f"
 DASHES = (0, (4, 3))
 MOST_RANKS_APART = 24
-"""Up to so many ranks, a white line sets one apart from the next."""
+"""White lines separate the ranks if there are at most this many."""
 SHADE = 0.62
-"""Strength of the colour of every other micro-step."""
+"""Opacity of the lighter shade."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Chart:
 
 
 def save_png(charts: Sequence[Chart], ideal: float, path: Path) -> None:
-    """Write the panels, one above the other on one time axis, in units of `ideal`; OSError where that fails."""
+    """Write the panels, one above the other on one time axis in units of `ideal`; OSError if that fails."""
     _figure(charts, ideal).savefig(path, dpi=160)
 
 
 def to_svg(charts: Sequence[Chart], ideal: float) -> str:
-    """The same as an `<svg>` element to be placed in a page."""
+    """The same panels as an `<svg>` element for a page."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "balancing"}):
         buffer = io.StringIO()
         _figure(charts, ideal).savefig(buffer, format="svg", metadata={"Date": None})
@@ -57,7 +57,7 @@ def to_svg(charts: Sequence[Chart], ideal: float) -> str:
 
 
 def _figure(charts: Sequence[Chart], ideal: float) -> Figure:
-    """Height follows the number of ranks, within limits; all panels share the time axis."""
+    """The figure, whose height grows with the number of ranks up to a limit."""
     ranks = charts[0].grids[0].shape[1]
     tallest = 3.4 if len(charts) <= 2 else 2.2
     height = min(tallest, max(1.7, 0.13 * ranks + 0.9))
@@ -72,7 +72,7 @@ def _figure(charts: Sequence[Chart], ideal: float) -> Figure:
 
 
 def _draw(panel: Axes, chart: Chart, ideal: float) -> None:
-    """One panel, times in units of `ideal`."""
+    """Draw one panel, with times in units of `ideal`."""
     start = 0.0
     ranks = chart.grids[0].shape[1]
     for number, grid in enumerate(chart.grids):
@@ -92,7 +92,7 @@ def _draw(panel: Axes, chart: Chart, ideal: float) -> None:
 
 
 def _bars(panel: Axes, starts: NDArray[np.float64], ends: NDArray[np.float64], colour: str) -> None:
-    """A bar for each rank, all one outline: many ranks and micro-steps would make a page of megabytes."""
+    """Draw a bar for each rank as a single outline, because many separate bars would make a page of megabytes."""
     edges = np.arange(len(starts) + 1) - 0.5
     panel.stairs(
         ends, edges, baseline=starts, orientation="horizontal", fill=True, color=colour, linewidth=0, antialiased=False

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from balancing import CostModel, plan_batch
-from balancing.statistics import ideal_time, indices_of, padding_share, predicted_grids, step_time
+from balancing import CostModel, plan_batch, plan_statistics
+from balancing.analysis.statistics import ideal_time, indices_of, padding_share, predicted_grids, step_time
 
 SQUARES = CostModel(0.0, 1.0)
 
@@ -28,7 +28,7 @@ def test_the_time_of_every_micro_batch_is_its_workload():
 
 
 def test_predicted_times_are_reported_in_the_cost_models_unit():
-    statistics = planned().statistics()
+    statistics = plan_statistics(planned())
     assert statistics["predicted_time/total"] == 113.0
     assert statistics["predicted_time/longest_micro_step"] == 100.0
     # As given, the second mini-batch is 9 + 9 against 4 + 4.

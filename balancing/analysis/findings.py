@@ -1,39 +1,30 @@
-"""Why a plan takes the time it takes: its waiting, by cause, and its counts, fill and padding.
+"""Findings about a plan: the waiting of ranks by cause, the number of micro-steps, and padding.
 
-    plan --> each micro-step: the heaviest rank, and why it could not be lower --> waiting by cause   --+
-         --> micro-steps that the cap, min_count and multiple_of ask for       --> count              --+--> Finding
-         --> tokens computed that are not real                                 --> padding            --+
+    plan --> each micro-step: the heaviest rank, and why it is not lighter       --> waiting by cause   --+
+         --> micro-steps that the cap, min_count and multiple_of require         --> count              --+--> Finding
+         --> computed tokens that are not real                                   --> padding            --+
 
-The waiting of all findings adds up to the plan's `idle_share`.
+The waiting of all findings adds up to the `idle_share` of the plan's statistics.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balancing.alignment import round_up
+from balancing.analysis.statistics import computed_tokens, indices_of, padding_share, predicted_grids, step_time
+from balancing.grouping import Floats, Integers
 from balancing.packing import Caps, fewest_micro_batches
-from balancing.statistics import (
-    computed_tokens,
-    indices_of,
-    padding_share,
-    predicted_grids,
-    step_time,
-)
-
-if TYPE_CHECKING:
-    from balancing.plan import Plan
+from balancing.plan import Plan
 
 EVEN = 1e-6
-"""A micro-step whose heaviest rank is within this of the mean, relatively, waits for nothing."""
+"""No rank waits in a micro-step whose heaviest rank is within this share of the mean."""
 
 
 class Cause(StrEnum):
-    """What holds the heaviest rank of a micro-step up, or what else a finding is about."""
+    """Why ranks wait in a micro-step; COUNT and PADDING are no waiting."""
 
     LONG_SEQUENCE = "a long sequence"
     FEW_SEQUENCES = "fewer sequences than ranks"
@@ -42,17 +33,16 @@ class Cause(StrEnum):
     RANK_BY_RANK = "ranks that were planned one by one"
     MAX_SEQUENCES = "the cap on sequences"
     MAX_TOKENS = "the cap on tokens"
-    REMAINDER = "what no exchange evens out"
+    REMAINDER = "a remainder that no exchange evens out"
     COUNT = "the number of micro-steps"
     PADDING = "padding"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One reason. waiting: share of the ranks' time that it costs, 0 for counts and padding.
+    """waiting: share of the ranks' time that the cause costs, 0 for COUNT and PADDING.
 
-    numbers: what the finding rests on, by name; those with an index (mini_batch, micro_step, sequence) are the case
-    that costs most.
+    numbers: the evidence, by name; mini_batch, micro_step and sequence are indices of the costliest case.
     """
 
     cause: Cause
@@ -62,21 +52,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Step:
-    """One micro-step. loads: float64 [ranks]; rows: the sequences of each rank."""
+    """A micro-step. loads: float64 [ranks]. rows: the sequences of each rank."""
 
     mini_batch: int
     number: int
-    rows: tuple[NDArray[np.int64], ...]
-    loads: NDArray[np.float64]
+    rows: tuple[Integers, ...]
+    loads: Floats
 
     @property
     def waiting(self) -> float:
-        """Of the mean rank, in the cost model's unit."""
+        """Mean waiting time of a rank, in the cost model's unit."""
         return float(self.loads.max() - self.loads.mean())
 
 
-def findings(plan: "Plan") -> list[Finding]:
-    """Causes of waiting, the costliest first; then the count; then padding, where there is any."""
+def findings(plan: Plan) -> list[Finding]:
+    """Causes of waiting, costliest first; then the count; then padding, if there is any."""
     grids = predicted_grids(plan)
     total = step_time(grids)
     by_cause: dict[Cause, list[_Step]] = {}
@@ -91,8 +81,8 @@ def findings(plan: "Plan") -> list[Finding]:
     return [*sorted(waiting, key=lambda finding: -finding.waiting), _count_finding(plan), *about_padding]
 
 
-def _cause(step: _Step, plan: "Plan") -> Cause:
-    """The first that applies: causes that no cap could change come before caps."""
+def _cause(step: _Step, plan: Plan) -> Cause:
+    """The first cause that applies; causes that no cap could change come before the caps."""
     if len(plan.mini_batches[step.mini_batch].rows) < plan.ranks:
         return Cause.FEW_SEQUENCES
     if plan.settings.algorithm != "karmarkar_karp":
@@ -112,12 +102,12 @@ def _cause(step: _Step, plan: "Plan") -> Cause:
     return Cause.REMAINDER
 
 
-def _is_full(sizes: NDArray[np.int64], smallest: int, plan: "Plan") -> bool:
-    """Whether not even `smallest` more tokens fit into a micro-batch of these aligned sizes."""
+def _is_full(sizes: Integers, smallest: int, plan: Plan) -> bool:
+    """Whether a sequence of `smallest` tokens does not fit in a micro-batch of these aligned sizes."""
     return computed_tokens(np.append(sizes, smallest), plan.layout) > plan.max_tokens
 
 
-def _waiting_finding(cause: Cause, steps: list[_Step], total: float, plan: "Plan") -> Finding:
+def _waiting_finding(cause: Cause, steps: list[_Step], total: float, plan: Plan) -> Finding:
     worst = max(steps, key=lambda step: step.waiting)
     numbers: dict[str, float] = {
         "micro_steps": len(steps),
@@ -133,7 +123,7 @@ def _waiting_finding(cause: Cause, steps: list[_Step], total: float, plan: "Plan
     return Finding(cause, waiting, {name: float(value) for name, value in numbers.items()})
 
 
-def _longest_sequence(step: _Step, plan: "Plan") -> dict[str, float]:
+def _longest_sequence(step: _Step, plan: Plan) -> dict[str, float]:
     """The costliest sequence of the heaviest rank, and its share of the micro-step's work."""
     rows = step.rows[int(np.argmax(step.loads))]
     sequence = int(rows[np.argmax(plan.workloads[rows])])
@@ -145,8 +135,8 @@ def _longest_sequence(step: _Step, plan: "Plan") -> dict[str, float]:
     }
 
 
-def _count_finding(plan: "Plan") -> Finding:
-    """Of the mini-batch with most micro-steps: how many the caps need, the arguments ask for, and there are."""
+def _count_finding(plan: Plan) -> Finding:
+    """For the mini-batch with most micro-steps: their number, and those that caps and arguments require."""
     steps = [len(mini_batch.micro_steps) for mini_batch in plan.mini_batches]
     most = int(np.argmax(steps))
     sizes = round_up(plan.lengths, plan.length_multiple)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from balancing.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, draw
+from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.errors import OptionError
 
 REALISTIC = {"lognormal", "reasoning", "agentic", "uniform", "grouped", "equal"}

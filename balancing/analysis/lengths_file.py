@@ -1,13 +1,13 @@
-"""Sequence lengths from files.
+"""Reads sequence lengths from files.
 
     .json    [512, 90, ...]   [{"length": 512}, ...]   {"lengths": [512, ...]}
-    .jsonl   one number or one object a line
-    .csv     a header with the column; or a single column of numbers without one
-    .parquet the column (needs pyarrow)
-    folder   a run: its lengths.jsonl, one {"step": 7, "lengths": [...]} a line
+    .jsonl   one number or one object per line
+    .csv     a header with the column, or a single column of numbers without a header
+    .parquet the column
+    folder   a run: its lengths.jsonl, one {"step": 7, "lengths": [...]} per line
 
-Without `column`, the first of `COLUMNS` that is there is taken. A list in its place, such as `input_ids`, counts as
-its number of entries.
+`column` defaults to the first of `COLUMNS` in the file. If its values are lists, such as `input_ids`, their numbers of
+entries are the lengths.
 """
 
 import csv
@@ -24,14 +24,14 @@ from balancing.validation import whole_numbers
 
 COLUMNS = ("length", "lengths", "tokens", "num_tokens", "total_tokens")
 RUN_RECORD = "lengths.jsonl"
-"""File in a run's folder that holds the lengths of every step."""
+"""File in the folder of a run with the lengths of every step."""
 
 
 def read_lengths(path: Path, *, column: str | None = None, step: int | None = None) -> NDArray[np.int64]:
-    """int64 [n], n >= 1, the lengths in a file, or those of one step of a run (its last if None).
+    """int64 [n], n >= 1, the lengths in a file, or those of one step of a run (None is its last).
 
-    Raises LengthFileError for a file that is missing, of an unknown kind, without the column or without lengths, and
-    for Parquet without pyarrow; the message names file and line. LengthError for lengths below 1.
+    Raises LengthFileError, which names file and line, for a file that is missing, of an unknown kind, without the
+    column or without lengths; LengthError for lengths below 1.
     """
     values = _run_step(path / RUN_RECORD, step) if path.is_dir() else _values(path, column)
     if not values:
@@ -44,7 +44,7 @@ def read_lengths(path: Path, *, column: str | None = None, step: int | None = No
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; LengthFileError where it is not there or not JSON."""
+    """The content of a JSON file; LengthFileError if it is missing or not JSON."""
     try:
         return json.loads(_text(path))
     except json.JSONDecodeError as problem:
@@ -95,12 +95,8 @@ def _from_csv(path: Path, column: str | None) -> list[str]:
 
 
 def _from_parquet(path: Path, column: str | None) -> list[Any]:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ImportError:
-        raise LengthFileError(
-            f"{path} is Parquet, which needs the package pyarrow: pip install pyarrow, or convert it to CSV or JSONL"
-        ) from None
+    from pyarrow import ArrowInvalid, parquet  # slow to import
+
     try:
         name = _column(parquet.read_schema(path).names, column, str(path))
         return list(parquet.read_table(path, columns=[name])[name].to_pylist())
@@ -146,7 +142,7 @@ def _field(entry: Mapping[str, Any], column: str | None, place: str) -> Any:
 
 
 def _column(names: Sequence[str], column: str | None, place: str) -> str:
-    """The name to take; LengthFileError naming those that are there."""
+    """The column to read; LengthFileError that lists the columns if it is missing."""
     for name in (column,) if column is not None else COLUMNS:
         if name in names:
             return name
@@ -155,7 +151,7 @@ def _column(names: Sequence[str], column: str | None, place: str) -> str:
 
 
 def _number(value: Any) -> float:
-    """A length, or the number of entries of a list of tokens."""
+    """A length, or the number of entries of a list."""
     if isinstance(value, bool) or value is None:
         raise ValueError(repr(value))
     return float(len(value)) if isinstance(value, list) else float(value)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from balancing import CostModel
-from balancing.strategies import GIVEN, OURS, STRATEGIES, Batch, Schedule, compare, measure
+from balancing import CostModel, plan_statistics
+from balancing.analysis.strategies import GIVEN, OURS, STRATEGIES, Batch, Schedule, compare, measure
 
 QUADRATIC = CostModel(0.0, 1.0)
 
@@ -46,7 +46,7 @@ def test_every_strategy_computes_the_batch_and_ours_keeps_the_cap():
     assert [outcome.name for outcome in outcomes] == list(STRATEGIES)
     figures = {outcome.name: outcome for outcome in outcomes}
     assert figures[OURS].violations == figures[GIVEN].violations == 0
-    assert figures[OURS].over_ideal == pytest.approx(plan.statistics()["imbalance/micro_steps"])
+    assert figures[OURS].over_ideal == pytest.approx(plan_statistics(plan)["imbalance/micro_steps"])
     assert figures[OURS].over_ideal < figures[GIVEN].over_ideal
     for outcome in outcomes:
         work = sum(grid.sum() for grid in outcome.grids)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing import CostModel, plan_batch
-from balancing.findings import Cause, findings
+from balancing import CostModel, plan_batch, plan_statistics
+from balancing.analysis.findings import Cause, findings
 
 QUADRATIC = CostModel(1000.0, 1.0)
 
@@ -42,7 +42,7 @@ def test_waiting_by_cause_adds_up_to_the_plans_idle_share(lengths, ranks, parts,
         cost_model=QUADRATIC,
     )
     found = findings(plan)
-    assert sum(finding.waiting for finding in found) == pytest.approx(plan.statistics()["idle_share"], abs=1e-6)
+    assert sum(finding.waiting for finding in found) == pytest.approx(plan_statistics(plan)["idle_share"], abs=1e-6)
     assert len({finding.cause for finding in found}) == len(found)
     assert all(type(value) is float for finding in found for value in finding.numbers.values())
 
@@ -79,7 +79,7 @@ def test_planning_rank_by_rank_is_to_blame_where_it_was_asked_for(algorithm):
     lengths = np.random.default_rng(0).integers(1, 300, 64)
     plan = plan_batch(lengths, ranks=4, max_tokens=600, algorithm=algorithm, cost_model=QUADRATIC)
     finding = only(plan, Cause.RANK_BY_RANK)
-    assert finding.waiting == pytest.approx(plan.statistics()["idle_share"])
+    assert finding.waiting == pytest.approx(plan_statistics(plan)["idle_share"])
 
 
 def test_caps_are_to_blame_where_lighter_micro_batches_are_full():

@@ -1,26 +1,23 @@
-"""Groups of sequences that loops can change in place: each a list threaded through arrays, with its sums.
+"""Linked lists of sequences: groups that compiled loops change in place.
 
     first[group] -> sequence -> following[sequence] -> .. -> -1        in descending order of weight
 
-Two arrays hold all groups whatever their counts, and two lists are merged and parted anew in one walk.
+Arrays of fixed length hold all groups, and exchanging members of two groups takes one pass over both lists.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balancing.compiled import compiled
-
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from balancing.grouping import Floats, Integers
 
 
-class Threaded(NamedTuple):
+class LinkedGroups(NamedTuple):
     """n sequences, numbered in descending order of weight, in k groups.
 
     weights, sizes: float64 [n]; sizes are tokens. group_of, following: int64 [n]. first, counts: int64 [k].
-    loads, tokens: float64 [k], a group's sums of weights and of sizes; `loads` begin at `base`, float64 [k].
+    loads, tokens: float64 [k], sums of weights (plus `base`) and of sizes over each group. base: float64 [k].
     """
 
     weights: Floats
@@ -35,10 +32,10 @@ class Threaded(NamedTuple):
 
 
 @compiled
-def thread(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> Threaded:
-    """Groups from the group of each sequence, which is copied. base: float64 [k], what groups weigh without members."""
+def link(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> LinkedGroups:
+    """Build the lists from the group of each sequence, which is copied. base: float64 [k], loads of empty groups."""
     count = len(base)
-    groups = Threaded(
+    groups = LinkedGroups(
         weights,
         sizes,
         group_of.copy(),
@@ -57,7 +54,7 @@ def thread(weights: Floats, sizes: Floats, group_of: Integers, base: Floats) -> 
 
 
 @compiled
-def members_of(groups: Threaded, group: int) -> Integers:
+def members_of(groups: LinkedGroups, group: int) -> Integers:
     """The members of a group in descending order of weight; int64 [counts[group]]."""
     members = np.empty(groups.counts[group], np.int64)
     sequence = groups.first[group]
@@ -68,8 +65,8 @@ def members_of(groups: Threaded, group: int) -> Integers:
 
 
 @compiled
-def rethread(groups: Threaded, one: int, other: int) -> None:
-    """Thread the members of two groups anew, by `group_of`; sums are taken anew too, so that no error builds up."""
+def relink(groups: LinkedGroups, one: int, other: int) -> None:
+    """Rebuild the lists of two groups after `group_of` changed; sums are recomputed, so that no error accumulates."""
     left, right = groups.first[one], groups.first[other]
     for group in (one, other):
         groups.first[group], groups.counts[group] = -1, 0
@@ -90,7 +87,7 @@ def rethread(groups: Threaded, one: int, other: int) -> None:
 
 @compiled
 def next_lightest(loads: Floats, last: int) -> int:
-    """The group that follows `last` in ascending order of (load, number), -1 after the last; `last` = -1 starts."""
+    """The group after `last` in ascending order of (load, number); -1 after the last group. `last` = -1 starts."""
     found = -1
     for group in range(len(loads)):
         later = last < 0 or loads[group] > loads[last] or (loads[group] == loads[last] and group > last)
@@ -100,8 +97,8 @@ def next_lightest(loads: Floats, last: int) -> int:
 
 
 @compiled
-def _append(groups: Threaded, sequence: int, group: int, last: int) -> None:
-    """Add a sequence after `last`, the last member of its group so far (-1 for none)."""
+def _append(groups: LinkedGroups, sequence: int, group: int, last: int) -> None:
+    """Append a sequence to a group whose last member is `last` (-1 if the group is empty)."""
     if last < 0:
         groups.first[group] = sequence
     else:

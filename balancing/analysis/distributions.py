@@ -1,9 +1,9 @@
-"""Named, seeded batches of sequence lengths: what post-training produces, and what packing finds hardest.
+"""Named, seeded distributions of sequence lengths.
 
     name, count, seed -> int64 [count] lengths
 
-Realistic: `lognormal`, `reasoning`, `agentic`, `uniform`, `grouped`, `equal`. They have bounds of their own.
-Adversarial: `geometric`, `thirds`, `above_half`, `one_huge`. They are shaped by the cap of a micro-batch.
+Realistic, as post-training produces them: `lognormal`, `reasoning`, `agentic`, `uniform`, `grouped`, `equal`.
+Adversarial, hard to pack under a given cap: `geometric`, `thirds`, `above_half`, `one_huge`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from balancing.validation import one_of, positive_integer
 
 DEFAULT_CAP = 65_536
-"""Cap in tokens that the adversarial distributions are shaped by unless another is given."""
+"""Default cap in tokens for the adversarial distributions."""
 
 LONGEST_CHAT = 8_192
 LONGEST_REASONING = 32_768
@@ -23,13 +23,13 @@ GROUP = 16
 """Responses to one prompt in `grouped`."""
 
 Distribution = Callable[[np.random.Generator, int, int], NDArray[np.int64]]
-"""(random numbers, count, cap) -> int64 [count]."""
+"""(generator, count, cap) -> int64 [count]."""
 
 
 def draw(name: str, count: int, seed: int, *, cap: int = DEFAULT_CAP) -> NDArray[np.int64]:
-    """int64 [count], lengths in tokens, each at least 1; the same for the same arguments.
+    """int64 [count], lengths in tokens, each at least 1; deterministic.
 
-    name: one of `DISTRIBUTIONS`. cap: tokens of a micro-batch; only the adversarial ones look at it, and stay within.
+    name: one of `DISTRIBUTIONS`. cap: tokens of a micro-batch; the adversarial distributions depend on it and keep it.
     Raises OptionError for an unknown name, or a count or cap below 1.
     """
     one_of(name, "name", tuple(DISTRIBUTIONS))
@@ -62,7 +62,7 @@ def uniform(generator: np.random.Generator, count: int, cap: int) -> NDArray[np.
 
 
 def grouped(generator: np.random.Generator, count: int, cap: int) -> NDArray[np.int64]:
-    """As `lognormal`, but the 16 responses to one prompt resemble one another; they are neighbours."""
+    """As `lognormal`, but the 16 responses to a prompt are neighbours of similar length."""
     between = np.repeat(generator.normal(0.0, 0.9, -(-count // GROUP)), GROUP)[:count]
     within = generator.normal(0.0, 0.4, count)
     return _whole(600 * np.exp(between + within), LONGEST_CHAT)
@@ -74,13 +74,13 @@ def equal(generator: np.random.Generator, count: int, cap: int) -> NDArray[np.in
 
 
 def geometric(generator: np.random.Generator, count: int, cap: int) -> NDArray[np.int64]:
-    """The cap, its half, its quarter, ... down to 1, over and over, shuffled."""
+    """The cap, its half, its quarter, ... down to 1, repeated and shuffled."""
     halvings = np.arange(count) % cap.bit_length()
     return generator.permutation(np.maximum(cap >> halvings, 1)).astype(np.int64)
 
 
 def thirds(generator: np.random.Generator, count: int, cap: int) -> NDArray[np.int64]:
-    """Within 1 % of a third of the cap, above and below: which three fit together is a puzzle."""
+    """Within 1 % of a third of the cap, above and below, so that only some triples fit together."""
     third = cap / 3
     return _whole(generator.uniform(third * 0.99, third * 1.01, count), cap)
 
@@ -92,7 +92,7 @@ def above_half(generator: np.random.Generator, count: int, cap: int) -> NDArray[
 
 
 def one_huge(generator: np.random.Generator, count: int, cap: int) -> NDArray[np.int64]:
-    """One of the cap's length among `lognormal` ones."""
+    """`lognormal` with one sequence as long as the cap."""
     lengths = np.minimum(lognormal(generator, count, cap), cap)
     lengths[generator.integers(count)] = cap
     return lengths
@@ -100,25 +100,14 @@ def one_huge(generator: np.random.Generator, count: int, cap: int) -> NDArray[np
 
 DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
     {
-        function.__name__: function
-        for function in (
-            lognormal,
-            reasoning,
-            agentic,
-            uniform,
-            grouped,
-            equal,
-            geometric,
-            thirds,
-            above_half,
-            one_huge,
-        )
+        each.__name__: each
+        for each in (lognormal, reasoning, agentic, uniform, grouped, equal, geometric, thirds, above_half, one_huge)
     }
 )
-"""By name, realistic ones first."""
+"""By name, the realistic ones first."""
 
 ADVERSARIAL = frozenset({"geometric", "thirds", "above_half", "one_huge"})
-"""Those that are shaped by the cap."""
+"""Those that depend on the cap."""
 
 
 def _lognormal(

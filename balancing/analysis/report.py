@@ -1,8 +1,8 @@
-"""What balance buys on a batch: a table for the terminal, a picture, and a page that needs no network.
+"""Shows a comparison of strategies: a table for the terminal, a picture, and a self-contained HTML page.
 
-outcomes (strategies.py) --> table of figures  --> terminal (rich), page (HTML)
-                         --> Gantt charts      --> PNG, page (SVG)
-plan --> explain.py      --> text              --> terminal, page
+outcomes (strategies.py) --> table          --> terminal (rich), page (HTML)
+                         --> Gantt charts   --> PNG, page (SVG)
+plan --> explain.py      --> text           --> terminal, page
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from typing import Literal
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from balancing.gantt import Chart, save_png, to_svg
-from balancing.strategies import OURS, Batch, Outcome
+from balancing.analysis.gantt import Chart, save_png, to_svg
+from balancing.analysis.strategies import OURS, Batch, Outcome
 
 COLUMNS = ("strategy", "over ideal", "over cap", "padding", "micro-steps", "idle, mean", "idle, worst", "to plan")
 NOTE = (
-    "Over ideal: step time against the workload of the real tokens over ranks; in a micro-step all ranks wait for the "
-    "heaviest. Over cap: micro-batches of more tokens than allowed. Padding: share of computed tokens; it takes time. "
-    "Idle: share of a rank's time. To plan: on this machine, compiled code warm. Published systems form mini-batches "
-    "of their own."
+    "Over ideal: step time compared with workload of the real tokens / ranks; in a micro-step all ranks wait for the "
+    "heaviest. Over cap: micro-batches above the cap. Padding: share of computed tokens; it takes time. "
+    "Idle: share of a rank's time. To plan: planning time on this machine, with warm compiled code. The published "
+    "systems form mini-batches of their own."
 )
 
 
 def cells(outcome: Outcome) -> list[str]:
-    """An outcome as the texts of `COLUMNS`."""
+    """The texts of an outcome for `COLUMNS`."""
     return [
         outcome.name,
         _share(outcome.over_ideal, "+"),
@@ -40,7 +40,7 @@ def cells(outcome: Outcome) -> list[str]:
 
 
 def terminal_table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
-    """The comparison as a rich table; a cap that is broken is red, ours is bold."""
+    """The comparison as a rich table; violations of the cap are red, our strategies are bold."""
     table = Table(
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -60,7 +60,7 @@ def terminal_table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
 
 
 def headline(batch: Batch) -> str:
-    """The batch in one line."""
+    """One line that describes the batch."""
     lengths = batch.lengths
     return (
         f"{len(lengths):,} sequences, {lengths.sum():,} tokens (longest {lengths.max():,}); ranks: {batch.ranks}, "
@@ -69,12 +69,12 @@ def headline(batch: Batch) -> str:
 
 
 def write_png(batch: Batch, before: Outcome, after: Outcome, path: Path) -> None:
-    """Two Gantt charts, one above the other; OSError where the file cannot be written."""
+    """Write two Gantt charts, one above the other; OSError if the file cannot be written."""
     save_png([Chart(outcome.name, outcome.grids) for outcome in (before, after)], batch.ideal, path)
 
 
 def write_html(batch: Batch, outcomes: Sequence[Outcome], explanation: str, path: Path) -> None:
-    """The page: table, a chart for every strategy on one time axis, and the explanation of the plan."""
+    """Write the page: table, a chart of every strategy on one time axis, and the explanation of the plan."""
     charts = to_svg([Chart(outcome.name, outcome.grids) for outcome in outcomes], batch.ideal)
     page = _PAGE.format(
         style=_STYLE,
@@ -88,7 +88,7 @@ def write_html(batch: Batch, outcomes: Sequence[Outcome], explanation: str, path
 
 
 def _share(value: float, sign: str = "") -> str:
-    """Per cent with three digits."""
+    """Per cent with about three digits."""
     decimals = 2 if value < 0.1 else 1 if value < 1 else 0
     return f"{value:{sign}.{decimals}%}"
 
@@ -113,7 +113,7 @@ def _html_row(outcome: Outcome) -> str:
 
 
 def _html_blocks(explanation: str) -> str:
-    """The explanation's blocks, each a line or two of text and the list under it."""
+    """The blocks of the explanation, each some text followed by a list."""
     return "".join(_html_block(block.split("\n")) for block in explanation.strip().split("\n\n"))
 
 
@@ -142,18 +142,18 @@ _PAGE = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>What balance buys</title>
+<title>Balancing compared</title>
 <style>{style}</style>
 </head>
 <body>
 <main>
-<h1>What balance buys</h1>
+<h1>Balancing compared</h1>
 <p class="lead">{headline}</p>
 {table}
 <p class="note">{note}</p>
-<h2>Who computes when</h2>
+<h2>Ranks over time</h2>
 {charts}
-<h2>Why the plan looks as it does</h2>
+<h2>The plan explained</h2>
 {explanation}
 </main>
 </body>
