@@ -6,8 +6,8 @@
      '--> trainer          a step, from top to bottom; its parts are the modules beside it:
            |--> prompts in, scored samples out: collector, lookahead; records, data, rewards, samples
            |     '--> rollout/    engines, and which of them answers what
-           |--> who computes what: planner, refit
-           |--> what a sequence or a token was worth: credit, advantages; on held-out prompts: validation
+           |--> who computes what: planner, cost_model_fitting
+           |--> what a sequence or a token was worth: advantage_computer, advantages
            |--> the actors of a run: roles, layout, resources, worker_group
            |--> where it can go on from: checkpoint, checkpoint_writer, recovery, interrupts
            '--> watching/  what can be seen of a run: console, metrics, trackers, report, timeline

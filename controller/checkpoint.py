@@ -30,8 +30,8 @@ class Progress:
     step: the last one that is complete. position: the next prompt's place in the stream. weight_version: of the
     policy's weights. best: highest value of validation.keep_best so far. before, latest: validations. kl_coefficient:
     weight of the KL in the reward, where it is adapted. trackers: the run's id in each tracker that has one. refit: the
-    cost model fitted to this run, see `Refit.state`. data: identity of the training data that `position` is a place in,
-    see `controller.data_identity`.
+    cost model fitted to this run, see `CostModelFitter.state`. data: identity of the training data in which `position`
+    is a place, see `controller.data_identity`.
     """
 
     step: int = 0
@@ -92,7 +92,7 @@ def _refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) ->
         )
 
 
-def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", data: dict[str, Any]) -> Progress:
+def resume(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", data: dict[str, Any]) -> Progress:
     """Load the newest good checkpoint that run.resume asks for; a fresh Progress where it asks for none.
 
     data: identity of the run's training data; run.other_data says what is done where the checkpoint has another. One
@@ -107,12 +107,12 @@ def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", 
         try:
             found = [group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()]
         except (CheckpointError, WorkerError) as error:
-            console.say(f"{path} cannot be loaded: {error}")
+            console.log(f"{path} cannot be loaded: {error}")
             continue
         progress = Progress(**found[0])
         if config.run.other_data == "refuse":  # checked before the start too, but of the newest one only
             _refuse_other_data(path, data, progress.data)
-        console.say(f"going on from {path}")
+        console.log(f"going on from {path}")
         if config.run.resume == "auto":
             _remove_later(roles, path, progress.step)
         return _with_data(progress, data, config, console)
@@ -124,7 +124,7 @@ def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", 
 def _with_data(progress: Progress, data: dict[str, Any], config: "TrainingConfig", console: "Console") -> Progress:
     """Progress in this run's data: from their first prompt, where they are others and run.other_data=restart."""
     if config.run.other_data == "restart" and differences(data, progress.data):
-        console.say("the training data are not those of the checkpoint: they are taken from their first prompt")
+        console.log("the training data are not those of the checkpoint: they are taken from their first prompt")
         progress = replace(progress, position=0)
     return replace(progress, data=data)
 

@@ -21,9 +21,9 @@ class CheckpointWriter:
     """Saves every role that learns. A save that fails, such as on a full disk, is said and counted, and the run goes
     on: the good checkpoints before it stay. `failures`: how many did."""
 
-    def __init__(self, roles: TrainingRoles, run_folder: Path, keep: int, say: Callable[[str], None]) -> None:
+    def __init__(self, roles: TrainingRoles, run_folder: Path, keep: int, log: Callable[[str], None]) -> None:
         self.failures = 0
-        self._roles, self._folder, self._keep, self._say = roles, run_folder.resolve(), keep, say
+        self._roles, self._folder, self._keep, self._log = roles, run_folder.resolve(), keep, log
         self._begun = 0
 
     def begin(self, progress: Progress) -> None:
@@ -48,11 +48,11 @@ class CheckpointWriter:
         """Save what is not saved yet, and wait for it. Never raises for a rank that cannot: the run ends anyway."""
         try:
             if progress.step > self._begun:
-                self._say(f"saving a checkpoint of step {progress.step}")
+                self._log(f"saving a checkpoint of step {progress.step}")
                 self.begin(progress)
             self.finish()
         except (WorkerError, LostError) as error:
-            self._say(f"no checkpoint of step {progress.step}: {error}")
+            self._log(f"no checkpoint of step {progress.step}: {error}")
 
     def _tried(self, method: GroupMethod, *arguments: Any) -> bool:
         try:
@@ -61,7 +61,7 @@ class CheckpointWriter:
             self.failures += 1
             left = next(iter(checkpoints_at(self._folder)), None)
             resumed = f"it can be resumed from {left}" if left else "there is no checkpoint yet to resume it from"
-            self._say(f"{clause(error)}. The run goes on; {resumed}.")
+            self._log(f"{clause(error)}. The run goes on; {resumed}.")
             return False
         return True
 

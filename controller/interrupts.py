@@ -19,11 +19,11 @@ class Interrupts:
     Outside of the main thread, where Python delivers no signals, it changes nothing.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say`: told, once, that the run will stop."""
+    def __init__(self, log: Callable[[str], None]) -> None:
+        """`log`: told, once, that the run will stop."""
         self.held = False
         self._pending = False
-        self._say = say
+        self._log = log
         self._handlers: dict[signal.Signals, Any] = {}
 
     def hold(self) -> None:
@@ -52,4 +52,4 @@ class Interrupts:
         if not self.held or self._pending:
             raise KeyboardInterrupt
         self._pending = True
-        self._say("stopping when this step is complete; once more stops at once")
+        self._log("stopping when this step is complete; once more stops at once")

@@ -21,7 +21,7 @@ Settings = TypeVar("Settings", bound=TrainingConfig)
 
 
 def recovering(
-    attempt: Callable[[Settings, RestartBudget], Result], config: Settings, say: Callable[[str], None]
+    attempt: Callable[[Settings, RestartBudget], Result], config: Settings, log: Callable[[str], None]
 ) -> Result:
     """What `attempt(config, budget)` returns; it is made again after a LostError, with a config that resumes.
 
@@ -38,7 +38,7 @@ def recovering(
                 raise LostError(f"{clause(error)}; all of run.max_restarts={budget.limit} are used up.") from error
             budget.recoveries += 1
             config = resuming(config)
-            say(f"{clause(error)}; starting all roles anew")
+            log(f"{clause(error)}; starting all roles anew")
 
 
 def resuming(config: Settings) -> Settings:

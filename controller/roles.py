@@ -24,7 +24,7 @@ from controller.rollout.engines import MakeActor
 from controller.rollout.fleet import RestartBudget
 from controller.rollout.rounds import Rollouts
 from controller.watching.console import Console
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from controller.watching.shown_text import counted
 from controller.worker_group import Share, WorkerGroup
 from workers.base import Worker
@@ -176,7 +176,7 @@ def start_roles(
     console: Console,
     budget: RestartBudget,
     *,
-    live: Live,
+    live: LiveMetrics,
     environment: bytes = b"",
 ) -> Iterator[Roles]:
     """Start every role, yield them, end every actor and give every bundle back, whatever happens.
@@ -188,7 +188,7 @@ def start_roles(
     with ExitStack() as stack:
         bundles = {pool.name: _reserve(stack, pool, config) for pool in pools(config)}
         requests = {request.role: request for request in role_requests(config)}
-        console.say("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
+        console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
         colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
         policy = _policy(stack, config, requests, bundles) if colocated else None
         # Engines take longest to start: where they can, they come up while the training roles load.
@@ -201,7 +201,7 @@ def start_roles(
             replaceable=not config.uses_gpus,  # between GPUs, sender and engines have met once and for all
             colocated=colocated,
             start_timeout_s=timeout_s,
-            say=console.say,
+            log=console.log,
         )
         stack.callback(rollouts.stop)
         started = rollouts.start()
@@ -299,7 +299,7 @@ def start_training_roles(
     with ExitStack() as stack:
         bundles = {pool.name: _reserve(stack, pool, config) for pool in pools(config)}
         requests = {request.role: request for request in role_requests(config)}
-        console.say("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
+        console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
         arguments = _model_arguments(config, config.model, config.policy)
         arguments |= _learning(config, config.policy.optimizer, total_steps)
         policy = _training_group(stack, config, requests["policy"], worker_class, bundles, arguments)
@@ -312,7 +312,7 @@ def start_training_roles(
 
 def _build_policy(policy: WorkerGroup, config: TrainingConfig, console: Console) -> None:
     parameters = policy.build.remote().result(config.resources.start_timeout_s)[0]
-    console.say(f"policy: {parameters:,} parameters over {counted(config.policy.ranks, 'rank')} on {config.device}")
+    console.log(f"policy: {parameters:,} parameters over {counted(config.policy.ranks, 'rank')} on {config.device}")
 
 
 def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:

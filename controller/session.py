@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from controller.checkpoint import Progress
     from controller.roles import TrainingRoles
     from controller.watching.console import Console
-    from controller.watching.live import Live
+    from controller.watching.live_metrics import LiveMetrics
     from controller.watching.run_record import RunRecord
 
 Roles = TypeVar("Roles", bound="TrainingRoles")
@@ -71,7 +71,7 @@ class Session(Generic[Roles]):
 @contextmanager
 def session(
     config: TrainingConfig,
-    start: Callable[["Live"], AbstractContextManager[Roles]],
+    start: Callable[["LiveMetrics"], AbstractContextManager[Roles]],
     console: "Console",
     data: dict[str, Any],
 ) -> Iterator[Session[Roles]]:
@@ -79,18 +79,18 @@ def session(
 
     start: starts the roles. data: identity of the training data, see `controller.data_identity`.
     """
-    from controller.checkpoint import go_on
-    from controller.watching.live import Live
+    from controller.checkpoint import resume
+    from controller.watching.live_metrics import LiveMetrics
     from controller.watching.metrics import RunWriter
     from controller.watching.run_record import RunRecord
     from controller.watching.trackers.opening import open_trackers
     from controller.watching.trackers.ray_metrics import RayMetrics
 
     exported = RayMetrics(config.run.name)
-    live = Live(exported.export)
+    live = LiveMetrics(exported.export)
     with exported, live.entering("start", start(live)) as roles:
-        progress = go_on(config, roles, console, data)
-        trackers = open_trackers(config, progress, console.say, exported)
+        progress = resume(config, roles, console, data)
+        trackers = open_trackers(config, progress, console.log, exported)
         # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
         with RunWriter(
             config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
@@ -125,8 +125,8 @@ def report(config: TrainingConfig, console: "Console") -> None:
     try:
         write_report(config.run_folder)
     except (BallastError, OSError) as error:
-        console.say(f"no report was written: {error}")
-    console.say(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
+        console.log(f"no report was written: {error}")
+    console.log(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
-    console.say("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
+    console.log("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
     try:
         context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
@@ -152,7 +152,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
         ) from error
     signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
     if context.dashboard_url:
-        console.say(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
+        console.log(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
     try:
         yield
     finally:

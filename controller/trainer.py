@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from balancing import CostModel, Plan
+from controller.advantage_computer import AdvantageComputer
 from controller.collector import Collector
 from controller.config import Config
-from controller.credit import Credit
 from controller.data import PromptDataset, Prompts
 from controller.lookahead import Lookahead
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
@@ -24,7 +24,7 @@ from controller.roles import Roles
 from controller.samples import Rollout
 from controller.session import Session
 from controller.training_loop import TrainingLoop, prefixed
-from controller.validation import summarize
+from controller.validation_metrics import summarize
 from controller.watching.metrics import staleness, throughput
 from controller.worker_group import WorkerGroup
 from workers.config import LossConfig, ValueLossConfig
@@ -32,7 +32,7 @@ from workers.errors import ConfigError
 from workers.metrics import Metric, Metrics, merge, results
 from workers.remote_batch import RemoteBatch
 
-# The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
+# `AdvantageComputer` gives those of the values before the update; after it they have seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
 VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
 
@@ -60,7 +60,7 @@ class Trainer(TrainingLoop):
         self.config, self.roles, self.validation = config, session.roles, validation
         self.collector = Collector(config, self.roles, prompts, self.planner, self.record)
         self.lookahead = Lookahead(self.collector.collect)
-        self.credit = Credit(config, self.roles, self.planner, self.progress)
+        self.advantages = AdvantageComputer(config, self.roles, self.planner, self.progress)
         self.mismatch = MismatchWatch(config, self.progress.weight_version)
 
     def begin(self) -> None:
@@ -110,7 +110,7 @@ class Trainer(TrainingLoop):
             self.roles.sleep_engines()
             batch, mismatch = self.with_log_probs(batch, step)
         with record.phase("advantages"):
-            batch, metrics = self.credit.assign(batch)
+            batch, metrics = self.advantages.compute(batch)
         record.console.completions(rollout, self.config.run.log_completions, batch)
         self.interrupts.hold()
         with record.phase("update"):
@@ -205,7 +205,7 @@ class Trainer(TrainingLoop):
         prompts = list(self.validation)[: settings.prompts or None]
         with self.record.phase("validation"):
             rollout = self.collector.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
-        responses = rollout.graded({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
+        responses = rollout.scored_responses({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
         metrics = summarize(responses, settings.success, settings.success_threshold)
         self.record.writer.validation(step, responses)
         self.record.console.validation(step, metrics)

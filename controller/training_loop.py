@@ -13,9 +13,9 @@ from typing import Any
 from balancing import CostModel
 from controller.checkpoint_writer import CheckpointWriter
 from controller.config import TrainingConfig
+from controller.cost_model_fitting import CostModelFitter
 from controller.interrupts import Interrupts
 from controller.planner import Planner
-from controller.refit import Refit
 from controller.session import Session
 from workers.model.timing import MicroStepTime
 
@@ -60,12 +60,12 @@ class TrainingLoop(ABC):
         self._policy, self._lora = session.roles.policy, bool(config.model.lora.rank)
         self.record, self.progress = session.record, session.progress
         self.complete = replace(self.progress)  # as it was after the last complete step
-        self.refit = Refit(cost_model, enabled=config.refits_cost_model)
-        self.refit.load_state(self.progress.refit)
-        self.planner = Planner(config, self.refit.cost_model)
-        self.folder, say = session.record.writer.folder.resolve(), session.record.console.say
-        self.interrupts = Interrupts(say)
-        self.checkpoints = CheckpointWriter(session.roles, self.folder, config.run.keep_checkpoints, say)
+        self.cost_fitter = CostModelFitter(cost_model, enabled=config.refits_cost_model)
+        self.cost_fitter.load_state(self.progress.refit)
+        self.planner = Planner(config, self.cost_fitter.cost_model)
+        self.folder, log = session.record.writer.folder.resolve(), session.record.console.log
+        self.interrupts = Interrupts(log)
+        self.checkpoints = CheckpointWriter(session.roles, self.folder, config.run.keep_checkpoints, log)
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:
@@ -128,8 +128,8 @@ class TrainingLoop(ABC):
         """Record what the micro-steps took, by actor, and plan from now on with what they teach."""
         self.record.micro_steps(times, self.planner.cost_model)
         policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
-        error = self.refit.observe(policy)
-        self.planner.cost_model, self.progress.refit = self.refit.cost_model, self.refit.state()
+        error = self.cost_fitter.observe(policy)
+        self.planner.cost_model, self.progress.refit = self.cost_fitter.cost_model, self.cost_fitter.state()
         return prefixed("balance", error)
 
     def save_what_is_due(self, step: int) -> None:

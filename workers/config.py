@@ -307,7 +307,7 @@ class RewardModelConfig:
 class KlInRewardConfig:
     """A penalty on the KL to the reference, taken from the rewards: of each token with algorithm.advantage=gae or
     reinforce_plus_plus (with baseline or not), of the sequence otherwise. Formulas stand in `workers.model.credit` and
-    `controller.credit`."""
+    `controller.advantage_computer`."""
 
     coefficient: float = setting(
         0.0, "Weight of the penalty; with a target, that of the first step. 0 is no penalty.", minimum=0

@@ -78,14 +78,14 @@ class RolloutEngines:
         replaceable: bool = True,
         colocated: bool = False,
         start_timeout_s: float = 600.0,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. fleet: of all replicas, as new.
         replaceable: whether a lost engine can be put back alone; not where weights travel between GPUs that have met.
-        colocated: whether engines sleep while their GPUs train. say: told what was lost."""
+        colocated: whether engines sleep while their GPUs train. log: told what was lost."""
         self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
-        self._make, self._replaceable, self._colocated, self._say = make, replaceable, colocated, say
+        self._make, self._replaceable, self._colocated, self._log = make, replaceable, colocated, log
         self._hang_timeout_s, self._start_timeout_s = config.hang_timeout_s, start_timeout_s
         self._attempts = dict.fromkeys(self.actors, 0)
         self._calls: dict[ray.ObjectRef, _Call] = {}
@@ -176,7 +176,7 @@ class RolloutEngines:
             raise LostError(lost)
         if not self.fleet.restart(replica):
             raise RolloutError(f"{lost}; all of run.max_restarts={self.fleet.budget.limit} are used up.")
-        self._say(f"{lost}; starting a new one")
+        self._log(f"{lost}; starting a new one")
         self._attempts[replica] += 1
         self.actors[replica] = self._make(replica, self._attempts[replica])
         started = self.actors[replica].start.remote()

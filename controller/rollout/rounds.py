@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from controller.rollout.engines import MakeActor, RolloutEngines
 from controller.rollout.fleet import Fleet, RestartBudget
 from controller.rollout.router import Key, Router
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from workers.config import RolloutConfig, SamplingConfig
 from workers.rollout.requests import SampleRequest, SampleResult
 
@@ -61,12 +61,12 @@ class Rollouts(RolloutEngines):
         make: MakeActor,
         config: RolloutConfig,
         budget: RestartBudget | None = None,
-        live: Live | None = None,
+        live: LiveMetrics | None = None,
         **options: Any,
     ) -> None:
         """make, options: see `RolloutEngines`. budget: None allows no restart. live: exports the engines' states and
         queues."""
-        self._config, self._live = config, live or Live()
+        self._config, self._live = config, live or LiveMetrics()
         fleet = Fleet(config.replicas, budget or RestartBudget(0), self._live.engine_state)
         super().__init__(make, config, fleet, **options)
 

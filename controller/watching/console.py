@@ -1,6 +1,6 @@
 """What a run says on the terminal: while it works a live table, after every step a line, completions on request.
 
-    say, step, validation, completions    lines and tables that stay
+    log, step, validation, completions    lines and tables that stay
     phase, samples                        the live table below them, on a terminal alone:
 
      step  phase    seconds  samples                       reward
@@ -82,7 +82,7 @@ class Console:
         self._status, self._lock = Status(), RLock()
         self._live: Live | None = None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line."""
         self._console.print(escape(text))
 
@@ -160,11 +160,11 @@ class Console:
             ("s", "time/step_s", ".2f"),
         )
         parts = [f"{label} {metrics[key]:{form}}" for label, key, form in shown if key in metrics]
-        self.say(f"step {step:>{len(str(steps))}}/{steps}  " + "  ".join(parts))
+        self.log(f"step {step:>{len(str(steps))}}/{steps}  " + "  ".join(parts))
 
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
         """The line of one validation."""
-        self.say(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
+        self.log(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
     def completions(self, rollout: "Rollout", count: int, trained_on: "RemoteBatch") -> None:
         """A table of the first `count` samples: prompt, response, reward, and advantage where each has one of its own.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.validation import Graded
+from controller.validation_metrics import ScoredResponse
 from controller.watching.trackers import Tracker
 from controller.watching.trackers.files import JsonLines, finite, writing
 from workers.remote_batch import RemoteBatch
@@ -58,7 +58,7 @@ class RunWriter:
         if self._timeline is not None:
             self._timeline.write({"step": step, **record}, separators=(",", ":"))
 
-    def validation(self, step: int, responses: Sequence[Graded]) -> None:
+    def validation(self, step: int, responses: Sequence[ScoredResponse]) -> None:
         """Record every held-out response of one validation in validation/step-N.jsonl."""
         path = self.folder / "validation" / f"step-{step}.jsonl"
         lines = []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def open_trackers(
-    config: TrainingConfig, progress: "Progress", say: Callable[[str], None], exported: RayMetrics
+    config: TrainingConfig, progress: "Progress", log: Callable[[str], None], exported: RayMetrics
 ) -> list[Tracker]:
     """metrics.jsonl, Ray and the trackers of tracking.*.
 
@@ -38,7 +38,7 @@ def open_trackers(
         trackers.append(wandb)
         progress.trackers["wandb"] = wandb.id
     if tracking.mlflow:
-        mlflow = MlflowTracker(*shared, say, id=known.get("mlflow", ""))
+        mlflow = MlflowTracker(*shared, log, id=known.get("mlflow", ""))
         trackers.append(mlflow)
         progress.trackers["mlflow"] = mlflow.id
     return trackers

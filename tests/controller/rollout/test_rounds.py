@@ -116,7 +116,7 @@ class Fleet:
             lambda replica, attempt: ScriptedEngine.remote(replica, {} if attempt else scripts[replica]),
             RolloutConfig(replicas=len(scripts), **settings),
             RestartBudget(restarts),
-            say=self.said.append,
+            log=self.said.append,
         )
         self.pending = self.rollouts.start()
         if started:

@@ -26,7 +26,7 @@ from controller.rollout.rounds import OnResults, RolloutRound
 from controller.session import Session
 from controller.trainer import Trainer
 from controller.watching.console import Console
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from controller.watching.metrics import RunWriter
 from controller.watching.run_record import RunRecord
 from tests.controller.test_checkpoint import write
@@ -228,7 +228,7 @@ class LocalRun:
         )
         writer = RunWriter(self.folder, "", [])
         console = Console(rich.console.Console(file=self._terminal, width=200))
-        session = Session(roles, Progress(), RunRecord(console, Live(), writer))
+        session = Session(roles, Progress(), RunRecord(console, LiveMetrics(), writer))
         held_out: Any = Numbered().take(1000, 2) if config.data.validation else None
         return Trainer(config, session, Numbered(), held_out, cost_model=CostModel(1.0, 0.0))
 

@@ -56,7 +56,7 @@ def test_on_a_terminal_a_table_is_alive_while_a_phase_is_and_leaves_only_lines()
     with console.phase("rollout"):
         with console.samples(8) as advance:
             advance(6)
-        console.say("one line")
+        console.log("one line")
     drawn = output.file.getvalue()
     assert "3/20" in drawn
     assert "rollout" in drawn

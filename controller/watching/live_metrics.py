@@ -1,7 +1,7 @@
-"""Live: what Prometheus is told of a run as it happens, and what is too fine for the numbers of a step.
+"""LiveMetrics: what Prometheus is told of a run as it happens, and what is too fine for the numbers of a step.
 
     phases of the driver ------------+
-    states of engines, their queues -+--> Live --Export--> gauges and histograms of Ray (`metric_catalog`)
+    states of engines, their queues -+--> LiveMetrics --Export--> gauges and histograms of Ray (`metric_catalog`)
     samples, micro-steps of ranks ---+
 
 Decides only what is told; how is the exporter's part (`trackers.ray_metrics`).
@@ -44,7 +44,7 @@ def nowhere(declaration: Declaration, labels: Labels, value: float) -> None:
     del declaration, labels, value
 
 
-class Live:
+class LiveMetrics:
     """Phases are told by one thread; the others by any, one at a time."""
 
     def __init__(self, export: Export = nowhere) -> None:

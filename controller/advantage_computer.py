@@ -1,4 +1,4 @@
-"""Credit: from rewards to what the policy learns from, an advantage for each sequence or for each token.
+"""AdvantageComputer: from rewards to what the policy learns from, an advantage for each sequence or for each token.
 
 rewards - weight * KL to the reference, uids --estimator, on the driver--> advantages [B]
 rewards, KL to the reference --critic: values, GAE, where the tokens are--> advantages, returns, old_values
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 LARGEST_KL_ERROR = 0.2  # beyond it an error counts no more, so that one far step does not throw the weight off
 
 
-class Credit:
-    """Assigns credit as `algorithm.advantage` says."""
+class AdvantageComputer:
+    """Computes advantages as `algorithm.advantage` says."""
 
     def __init__(self, config: Config, roles: "Roles", planner: Planner, progress: Progress) -> None:
         """`progress` carries the weight of the KL in the reward from step to step."""
         self._config, self._roles, self._planner, self._progress = config, roles, planner, progress
 
-    def assign(self, batch: RemoteBatch) -> tuple[RemoteBatch, dict[str, float]]:
+    def compute(self, batch: RemoteBatch) -> tuple[RemoteBatch, dict[str, float]]:
         """The batch with `advantages`, and for a critic's update `returns` and `old_values`; and what there is to log.
 
         batch: light columns `reward`, `uid`, `response_tokens`; tokens `input_ids`, `loss_mask`, and with a KL in the

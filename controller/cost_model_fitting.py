@@ -1,10 +1,10 @@
-"""Refit: the cost model that plans follow, fitted again and again to what micro-steps took.
+"""CostModelFitter: fits the cost model that plans follow to measured micro-steps (`balance.refit`).
 
     measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
 
 From config.json the model knows FLOPs; how long the hardware takes for a squared token (attention) in relation to a
-token (matrix products) only a measurement tells. A factor common to both changes no plan. What was learnt is kept in
-checkpoints, so that a run that goes on plans as it did.
+token (matrix products), only a measurement shows. A factor common to both changes no plan. The fit is kept in
+checkpoints, so that a resumed run plans as before.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ Measurement = tuple[int, int, float]
 """Tokens, sum of squared lengths, seconds of one micro-step."""
 
 
-class Refit:
+class CostModelFitter:
     """The cost model of a run, and how far its predictions are from what was measured."""
 
     def __init__(self, cost_model: CostModel, *, enabled: bool) -> None:
