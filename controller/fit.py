@@ -91,9 +91,9 @@ def run(config: Config, inputs: Inputs) -> None:
 def training(
     config: Config, inputs: Inputs, console: "Console", budget: RestartBudget | None = None
 ) -> Iterator["Trainer"]:
-    """The roles of a run on a connected Ray, its folder, and a trainer that stands where run.resume says; all end.
+    """Start the roles of a run on a connected Ray and yield its trainer, resumed as run.resume says; then end them.
 
-    budget: what the run has restarted before; None is nothing.
+    budget: restarts of the run so far; None is a fresh budget.
     """
     from controller.roles import start_roles
     from controller.trainer import Trainer

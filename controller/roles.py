@@ -1,4 +1,4 @@
-"""Roles: every actor of a run, started together and ended together.
+"""Roles: all actors of a run, which start and end together.
 
 layout (pure) -> reserve pools -> engines | policy, reference, critic, reward model | reward -> Roles -> one end for all
 """
@@ -50,7 +50,7 @@ from workers.rollout.worker import RolloutWorker
 
 Requests = dict[str, RoleRequest]
 Bundles = dict[str, Reservation]
-ANSWER_SECONDS = 5.0  # for what is nice to know
+ANSWER_SECONDS = 5.0  # for facts that are only recorded
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TrainingRoles:
         return self.policy.reference_sequence_log_probs(batch, plan)
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
-        """What every micro-step since the last call took, in order, by the name of the rank's actor."""
+        """Times of every micro-step since the last call, in order, by the name of the rank's actor."""
         taken = [(group, group.take_micro_step_times.remote()) for group in self.groups]
         return {
             name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
@@ -103,7 +103,7 @@ class Roles(TrainingRoles):
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """Those that hold a model and compute under plans."""
+        """The roles that hold a model and compute under plans."""
         others = (self.critic, self.reward_model)
         return super().groups + [group for group in others if group is not None]
 
@@ -119,11 +119,11 @@ class Roles(TrainingRoles):
         self.rollouts.update_weights(weights, version)
 
     def sleep_engines(self) -> None:
-        """Before a pass of a training role: engines that share its GPUs give them up, weights and KV cache."""
+        """Call before a pass of a training role: engines that share its GPUs free their weights and KV caches."""
         self.rollouts.sleep()
 
     def wake_engines(self) -> None:
-        """Before generation: engines that sleep wake, with the weights that they had."""
+        """Call before generation: engines that sleep wake up with the weights of their version."""
         if self.rollouts.asleep:
             self.send_weights(self.rollouts.version)
 
@@ -134,12 +134,12 @@ class Roles(TrainingRoles):
     def _beside_engines(self, method: str, *args: Any) -> None:
         """Call a method of the policy in which ranks and engines wait for each other.
 
-        What they exchange has no watchdog: when an engine dies a rank would wait for ever. Therefore the engines are
-        asked meanwhile whether they live.
+        The transfer has no watchdog of its own: a rank would wait for a dead engine for ever. Engines are therefore
+        polled during the call.
         """
         deadline = time.monotonic() + self.transfer_timeout_s
 
-        def look() -> None:
+        def poll() -> None:
             self.rollouts.check_alive()
             if time.monotonic() > deadline:
                 raise LostError(
@@ -148,9 +148,9 @@ class Roles(TrainingRoles):
                 )
 
         try:
-            getattr(self.policy, method).remote(*args).result(meanwhile=look)
+            getattr(self.policy, method).remote(*args).result(meanwhile=poll)
         except WorkerError:
-            self.rollouts.check_alive()  # the death of an engine comes first: what a rank says may be what came of it
+            self.rollouts.check_alive()  # a dead engine is the cause, the error of a rank its consequence
             raise
 
     def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> TokenColumn:
@@ -159,12 +159,12 @@ class Roles(TrainingRoles):
         return passed(batch, plan).tokens["log_probs"]
 
     def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
-        """The engines' updates of weights since the last call, by actor; one that does not answer is left out."""
+        """Weight updates of the engines since the last call, by actor; without engines that do not answer in time."""
         asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         loads = {}
         for ref in answered:
-            with suppress(RayError):  # whoever next needs the engine says so
+            with suppress(RayError):  # the next call that needs the engine reports it
                 loads[asked[ref]] = ray.get(ref)
         return loads
 
@@ -179,9 +179,10 @@ def start_roles(
     live: LiveMetrics,
     environment: bytes = b"",
 ) -> Iterator[Roles]:
-    """Start every role, yield them, end every actor and give every bundle back, whatever happens.
+    """Start every role and yield them; end every actor and release every bundle in any case.
 
-    live: told what the engines do. environment: see `workers.environment_process`; empty where samples are one turn.
+    live: receives states and queues of the engines. environment: see `workers.environment_process`; empty for samples
+    of one turn.
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
@@ -191,7 +192,7 @@ def start_roles(
         console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
         colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
         policy = _policy(stack, config, requests, bundles) if colocated else None
-        # Engines take longest to start: where they can, they come up while the training roles load.
+        # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         devices = _shared_devices(policy.facts(), config.rollout) if policy else []
         rollouts = Rollouts(
             _engine_maker(config, requests["rollout"], bundles, devices, environment),
@@ -209,8 +210,8 @@ def start_roles(
         rewards = RewardPool(reward_functions, config.model.path, config.reward, cpus)
         stack.callback(rewards.stop)
         if colocated:
-            # An engine sizes its cache by the memory that is free: on a GPU it shares, it must be the first to look.
-            # It sleeps until the first round of generation, for which the policy sends its weights.
+            # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.
+            # It sleeps until the policy sends its weights for the first round of generation.
             started.result(timeout_s)
             rollouts.sleep()
         policy = policy or _policy(stack, config, requests, bundles)
@@ -262,7 +263,7 @@ def _engine_maker(
 
     def make(replica: int, attempt: int) -> Any:
         rank = replica * config.rollout.tensor_parallel if devices else replica
-        # An actor without GPUs of its own would see none: Ray is told to leave the variable alone.
+        # Ray hides all GPUs from an actor that reserves none, unless this variable is set.
         variables = {
             "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -292,7 +293,7 @@ def _engine_maker(
 def start_training_roles(
     config: TrainingConfig, worker_class: type[Worker], console: Console, *, total_steps: int
 ) -> Iterator[TrainingRoles]:
-    """Start the roles of a run that trains on given sequences, yield them, end them; as `start_roles`.
+    """Start the roles of a run that trains on given sequences and yield them; otherwise as `start_roles`.
 
     worker_class: the policy's. total_steps: optimiser steps of the run.
     """

@@ -1,4 +1,4 @@
-"""Rollout: what came back from the engines, scored, as a RemoteBatch.
+"""Rollout: the samples that the engines returned, with their scores, as a RemoteBatch.
 
 RolloutRound (light results, block references) + scores --assemble--> Rollout
 """
@@ -98,7 +98,7 @@ class Rollout:
         return means
 
     def scored_responses(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[ScoredResponse]:
-        """Every sample with its prompt and scores, for validation."""
+        """Every sample with its prompt and scores, for `summarize`."""
         return [
             ScoredResponse(
                 uid,

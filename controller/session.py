@@ -1,4 +1,4 @@
-"""What every training command does around its training: exit codes, Ray, the run's folder.
+"""The parts of every training command around its training: exit codes, Ray, the run's folder.
 
 read, check --wrong: 2--> Ray --> roles, trackers, folder --> train --failed, stopped: 1--> 0
 """
@@ -61,7 +61,7 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
 
 @dataclass(frozen=True)
 class Session(Generic[Roles]):
-    """What a trainer works with: the roles, the folder, and where the run stands."""
+    """The surroundings of a trainer: its roles, its progress, and the record of its run."""
 
     roles: Roles
     progress: "Progress"
@@ -75,7 +75,7 @@ def session(
     console: "Console",
     data: dict[str, Any],
 ) -> Iterator[Session[Roles]]:
-    """The roles of a run on a connected Ray, where run.resume says, and its folder; all end.
+    """Start the roles on a connected Ray, resume as run.resume says, open the run's folder; end all of it afterwards.
 
     start: starts the roles. data: identity of the training data, see `controller.data_identity`.
     """
@@ -91,7 +91,7 @@ def session(
     with exported, live.entering("start", start(live)) as roles:
         progress = resume(config, roles, console, data)
         trackers = open_trackers(config, progress, console.log, exported)
-        # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
+        # A run that resumes under its own name keeps its records; under a new name there are none.
         with RunWriter(
             config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
         ) as writer:
@@ -99,7 +99,7 @@ def session(
 
 
 def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
-    """What to say instead of resuming a run that has made all its steps; empty where there is something to do.
+    """The message for a run to resume that has made all its steps; empty if there are steps left.
 
     setting: `key=value` that `last_step` follows from.
     """
@@ -111,7 +111,7 @@ def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
 
 @contextmanager
 def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
-    """Inside, an error that a file could not be written says what the run leaves behind."""
+    """Add to an OutputError of the block what the run leaves behind."""
     try:
         yield
     except OutputError as error:
@@ -119,7 +119,7 @@ def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
 
 
 def report(config: TrainingConfig, console: "Console") -> None:
-    """The run's report; a run that has ended well does not fail for the lack of it."""
+    """Write the run's report; a failure is logged, and the run has succeeded all the same."""
     from controller.watching.report import write_report
 
     try:

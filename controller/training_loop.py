@@ -1,4 +1,4 @@
-"""The loop that every training command shares: what comes before, between and after its steps.
+"""The loop that all training commands share: everything before, between and after steps.
 
 weights to who samples | validate --> step, step, ... --> model
                                        each: metrics --> console, trackers --> what is due: validation, checkpoint
@@ -22,8 +22,8 @@ from workers.model.timing import MicroStepTime
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a whole run came to: validation before and after, the metrics of every step that this process made, and the
-    number of the last step."""
+    """The result of a run. before, after: validation metrics. steps: metrics of the steps that this process made.
+    last_step: the number of the last one."""
 
     before: dict[str, float]
     after: dict[str, float]
@@ -69,7 +69,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:
-        """One step; returns its metrics. It holds `interrupts` from the first change of a model on."""
+        """Make one step and return its metrics. Calls `interrupts.hold` before the first change of a model."""
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
@@ -91,7 +91,7 @@ class TrainingLoop(ABC):
         return outcome
 
     def _train(self) -> Outcome:
-        """`fit`, to its end; `fit` alone holds interrupts off, and leaves a checkpoint when one stops the run."""
+        """All steps of `fit`, which adds the handling of interrupts."""
         progress, last = self.progress, self.last_step
         self.begin()
         if not progress.step:
@@ -117,15 +117,15 @@ class TrainingLoop(ABC):
         self.record.write_timeline(progress.step)
         return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
 
-    def begin(self) -> None:  # noqa: B027 - most have nothing to do
-        """Before the first validation of a run, or before the first step of one that goes on."""
+    def begin(self) -> None:  # noqa: B027 - optional
+        """Called before the first validation, or before the first step of a run that resumes."""
 
     def save_models(self) -> None:
-        """After the last step."""
+        """Called after the last step."""
         self.save("model")
 
     def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
-        """Record what the micro-steps took, by actor, and plan from now on with what they teach."""
+        """Record the times of micro-steps, by actor, and fit the cost model of the next plans to them."""
         self.record.micro_steps(times, self.planner.cost_model)
         policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
         error = self.cost_fitter.observe(policy)
@@ -133,7 +133,7 @@ class TrainingLoop(ABC):
         return prefixed("balance", error)
 
     def save_what_is_due(self, step: int) -> None:
-        """A model or a checkpoint, where one is to be saved after this step."""
+        """Save a model or a checkpoint if one is due after this step."""
         if self._run.save_every and step % self._run.save_every == 0:
             self.save(f"model-{step}")
         if self._run.checkpoint_every and step % self._run.checkpoint_every == 0:
@@ -141,7 +141,7 @@ class TrainingLoop(ABC):
                 self.checkpoints.begin(self.complete)
 
     def save(self, name: str) -> None:
-        """The model and tokenizer in Hugging Face format, in the run's folder; adapters also by themselves, beside it:
+        """Save model and tokenizer in Hugging Face format as `name` in the run's folder, and LoRA adapters beside it:
         `model-30`, `adapters-30`."""
         with self.record.phase("save"):
             self._policy.save_pretrained(str(self.folder / name))

@@ -1,6 +1,6 @@
-"""What held-out responses say of a policy, overall and by source.
+"""Metrics of held-out responses, overall and by source.
 
-    ScoredResponse responses, n of each prompt --summarize--> reward, parts, pass@k, maj@n      one number a name
+    ScoredResponse, n of each prompt --summarize--> reward, parts, pass@k, maj@n      one number a name
 
 c of a prompt's n responses are right: those whose score `success` is at least `threshold`.
 """
@@ -15,8 +15,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One held-out response. scores: `reward` and what else the reward function returned. answer: what it read from
-    the response, "" if it says none."""
+    """One held-out response. scores: `reward` and what else the reward function returned. answer: read from the
+    response by the reward function, "" if it returns none."""
 
     uid: str
     source: str
@@ -43,14 +43,14 @@ def summarize(responses: Sequence[ScoredResponse], success: str, threshold: floa
 
 
 def possible_metrics(samples: int, parts: Iterable[str]) -> list[str]:
-    """Names that `summarize` may give of one source, of so many responses a prompt whose rewards have these parts."""
+    """Names that `summarize` may return for one source. samples: responses to a prompt. parts: of their rewards."""
     counts = [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples] if samples > 1 else []
     votes = [f"maj@{samples}"] if samples > 1 else []
     return ["reward", *parts, *(f"pass@{k}" for k in counts), *votes]
 
 
 def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
-    """Whether `summarize` may give a metric of this name, of one source or of all."""
+    """True if `summarize` may return a metric of this name, of one source or of all."""
     return any(name == known or name.endswith(f"/{known}") for known in possible_metrics(samples, parts))
 
 

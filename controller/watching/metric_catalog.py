@@ -419,7 +419,7 @@ LIVE = (
     RANK_SECONDS,
     RANK_PREDICTED_SECONDS,
 )
-"""What Prometheus alone gets."""
+"""Metrics for Prometheus alone."""
 
 SECTIONS = {
     "Reward": REWARD,
@@ -438,7 +438,7 @@ EXPORTED = METRICS | {declaration.name: declaration for declaration in LIVE}
 
 @cache
 def declaration_of(name: str) -> tuple[Declaration, dict[str, str]] | None:
-    """What declares the metric `name`, and its labels; None if nothing does. A whole name goes before a family."""
+    """The declaration of metric `name` and its labels; None if there is none. An exact name precedes a family."""
     if name in METRICS:
         return METRICS[name], {}
     for declaration in METRICS.values():

@@ -17,7 +17,7 @@ class WandbTracker:
     """A run in Weights & Biases; `id` names it. WANDB_MODE=offline writes to `folder`/wandb, for `wandb sync`."""
 
     def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, Any], id: str = "") -> None:
-        """`settings`: shown beside the run. `id`: of the run to go on with; empty begins one.
+        """`settings`: shown beside the run. `id`: of the run to resume; empty begins one.
 
         Raises ConfigError if W&B cannot begin it: no key, no such project, no connection.
         """
@@ -64,7 +64,7 @@ class MlflowTracker:
     def __init__(
         self, project: str, name: str, settings: Mapping[str, Any], log: Callable[[str], None], id: str = ""
     ) -> None:
-        """`settings`: a new run's parameters. `log`: shows a line. `id`: of the run to go on with; empty begins one.
+        """`settings`: a new run's parameters. `log`: shows a line. `id`: of the run to resume; empty begins one.
 
         Raises ConfigError if MLflow does not answer or does not know the run.
         """
