@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from balancing import Plan
 from controller.config import Config, TrainingConfig
 from controller.config.training import ReferenceSettings
-from controller.layout import Pool, RoleRequest, pools, role_requests
+from controller.layout import Pool, pools, role_requests
 from controller.resources import Reservation, reserve
 from controller.rewards import RewardPool
 from controller.rollout.engines import MakeActor
@@ -48,8 +48,6 @@ from workers.reward_process import RewardFunction
 from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker
 
-Requests = dict[str, RoleRequest]
-Bundles = dict[str, Reservation]
 ANSWER_SECONDS = 5.0  # for facts that are only recorded
 
 
@@ -125,7 +123,7 @@ class Roles(TrainingRoles):
     def wake_engines(self) -> None:
         """Call before generation: engines that sleep wake up with the weights of their version."""
         if self.rollouts.asleep:
-            self.send_weights(self.rollouts.version)
+            self.send_weights(self.rollouts.fleet.version)
 
     def connect_engines(self, placement: str, tensor_parallel: int) -> None:
         """Let the policy's ranks meet the engines, for `send_weights` between GPUs. Raises LostError as that does."""
@@ -187,15 +185,13 @@ def start_roles(
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
     with ExitStack() as stack:
-        bundles = {pool.name: _reserve(stack, pool, config) for pool in pools(config)}
-        requests = {request.role: request for request in role_requests(config)}
-        console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
+        starter = _Starter(stack, config, console)
         colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
-        policy = _policy(stack, config, requests, bundles) if colocated else None
+        policy = _policy(starter, config) if colocated else None
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         devices = _shared_devices(policy.facts(), config.rollout) if policy else []
         rollouts = Rollouts(
-            _engine_maker(config, requests["rollout"], bundles, devices, environment),
+            _engine_maker(config, starter, devices, environment),
             config.rollout,
             budget,
             live,
@@ -206,19 +202,17 @@ def start_roles(
         )
         stack.callback(rollouts.stop)
         started = rollouts.start()
-        cpus = requests["reward"].cpus
-        rewards = RewardPool(reward_functions, config.model.path, config.reward, cpus)
+        rewards = RewardPool(reward_functions, config.model.path, config.reward, starter.requests["reward"].cpus)
         stack.callback(rewards.stop)
         if colocated:
             # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.
             # It sleeps until the policy sends its weights for the first round of generation.
             started.result(timeout_s)
             rollouts.sleep()
-        policy = policy or _policy(stack, config, requests, bundles)
-        _build_policy(policy, config, console)
-        reference = _reference(stack, config, requests, bundles) if config.starts_reference else None
-        critic = _critic(stack, config, requests, bundles) if config.uses_critic else None
-        reward_model = _reward_model(stack, config, requests, bundles) if config.uses_reward_model else None
+        policy = starter.built_policy(policy or _policy(starter, config))
+        reference = _reference(starter, config) if config.starts_reference else None
+        critic = _critic(starter, config) if config.uses_critic else None
+        reward_model = _reward_model(starter, config) if config.uses_reward_model else None
         rewards.wait_ready(timeout_s)
         started.result(timeout_s)
         roles = Roles(
@@ -236,10 +230,51 @@ def start_roles(
         yield roles
 
 
-def _reserve(stack: ExitStack, pool: Pool, config: TrainingConfig) -> Reservation:
-    bundles = reserve(pool, config.resources.placement_timeout_s)
-    stack.callback(bundles.release)
-    return bundles
+class _Starter:
+    """Starts the training roles of one run, each in its bundles; `stack` ends them."""
+
+    def __init__(self, stack: ExitStack, config: TrainingConfig, console: Console) -> None:
+        """Reserve all bundles. Raises ResourceError as `reserve` does."""
+        self.stack, self.config, self.console = stack, config, console
+        self.bundles = {pool.name: self._reserve(pool) for pool in pools(config)}
+        self.requests = {request.role: request for request in role_requests(config)}
+        console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
+
+    def _reserve(self, pool: Pool) -> Reservation:
+        bundles = reserve(pool, self.config.resources.placement_timeout_s)
+        self.stack.callback(bundles.release)
+        return bundles
+
+    def group(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
+        """Start the actors and their process group; `build`, which loads the model, is left to the caller."""
+        config, request = self.config, self.requests[role]
+        group = WorkerGroup(
+            role,
+            worker_class,
+            self.bundles[request.pool],
+            Share(request.cpus, request.gpus),
+            dp=config.policy.ranks,
+            cp=config.policy.parallel.context_parallel,
+            tp=config.policy.parallel.tensor_parallel,
+            arguments=arguments,
+            timeout_s=config.resources.start_timeout_s,
+            collective_timeout_s=config.resources.collective_timeout_s,
+        )
+        self.stack.callback(group.stop)
+        return group
+
+    def built(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
+        """`group` with its model loaded."""
+        group = self.group(role, worker_class, arguments)
+        group.build.remote().result(self.config.resources.start_timeout_s)
+        return group
+
+    def built_policy(self, policy: WorkerGroup) -> WorkerGroup:
+        """Load the policy's model and log its size."""
+        parameters = policy.build.remote().result(self.config.resources.start_timeout_s)[0]
+        ranks = counted(self.config.policy.ranks, "rank")
+        self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
+        return policy
 
 
 def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list[str]:
@@ -252,14 +287,12 @@ def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list
     return [",".join(rank["gpus"] for rank in shared) for shared in engines]
 
 
-def _engine_maker(
-    config: Config, request: RoleRequest, bundles: Bundles, devices: list[str], environment: bytes
-) -> MakeActor:
+def _engine_maker(config: Config, starter: _Starter, devices: list[str], environment: bytes) -> MakeActor:
     """Makes the actor of a replica, and another in its place; see `RolloutEngines`.
 
     `devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none.
     """
-    actor_class = ray.remote(RolloutWorker)
+    actor_class, request = ray.remote(RolloutWorker), starter.requests["rollout"]
 
     def make(replica: int, attempt: int) -> Any:
         rank = replica * config.rollout.tensor_parallel if devices else replica
@@ -273,7 +306,7 @@ def _engine_maker(
             "num_cpus": request.cpus,
             "num_gpus": request.gpus,
             "max_concurrency": 1000,
-            "scheduling_strategy": bundles[request.pool].strategy(rank),
+            "scheduling_strategy": starter.bundles[request.pool].strategy(rank),
         } | ({"runtime_env": {"env_vars": variables}} if devices else {})
         return actor_class.options(**options).remote(
             config.model,
@@ -298,50 +331,36 @@ def start_training_roles(
     worker_class: the policy's. total_steps: optimiser steps of the run.
     """
     with ExitStack() as stack:
-        bundles = {pool.name: _reserve(stack, pool, config) for pool in pools(config)}
-        requests = {request.role: request for request in role_requests(config)}
-        console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
+        starter = _Starter(stack, config, console)
         arguments = _model_arguments(config, config.model, config.policy)
         arguments |= _learning(config, config.policy.optimizer, total_steps)
-        policy = _training_group(stack, config, requests["policy"], worker_class, bundles, arguments)
-        _build_policy(policy, config, console)
+        policy = starter.built_policy(starter.group("policy", worker_class, arguments))
         reference = None
         if isinstance(config, ReferenceSettings) and config.starts_reference:
-            reference = _reference(stack, config, requests, bundles)
+            reference = _reference(starter, config)
         yield TrainingRoles(policy, reference)
 
 
-def _build_policy(policy: WorkerGroup, config: TrainingConfig, console: Console) -> None:
-    parameters = policy.build.remote().result(config.resources.start_timeout_s)[0]
-    console.log(f"policy: {parameters:,} parameters over {counted(config.policy.ranks, 'rank')} on {config.device}")
-
-
-def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
+def _policy(starter: _Starter, config: Config) -> WorkerGroup:
     arguments = _model_arguments(config, config.model, config.policy)
     arguments |= _learning(config, config.policy.optimizer, config.total_optimizer_steps)
-    return _training_group(stack, config, requests["policy"], PolicyWorker, bundles, arguments)
+    return starter.group("policy", PolicyWorker, arguments)
 
 
-def _reference(stack: ExitStack, config: ReferenceSettings, requests: Requests, bundles: Bundles) -> WorkerGroup:
+def _reference(starter: _Starter, config: ReferenceSettings) -> WorkerGroup:
     arguments = _model_arguments(config, config.reference_model, config.reference)
-    group = _training_group(stack, config, requests["reference"], ReferenceWorker, bundles, arguments)
-    group.build.remote().result(config.resources.start_timeout_s)
-    return group
+    return starter.built("reference", ReferenceWorker, arguments)
 
 
-def _critic(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
+def _critic(starter: _Starter, config: Config) -> WorkerGroup:
     arguments = _model_arguments(config, config.critic_model, config.critic)
     arguments |= _learning(config, config.critic.optimizer, config.critic_optimizer_steps)
-    group = _training_group(stack, config, requests["critic"], CriticWorker, bundles, arguments)
-    group.build.remote().result(config.resources.start_timeout_s)
-    return group
+    return starter.built("critic", CriticWorker, arguments)
 
 
-def _reward_model(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
+def _reward_model(starter: _Starter, config: Config) -> WorkerGroup:
     arguments = _model_arguments(config, config.reward_model, config.reward.model)
-    group = _training_group(stack, config, requests["reward_model"], RewardModelWorker, bundles, arguments)
-    group.build.remote().result(config.resources.start_timeout_s)
-    return group
+    return starter.built("reward_model", RewardModelWorker, arguments)
 
 
 def _model_arguments(
@@ -364,28 +383,3 @@ def _learning(config: TrainingConfig, optimizer: OptimizerConfig, total_steps: i
     """Arguments of a `TrainedWorker` beside these."""
     reshard = config.policy.reshard_after_forward
     return {"optimizer": optimizer, "total_steps": total_steps, "reshard_after_forward": reshard}
-
-
-def _training_group(
-    stack: ExitStack,
-    config: TrainingConfig,
-    request: RoleRequest,
-    worker_class: type[Worker],
-    bundles: Bundles,
-    arguments: dict[str, Any],
-) -> WorkerGroup:
-    """Start the actors and their process group; `build`, which loads the model, is left to the caller."""
-    group = WorkerGroup(
-        request.role,
-        worker_class,
-        bundles[request.pool],
-        Share(request.cpus, request.gpus),
-        dp=config.policy.ranks,
-        cp=config.policy.parallel.context_parallel,
-        tp=config.policy.parallel.tensor_parallel,
-        arguments=arguments,
-        timeout_s=config.resources.start_timeout_s,
-        collective_timeout_s=config.resources.collective_timeout_s,
-    )
-    stack.callback(group.stop)
-    return group

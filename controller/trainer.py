@@ -96,7 +96,7 @@ class Trainer(TrainingLoop):
         metrics |= record.times() | throughput(rollout.batch, batch, record.seconds, self.config.batch.epochs)
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)
-        return metrics | self.roles.rollouts.budget.metrics()
+        return metrics | self.roles.rollouts.fleet.budget.metrics()
 
     def learn(self, rollout: Rollout, batch: RemoteBatch, step: int) -> dict[str, float]:
         """Plan, log-probs, advantages, update with `batch` of the rollout, weights to the engines."""

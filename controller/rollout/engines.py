@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from controller.rollout.fleet import Fleet, RestartBudget, State
+from controller.rollout.fleet import Fleet, State
 from workers.config import RolloutConfig
 from workers.errors import LostError, RolloutError
 
@@ -94,21 +94,6 @@ class RolloutEngines:
         self._newly_lost: list[int] = []
         self._weights: ray.ObjectRef | None = None
         self._stopped = False
-
-    @property
-    def serving(self) -> list[int]:
-        """Replicas that may be given requests now."""
-        return self.fleet.serving
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that an engine must have to serve."""
-        return self.fleet.version
-
-    @property
-    def budget(self) -> RestartBudget:
-        """Restarts of the run so far."""
-        return self.fleet.budget
 
     @property
     def asleep(self) -> bool:

@@ -96,7 +96,7 @@ class Rollouts(RolloutEngines):
         return _round(requests, progress)
 
     def _open_streams(self, progress: _Progress, sampling: SamplingConfig) -> None:
-        for replica, requests in progress.router.assign(self.serving).items():
+        for replica, requests in progress.router.assign(self.fleet.serving).items():
             generate = self.actors[replica].generate.options(num_returns="streaming")
             progress.streams[generate.remote(requests, sampling)] = replica
             self.progressed(replica)
