@@ -54,7 +54,7 @@ class Collector:
             kept.append(self.keep_groups_with_signal(rounds[-1].batch))
             wanted -= len(np.unique(kept[-1]["uid"]))
         if wanted and limit > 1:
-            self.record.console.say(
+            self.record.console.log(
                 f"step {step}: {wanted} of {self.config.batch.prompts_per_step} groups are still without signal after "
                 f"algorithm.max_sampling_rounds={limit}; training on the others"
             )
@@ -93,7 +93,7 @@ class Collector:
         drop_failed = self.config.reward.on_failure == "drop"
         rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
         if rollout.failures:
-            self.record.console.say(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
+            self.record.console.log(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
         return self.scored_by_model(rollout)
 
     def scored_by_model(self, rollout: Rollout) -> Rollout:

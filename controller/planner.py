@@ -77,7 +77,7 @@ class Planner:
         return self.plan(batch, [np.arange(len(batch))], of)
 
     def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], of: str) -> Plan:
-        """Who computes what and when; mini-batches stay as drawn.
+        """Assign every sequence to a rank and a micro-step; mini-batches stay as drawn.
 
         batch: light columns `length`, `response_tokens` and `uid`. of: a pass in `config.limits`, such as
         `policy.update`. Raises ConfigError where the batch has too few sequences for the counts of micro-batches.

@@ -1,4 +1,4 @@
-"""Rollout: what came back from the engines, scored, as a RemoteBatch.
+"""Rollout: the samples that the engines returned, with their scores, as a RemoteBatch.
 
 RolloutRound (light results, block references) + scores --assemble--> Rollout
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from controller.data import Prompt
 from controller.rollout.rounds import RolloutRound
-from controller.validation import Graded
+from controller.validation_metrics import ScoredResponse
 from controller.watching.shown_text import shortened
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
@@ -97,10 +97,10 @@ class Rollout:
             means[name] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
         return means
 
-    def graded(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[Graded]:
-        """Every sample with its prompt and scores, for validation."""
+    def scored_responses(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[ScoredResponse]:
+        """Every sample with its prompt and scores, for `summarize`."""
         return [
-            Graded(
+            ScoredResponse(
                 uid,
                 prompts[uid].source,
                 {"reward": score.reward} | score.parts,

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from balancing import CostModel, Plan, plan_statistics
+from controller.advantage_computer import AdvantageComputer
 from controller.collector import Collector
 from controller.config import Config
-from controller.credit import Credit
 from controller.data import PromptDataset, Prompts
 from controller.lookahead import Lookahead
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
@@ -24,7 +24,7 @@ from controller.roles import Roles
 from controller.samples import Rollout
 from controller.session import Session
 from controller.training_loop import TrainingLoop, prefixed
-from controller.validation import summarize
+from controller.validation_metrics import summarize
 from controller.watching.metrics import staleness, throughput
 from controller.worker_group import WorkerGroup
 from workers.config import LossConfig, ValueLossConfig
@@ -32,7 +32,7 @@ from workers.errors import ConfigError
 from workers.metrics import Metric, Metrics, merge, results
 from workers.remote_batch import RemoteBatch
 
-# The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
+# `AdvantageComputer` gives those of the values before the update; after it they have seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
 VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
 
@@ -60,13 +60,13 @@ class Trainer(TrainingLoop):
         self.config, self.roles, self.validation = config, session.roles, validation
         self.collector = Collector(config, self.roles, prompts, self.planner, self.record)
         self.lookahead = Lookahead(self.collector.collect)
-        self.credit = Credit(config, self.roles, self.planner, self.progress)
+        self.advantages = AdvantageComputer(config, self.roles, self.planner, self.progress)
         self.mismatch = MismatchWatch(config, self.progress.weight_version)
 
     def begin(self) -> None:
-        """The policy's weights go to the engines.
+        """Send the policy's weights to the engines.
 
-        Also those that the engines have from the files: what does not go over, or goes over wrongly, shows now.
+        Also if they are those of the files, which the engines have: a transfer that fails or corrupts shows at once.
         """
         self.roles.send_weights(self.progress.weight_version)
 
@@ -96,7 +96,7 @@ class Trainer(TrainingLoop):
         metrics |= record.times() | throughput(rollout.batch, batch, record.seconds, self.config.batch.epochs)
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)
-        return metrics | self.roles.rollouts.budget.metrics()
+        return metrics | self.roles.rollouts.fleet.budget.metrics()
 
     def learn(self, rollout: Rollout, batch: RemoteBatch, step: int) -> dict[str, float]:
         """Plan, log-probs, advantages, update with `batch` of the rollout, weights to the engines."""
@@ -110,7 +110,7 @@ class Trainer(TrainingLoop):
             self.roles.sleep_engines()
             batch, mismatch = self.with_log_probs(batch, step)
         with record.phase("advantages"):
-            batch, metrics = self.credit.assign(batch)
+            batch, metrics = self.advantages.compute(batch)
         record.console.completions(rollout, self.config.run.log_completions, batch)
         self.interrupts.hold()
         with record.phase("update"):
@@ -125,7 +125,7 @@ class Trainer(TrainingLoop):
         with record.phase("weights"):
             if learns:
                 self.send_weights()
-        # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
+        # Of a separate log-prob pass and the updates, only the pass compares sampler and trainer at equal weights.
         statistics = mean_statistics(plans, self.config.longest_sequence)
         return metrics | prefixed("balance", statistics) | prefixed("policy", results(updated | mismatch))
 
@@ -145,21 +145,20 @@ class Trainer(TrainingLoop):
         return prefixed("critic", {name: value for name, value in results(updated).items() if name in CRITIC_METRICS})
 
     def looks_ahead(self, step: int) -> bool:
-        """Whether the next step's samples are generated during this one.
+        """True if the next step's samples are generated during this one.
 
-        Not across a checkpoint: they would be lost with the run, and those made in their place be a version younger.
+        Not across a checkpoint: a resumed run would generate them again, with weights that are a version newer.
         """
         run = self.config.run
         due = run.checkpoint_every and step % run.checkpoint_every == 0
         return self.config.rollout.overlap and step < run.steps and not due
 
     def with_log_probs(self, batch: RemoteBatch, step: int) -> tuple[RemoteBatch, Metrics]:
-        """Old log-probs, where they are needed before the first update, and the reference's, where there is a KL.
+        """Add old log-probs if they are needed before the first update, and the reference's if there is a KL.
 
-        With one optimiser step the only update starts from the very policy that sampled: the old log-probs are those
-        of the update's own forward pass, and a separate one would compute the same numbers again, but for the first
-        steps (`controller.mismatch`). Samples that are a version old come with the log-probs of the policy that sampled
-        them.
+        With one optimiser step, old log-probs are those of the update's own forward pass: a separate pass would compute
+        the same numbers, so there is none but in the first steps, for `controller.mismatch`. Samples that are one
+        version old carry the log-probs of the policy that sampled them.
 
         Raises MismatchError if a pass shows that engines and trainer differ by more than they may.
         """
@@ -186,8 +185,7 @@ class Trainer(TrainingLoop):
         return batch, mismatch
 
     def save(self, name: str) -> None:
-        """The model, and adapters also by themselves, beside it: `model-30`, `adapters-30`. Whole weights are gathered
-        for it, so that engines which share its GPUs sleep."""
+        """As `TrainingLoop.save`; it gathers whole weights, so engines that share the policy's GPUs sleep before."""
         self.roles.sleep_engines()
         super().save(name)
 
@@ -197,15 +195,15 @@ class Trainer(TrainingLoop):
         self.roles.send_weights(self.progress.weight_version)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Grade responses to the held-out prompts, record and show them; empty without data.validation."""
+        """Score responses to the held-out prompts, record and show them; empty without data.validation."""
         if self.validation is None:
             return {}
-        self.lookahead.wait()  # a step without anything to learn from has not waited
+        self.lookahead.wait()  # a step without signal has not waited
         settings = self.config.validation
         prompts = list(self.validation)[: settings.prompts or None]
         with self.record.phase("validation"):
             rollout = self.collector.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
-        responses = rollout.graded({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
+        responses = rollout.scored_responses({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
         metrics = summarize(responses, settings.success, settings.success_threshold)
         self.record.writer.validation(step, responses)
         self.record.console.validation(step, metrics)

@@ -1,4 +1,4 @@
-"""The loop that every training command shares: what comes before, between and after its steps.
+"""The loop that all training commands share: everything before, between and after steps.
 
 weights to who samples | validate --> step, step, ... --> model
                                        each: metrics --> console, trackers --> what is due: validation, checkpoint
@@ -13,17 +13,17 @@ from typing import Any
 from balancing import CostModel
 from controller.checkpoint_writer import CheckpointWriter
 from controller.config import TrainingConfig
+from controller.cost_model_fitting import CostModelFitter
 from controller.interrupts import Interrupts
 from controller.planner import Planner
-from controller.refit import Refit
 from controller.session import Session
 from workers.model.timing import MicroStepTime
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a whole run came to: validation before and after, the metrics of every step that this process made, and the
-    number of the last step."""
+    """The result of a run. before, after: validation metrics. steps: metrics of the steps that this process made.
+    last_step: the number of the last one."""
 
     before: dict[str, float]
     after: dict[str, float]
@@ -60,16 +60,16 @@ class TrainingLoop(ABC):
         self._policy, self._lora = session.roles.policy, bool(config.model.lora.rank)
         self.record, self.progress = session.record, session.progress
         self.complete = replace(self.progress)  # as it was after the last complete step
-        self.refit = Refit(cost_model, enabled=config.refits_cost_model)
-        self.refit.load_state(self.progress.refit)
-        self.planner = Planner(config, self.refit.cost_model)
-        self.folder, say = session.record.writer.folder.resolve(), session.record.console.say
-        self.interrupts = Interrupts(say)
-        self.checkpoints = CheckpointWriter(session.roles, self.folder, config.run.keep_checkpoints, say)
+        self.cost_fitter = CostModelFitter(cost_model, enabled=config.refits_cost_model)
+        self.cost_fitter.load_state(self.progress.refit)
+        self.planner = Planner(config, self.cost_fitter.cost_model)
+        self.folder, log = session.record.writer.folder.resolve(), session.record.console.log
+        self.interrupts = Interrupts(log)
+        self.checkpoints = CheckpointWriter(session.roles, self.folder, config.run.keep_checkpoints, log)
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:
-        """One step; returns its metrics. It holds `interrupts` from the first change of a model on."""
+        """Make one step and return its metrics. Calls `interrupts.hold` before the first change of a model."""
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
@@ -91,7 +91,7 @@ class TrainingLoop(ABC):
         return outcome
 
     def _train(self) -> Outcome:
-        """`fit`, to its end; `fit` alone holds interrupts off, and leaves a checkpoint when one stops the run."""
+        """All steps of `fit`, which adds the handling of interrupts."""
         progress, last = self.progress, self.last_step
         self.begin()
         if not progress.step:
@@ -117,23 +117,23 @@ class TrainingLoop(ABC):
         self.record.write_timeline(progress.step)
         return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
 
-    def begin(self) -> None:  # noqa: B027 - most have nothing to do
-        """Before the first validation of a run, or before the first step of one that goes on."""
+    def begin(self) -> None:  # noqa: B027 - optional
+        """Called before the first validation, or before the first step of a run that resumes."""
 
     def save_models(self) -> None:
-        """After the last step."""
+        """Called after the last step."""
         self.save("model")
 
     def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
-        """Record what the micro-steps took, by actor, and plan from now on with what they teach."""
+        """Record the times of micro-steps, by actor, and fit the cost model of the next plans to them."""
         self.record.micro_steps(times, self.planner.cost_model)
         policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
-        error = self.refit.observe(policy)
-        self.planner.cost_model, self.progress.refit = self.refit.cost_model, self.refit.state()
+        error = self.cost_fitter.observe(policy)
+        self.planner.cost_model, self.progress.refit = self.cost_fitter.cost_model, self.cost_fitter.state()
         return prefixed("balance", error)
 
     def save_what_is_due(self, step: int) -> None:
-        """A model or a checkpoint, where one is to be saved after this step."""
+        """Save a model or a checkpoint if one is due after this step."""
         if self._run.save_every and step % self._run.save_every == 0:
             self.save(f"model-{step}")
         if self._run.checkpoint_every and step % self._run.checkpoint_every == 0:
@@ -141,7 +141,7 @@ class TrainingLoop(ABC):
                 self.checkpoints.begin(self.complete)
 
     def save(self, name: str) -> None:
-        """The model and tokenizer in Hugging Face format, in the run's folder; adapters also by themselves, beside it:
+        """Save model and tokenizer in Hugging Face format as `name` in the run's folder, and LoRA adapters beside it:
         `model-30`, `adapters-30`."""
         with self.record.phase("save"):
             self._policy.save_pretrained(str(self.folder / name))

@@ -311,7 +311,7 @@ class RewardModelConfig:
 class KlInRewardConfig:
     """A penalty on the KL to the reference, subtracted from the rewards: per token with algorithm.advantage=gae or
     reinforce_plus_plus (with baseline or not), per sequence otherwise. Formulas: `workers.model.credit` and
-    `controller.credit`."""
+    `controller.advantage_computer`."""
 
     coefficient: float = setting(
         0.0, "Weight of the penalty; with a target, that of the first step. 0 is no penalty.", minimum=0

@@ -24,7 +24,7 @@ from controller.roles import Roles, start_roles
 from controller.rollout.fleet import RestartBudget
 from controller.samples import assemble
 from controller.watching.console import Console
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from workers.metrics import results
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleRequest, sample_seed
@@ -50,7 +50,7 @@ ENGINE = {
 class Quiet(Console):
     """A console that leaves the terminal to the report."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print nothing."""
 
 
@@ -76,7 +76,7 @@ def run_trial(config: Config, report: Report, gpu_gib: float) -> None:
     Raises what the actors raise; all of them are stopped.
     """
     start = time.monotonic()
-    with start_roles(config, [], Quiet(), RestartBudget(0), live=Live()) as roles:
+    with start_roles(config, [], Quiet(), RestartBudget(0), live=LiveMetrics()) as roles:
         report.add(ok("engine and rank", f"started in {time.monotonic() - start:.0f} s, {config.rollout_placement}"))
         Trial(config, roles, report, gpu_gib).run()
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from controller.offline.trainers import OfflineTrainer
     from controller.roles import TrainingRoles
     from controller.watching.console import Console
-    from controller.watching.live import Live
+    from controller.watching.live_metrics import LiveMetrics
 
 Settings = TypeVar("Settings", bound=OfflineConfig)
 
@@ -106,7 +106,7 @@ class OfflineCommand(Generic[Settings]):
         console = Console()
         for dataset in (inputs.train, inputs.validation):
             if dataset is not None and dataset.dropped:
-                console.say(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
+                console.log(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
 
         def attempt(config: Settings, budget: object) -> None:
             del budget  # of engines: there are none
@@ -114,7 +114,7 @@ class OfflineCommand(Generic[Settings]):
                 trainer.fit()
 
         with ray_session(config, console), naming_what_is_left(config):
-            recovering(attempt, config, console.say)
+            recovering(attempt, config, console.log)
         report(config, console)
 
     @contextmanager
@@ -125,7 +125,7 @@ class OfflineCommand(Generic[Settings]):
 
         total_steps = config.optimizer_steps_over(len(inputs.train))
 
-        def start(live: "Live") -> AbstractContextManager["TrainingRoles"]:
+        def start(live: "LiveMetrics") -> AbstractContextManager["TrainingRoles"]:
             del live
             return start_training_roles(config, OfflinePolicyWorker, console, total_steps=total_steps)
 

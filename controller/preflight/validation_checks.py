@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from controller.config import Config
-from controller.validation import is_possible, possible_metrics
+from controller.validation_metrics import is_possible, possible_metrics
 from workers.errors import ConfigError
 
 COUNTED = re.compile(r"(?:.*/)?(?:pass|maj)@\d+")

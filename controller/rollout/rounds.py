@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from controller.rollout.engines import MakeActor, RolloutEngines
 from controller.rollout.fleet import Fleet, RestartBudget
 from controller.rollout.router import Key, Router
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from workers.config import RolloutConfig, SamplingConfig
 from workers.rollout.requests import SampleRequest, SampleResult
 
@@ -27,10 +27,10 @@ OnResults = Callable[[list[SampleResult], ray.ObjectRef], None]
 
 @dataclass(frozen=True)
 class RolloutRound:
-    """What came of one round.
+    """The result of one round.
 
     results: finished samples in the order in which they were requested; blocks: for each, the reference of the
-    TokenBlock that holds its row. dropped: the last failure of every sample that was given up; retried: second tries.
+    TokenBlock that holds its row. dropped: the last failure of every dropped sample; retried: number of retries.
     """
 
     results: list[SampleResult]
@@ -41,14 +41,14 @@ class RolloutRound:
 
 @dataclass
 class _Progress:
-    """A round under way: open streams and what they brought."""
+    """A running round: its open streams and their results so far."""
 
     router: Router
     streams: dict[Any, int] = field(default_factory=dict)  # ObjectRefGenerator -> replica
     found: dict[Key, tuple[SampleResult, ray.ObjectRef]] = field(default_factory=dict)
 
     def lost(self, replica: int) -> None:
-        """Nothing more is read from the replica; what it owes is given to others."""
+        """Close the replica's streams; its unfinished requests go back to the queue."""
         self.streams = {stream: owner for stream, owner in self.streams.items() if owner != replica}
         self.router.replica_lost(replica)
 
@@ -61,12 +61,12 @@ class Rollouts(RolloutEngines):
         make: MakeActor,
         config: RolloutConfig,
         budget: RestartBudget | None = None,
-        live: Live | None = None,
+        live: LiveMetrics | None = None,
         **options: Any,
     ) -> None:
         """make, options: see `RolloutEngines`. budget: None allows no restart. live: exports the engines' states and
         queues."""
-        self._config, self._live = config, live or Live()
+        self._config, self._live = config, live or LiveMetrics()
         fleet = Fleet(config.replicas, budget or RestartBudget(0), self._live.engine_state)
         super().__init__(make, config, fleet, **options)
 
@@ -75,8 +75,8 @@ class Rollouts(RolloutEngines):
     ) -> RolloutRound:
         """Sample every request; `on_results` is called with finished samples and their block as they come.
 
-        Where no engine is left, the round waits for the one that is started in its place. Raises RolloutError, the
-        cause first, when run.max_restarts are used up, and LostError if the engine lost cannot be replaced alone.
+        With no engine left, the round waits for a replacement. Raises RolloutError, the cause first, when
+        run.max_restarts are used up, and LostError if a lost engine cannot be replaced alone.
         """
         progress = _Progress(Router(len(self.actors), self._config.max_concurrent, self._config.max_retries))
         progress.router.submit(requests)
@@ -88,7 +88,7 @@ class Rollouts(RolloutEngines):
             self._export_queues(progress.router)
             if not progress.streams:
                 self.check_any_will_serve()
-            # One stream at a time, so that what it frees is given out again at once.
+            # One stream at a time, so that capacity it frees is assigned again at once.
             stream = self.wait(list(progress.streams))
             if stream is not None:
                 self._read(progress, stream, on_results)
@@ -96,7 +96,7 @@ class Rollouts(RolloutEngines):
         return _round(requests, progress)
 
     def _open_streams(self, progress: _Progress, sampling: SamplingConfig) -> None:
-        for replica, requests in progress.router.assign(self.serving).items():
+        for replica, requests in progress.router.assign(self.fleet.serving).items():
             generate = self.actors[replica].generate.options(num_returns="streaming")
             progress.streams[generate.remote(requests, sampling)] = replica
             self.progressed(replica)
@@ -105,7 +105,7 @@ class Rollouts(RolloutEngines):
         self._live.queues(router.waiting, [router.outstanding(replica) for replica in range(len(self.actors))])
 
     def _read(self, progress: _Progress, stream: Any, on_results: OnResults | None) -> None:
-        """Take one block and its results from a stream that has something, or close it."""
+        """Read one block and its results from a stream that is ready, or close it at its end."""
         replica = progress.streams[stream]
         try:
             pair = _next_pair(stream)
@@ -129,12 +129,12 @@ class Rollouts(RolloutEngines):
 
 
 def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
-    """The next block's reference and its results, or None at the end. Raises what ended the stream before its end."""
+    """Reference and results of the next block, or None at the end. Raises the error that broke the stream."""
     block = next(stream, None)
     if block is None:
         return None
     results = next(stream, None)
-    if results is None:  # Ray hands an error over as the last object, here in the block's place
+    if results is None:  # Ray yields an error as the last object, here in the place of the block
         ray.get(block)
     return block, ray.get(results)
 

@@ -73,7 +73,7 @@ def themed(drawn: str) -> str:
 
 
 def learning(run: RunFolder) -> list[Panel]:
-    """What every step learned by, reward or loss, and validation beside it."""
+    """Reward or loss of every step, with validation."""
     scores = [name for name in run.names if name.startswith("validation/")]
     validation = [Panel("Validation", _lines(run, scores, "validation/", COLOURS))] if scores else []
     if "reward/mean" in run.names:
@@ -102,7 +102,7 @@ def _lines(run: RunFolder, names: Sequence[str], prefix: str, colours: Sequence[
 
 
 def lengths(run: RunFolder) -> list[tuple[str, Draw]]:
-    """How lengths are spread over the steps, and in the first and the last; empty if none were recorded."""
+    """Distribution of lengths over the steps, and in the first and the last; empty if none were recorded."""
     if not run.lengths:
         return []
     first, last = min(run.lengths), max(run.lengths)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from balancing import CostModel
 from controller.watching.console import Console
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from controller.watching.metrics import RunWriter
 from controller.watching.spans import TimelineRecorder
 
@@ -27,7 +27,7 @@ RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
 class RunRecord:
     """Reports to several places at once; what concerns one place alone goes to `console`, `writer` or `timeline`."""
 
-    def __init__(self, console: Console, live: Live, writer: RunWriter) -> None:
+    def __init__(self, console: Console, live: LiveMetrics, writer: RunWriter) -> None:
         self.console, self.live, self.writer = console, live, writer
         self.timeline = TimelineRecorder()
         self.seconds: dict[str, float] = {}

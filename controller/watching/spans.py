@@ -1,4 +1,4 @@
-"""Spans: what happened when in a run, gathered on the driver from what comes back anyway.
+"""TimelineRecorder: collects the times of a run on the driver, from results that it receives anyway.
 
     phases of the driver ------------------+
     start and end of every sample ---------+--> TimelineRecorder --take--> one line of timeline.jsonl a step
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from workers.rollout.requests import SampleResult, WeightLoad
 
 Rows = dict[str, list[list[Any]]]
-"""What each actor did, by its name."""
+"""Rows of each actor, by its name."""
 
 _ORIGIN = time.time() - time.perf_counter()
-"""One reading for the whole process: a phase inside another then never seems to begin before it or to outlast it."""
+"""Read once per process: with two readings, an inner phase could seem to begin before the outer one."""
 
 
 class TimelineRecorder:
-    """What has happened since the last `take`; samples may come from another thread."""
+    """Events since the last `take`; samples may come from another thread."""
 
     def __init__(self) -> None:
         self._phases: list[list[Any]] = []
@@ -40,7 +40,7 @@ class TimelineRecorder:
         self._phases.append([name, round(_ORIGIN + start, 6), round(_ORIGIN + end, 6)])
 
     def samples(self, results: Iterable["SampleResult"]) -> None:
-        """Record when every sample was generated, and where; not those that no engine has seen."""
+        """Record time and engine of every sample; not of those that never reached an engine."""
         for result in results:
             if result.replica < 0:
                 continue
@@ -49,7 +49,7 @@ class TimelineRecorder:
                 self._rows["samples"].setdefault(f"rollout {result.replica}", []).append(row)
 
     def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
-        """Record what each engine, by its actor's name, took for its weights."""
+        """Record the weight updates of each engine, by its actor's name."""
         for actor, found in loads.items():
             rows = [[*_interval(load.start, load.seconds), load.version] for load in found]
             self._rows["weights"].setdefault(actor, []).extend(rows)

@@ -1,6 +1,7 @@
 """Shared by the tests of configurations: a folder with everything that a valid one names, and runs on stand-ins."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from tests.controller.config_workspace import write_workspace
 if TYPE_CHECKING:
     from controller.config import Config
     from controller.fit import Inputs
+    from tests.controller.stand_ins.roles import LocalRun
     from tests.controller.stand_ins.run import StandInRun, StandIns
 
 
@@ -43,3 +45,12 @@ def run_on_stand_ins(
 ) -> "Callable[..., StandInRun]":
     """A whole run from overrides, in a second."""
     return lambda *overrides: stand_ins.run([f"run.dir={tmp_path}", *overrides], stand_in_inputs)
+
+
+@pytest.fixture
+def local_run(tmp_path: Path) -> "Iterator[Callable[..., LocalRun]]":
+    """A trainer over roles that answer at once, from overrides."""
+    from tests.controller.stand_ins.roles import LocalRun
+
+    with ExitStack() as stack:
+        yield lambda *overrides: stack.enter_context(closing(LocalRun(tmp_path, *overrides)))

@@ -15,7 +15,7 @@ def names(folder: Path) -> list[str]:
 
 def test_a_full_disk_is_said_and_counted_and_the_last_good_one_stays(tmp_path: Path) -> None:
     said: list[str] = []
-    writer = CheckpointWriter(Saves(2), tmp_path, keep=2, say=said.append)
+    writer = CheckpointWriter(Saves(2), tmp_path, keep=2, log=said.append)
     for step in (1, 2, 3):
         writer.begin(Progress(step=step))
     writer.finish()
@@ -31,7 +31,7 @@ def test_a_full_disk_is_said_and_counted_and_the_last_good_one_stays(tmp_path: P
 
 def test_a_stopped_run_saves_its_last_complete_step_once(tmp_path: Path) -> None:
     said: list[str] = []
-    writer = CheckpointWriter(Saves(), tmp_path, keep=2, say=said.append)
+    writer = CheckpointWriter(Saves(), tmp_path, keep=2, log=said.append)
     writer.at_stop(Progress(step=0))
     assert names(tmp_path) == []
     writer.begin(Progress(step=3))
@@ -47,5 +47,5 @@ def test_a_stopped_run_that_cannot_save_ends_all_the_same(tmp_path: Path) -> Non
             raise LostError("policy dp=0 was lost")
 
     said: list[str] = []
-    CheckpointWriter(Lost(), tmp_path, keep=2, say=said.append).at_stop(Progress(step=4))
+    CheckpointWriter(Lost(), tmp_path, keep=2, log=said.append).at_stop(Progress(step=4))
     assert said[-1] == "no checkpoint of step 4: policy dp=0 was lost"

@@ -1,7 +1,6 @@
 """The samples of a step, rule by rule: the real collector over engines and rewards that answer at once."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +10,6 @@ from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import RolloutError
 
 Run = Callable[..., LocalRun]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return lambda *overrides: LocalRun(tmp_path, *overrides)
 
 
 def collected(run: LocalRun, step: int = 1, position: int = 0) -> Collected:
@@ -31,15 +25,15 @@ def uids(collected: Collected) -> list[str]:
     return sorted(set(collected.batch["uid"].tolist()), key=int)
 
 
-def test_every_prompt_is_sampled_several_times_with_seeds_of_their_own(run: Run) -> None:
-    found = run()
+def test_every_prompt_is_sampled_several_times_with_seeds_of_their_own(local_run: Run) -> None:
+    found = local_run()
     first = collected(found)
     ((requests, sampling),) = found.engines.rounds
     assert [request.key for request in requests] == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]
     assert len({request.seed for request in requests}) == 4
     assert sampling == found.config.rollout.sampling
     assert first.position == 2
-    again = run()
+    again = local_run()
     collected(again)
     assert [r.seed for r in again.engines.rounds[0][0]] == [r.seed for r in requests]
     collected(again, step=2)
@@ -50,8 +44,8 @@ def test_every_prompt_is_sampled_several_times_with_seeds_of_their_own(run: Run)
 
 
 @pytest.mark.parametrize(("rule", "kept"), [("keep", ["0", "1"]), ("drop", ["1"])])
-def test_groups_of_equal_rewards_are_kept_or_dropped(run: Run, rule: str, kept: list[str]) -> None:
-    found = run(f"algorithm.groups_without_signal={rule}")
+def test_groups_of_equal_rewards_are_kept_or_dropped(local_run: Run, rule: str, kept: list[str]) -> None:
+    found = local_run(f"algorithm.groups_without_signal={rule}")
     found.rewards.reward = signal_in("1")
     result = collected(found)
     assert uids(result) == kept
@@ -59,8 +53,8 @@ def test_groups_of_equal_rewards_are_kept_or_dropped(run: Run, rule: str, kept: 
     assert result.position == 2
 
 
-def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(run: Run) -> None:
-    found = run("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=4")
+def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run) -> None:
+    found = local_run("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=4")
     found.rewards.reward = signal_in("1", "3")
     result = collected(found)
     assert [[r.uid for r in requests[::2]] for requests, _ in found.engines.rounds] == [["0", "1"], ["2"], ["3"]]
@@ -69,8 +63,8 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(run: Run) -> N
     assert "without signal" not in found.said
 
 
-def test_replacing_ends_after_the_rounds_allowed_and_says_so(run: Run) -> None:
-    found = run("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2")
+def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
+    found = local_run("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2")
     found.rewards.reward = signal_in("1")
     result = collected(found)
     assert (len(found.engines.rounds), uids(result), result.position) == (2, ["1"], 3)
@@ -80,8 +74,8 @@ def test_replacing_ends_after_the_rounds_allowed_and_says_so(run: Run) -> None:
 # Baselines
 
 
-def test_remax_samples_each_prompt_once_more_greedily(run: Run) -> None:
-    found = run("algorithm.advantage=remax", "rollout.sampling.top_p=0.9", "rollout.sampling.top_k=5")
+def test_remax_samples_each_prompt_once_more_greedily(local_run: Run) -> None:
+    found = local_run("algorithm.advantage=remax", "rollout.sampling.top_p=0.9", "rollout.sampling.top_k=5")
     found.rewards.reward = lambda uid, sample, greedy: 10.0 + int(uid) if greedy else float(sample)
     result = collected(found)
     (_, sampling), (greedy, greedy_sampling) = found.engines.rounds
@@ -92,8 +86,8 @@ def test_remax_samples_each_prompt_once_more_greedily(run: Run) -> None:
     assert result.batch["reward"].tolist() == [0, 1, 0, 1]
 
 
-def test_other_estimators_sample_nothing_more(run: Run) -> None:
-    found = run("algorithm.advantage=rloo")
+def test_other_estimators_sample_nothing_more(local_run: Run) -> None:
+    found = local_run("algorithm.advantage=rloo")
     result = collected(found)
     assert len(found.engines.rounds) == 1
     assert "greedy_reward" not in result.batch.columns
@@ -107,15 +101,15 @@ def test_the_penalty_falls_linearly_over_the_last_tokens() -> None:
     assert penalty.tolist() == pytest.approx([0, 0, -0.25, -0.5, -0.975, -1])
 
 
-def test_long_responses_and_their_greedy_baseline_are_punished_alike(run: Run) -> None:
-    found = run("algorithm.advantage=remax", "reward.overlong_tokens=2", "reward.overlong_penalty=0.5")
+def test_long_responses_and_their_greedy_baseline_are_punished_alike(local_run: Run) -> None:
+    found = local_run("algorithm.advantage=remax", "reward.overlong_tokens=2", "reward.overlong_penalty=0.5")
     batch = collected(found).batch  # all responses are as long as they may be
     assert batch["reward"].tolist() == [-0.5, 0.5, -0.5, 0.5]
     assert batch["greedy_reward"].tolist() == [-0.5] * 4
 
 
-def test_a_reward_model_adds_its_scores_by_weight_while_the_engines_sleep(run: Run) -> None:
-    found = run("reward.model.path=judge", "reward.model.weight=0.25")
+def test_a_reward_model_adds_its_scores_by_weight_while_the_engines_sleep(local_run: Run) -> None:
+    found = local_run("reward.model.path=judge", "reward.model.weight=0.25")
     batch = collected(found).batch
     assert batch["reward"].tolist() == [0, 1.25, 0.5, 1.75]
     assert found.log == ["generate", "sleep", "reward_model.score"]
@@ -123,21 +117,23 @@ def test_a_reward_model_adds_its_scores_by_weight_while_the_engines_sleep(run: R
 
 @pytest.mark.parametrize(("rule", "rewards"), [("zero", [0.0, 1.0, 0.0, 0.0]), ("drop", [0.0, 1.0, 0.0])])
 def test_a_sample_whose_reward_failed_counts_zero_or_is_dropped_and_is_said(
-    run: Run, rule: str, rewards: list[float]
+    local_run: Run, rule: str, rewards: list[float]
 ) -> None:
-    found = run(f"reward.on_failure={rule}")
+    found = local_run(f"reward.on_failure={rule}")
     found.rewards.reward = lambda uid, sample, greedy: None if (uid, sample) == ("1", 1) else float(sample)
     assert collected(found).batch["reward"].tolist() == rewards
     assert "1 rewards failed, the first: no reward" in found.said
 
 
-def test_a_round_in_which_every_reward_failed_is_an_error(run: Run) -> None:
-    found = run("reward.on_failure=drop")
+def test_a_round_in_which_every_reward_failed_is_an_error(local_run: Run) -> None:
+    found = local_run("reward.on_failure=drop")
     found.rewards.reward = lambda uid, sample, greedy: None
     with pytest.raises(RolloutError, match="given up because no reward"):
         collected(found)
 
 
-def test_columns_of_the_records_travel_to_the_loss(run: Run) -> None:
-    found = run("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:loss", "algorithm.loss.columns=level")
+def test_columns_of_the_records_travel_to_the_loss(local_run: Run) -> None:
+    found = local_run(
+        "algorithm.loss.name=custom", "algorithm.loss.function=losses.py:loss", "algorithm.loss.columns=level"
+    )
     assert collected(found, position=4).batch["level"].tolist() == [4, 4, 5, 5]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller.credit import sequence_advantages
+from controller.advantage_computer import sequence_advantages
 from controller.planner import draw_mini_batches
 from controller.preflight.data_checks import OF_A_BATCH
 from controller.trainer import Trainer

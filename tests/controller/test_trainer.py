@@ -1,7 +1,6 @@
 """The rules of a step, one by one: the real trainer over roles that answer at once (`stand_ins.roles`)."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +15,6 @@ UNPROVEN = "rollout.sampling.top_p=0.9"  # sampler and trainer cannot be compare
 VALIDATION = ("data.validation=held_out.jsonl", "validation.keep_best=reward")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return lambda *overrides: LocalRun(tmp_path, *overrides)
-
-
 def tokens_of_updates(run: LocalRun, name: str) -> list[str]:
     """Where a token column of every update of the policy was made."""
     return [batch.tokens[name].name if name in batch.tokens else "" for batch, _ in run.policy.updates]
@@ -29,15 +23,15 @@ def tokens_of_updates(run: LocalRun, name: str) -> list[str]:
 # Old log-probs
 
 
-def test_with_one_optimiser_step_the_update_makes_the_old_log_probs(run: Run) -> None:
-    found = run(UNPROVEN)
+def test_with_one_optimiser_step_the_update_makes_the_old_log_probs(local_run: Run) -> None:
+    found = local_run(UNPROVEN)
     found.trainer.fit()
     assert found.of("policy.log_probs") == []
     assert tokens_of_updates(found, "old_log_probs") == ["", "", ""]
 
 
-def test_the_first_steps_compare_sampler_and_trainer_before_they_update(run: Run) -> None:
-    found = run("run.steps=4")
+def test_the_first_steps_compare_sampler_and_trainer_before_they_update(local_run: Run) -> None:
+    found = local_run("run.steps=4")
     found.trainer.fit()
     proof = ["policy.log_probs", "policy.update"]
     assert found.of("policy.log_probs", "policy.update") == [*proof, *proof, "policy.update", "policy.update"]
@@ -45,22 +39,22 @@ def test_the_first_steps_compare_sampler_and_trainer_before_they_update(run: Run
 
 
 @pytest.mark.parametrize("several", ["batch.mini_batches=2", "batch.epochs=2"])
-def test_before_several_optimiser_steps_a_pass_makes_the_old_log_probs(run: Run, several: str) -> None:
-    found = run(UNPROVEN, several, "run.steps=1")
+def test_before_several_optimiser_steps_a_pass_makes_the_old_log_probs(local_run: Run, several: str) -> None:
+    found = local_run(UNPROVEN, several, "run.steps=1")
     found.trainer.fit()
     assert found.of("policy.log_probs") == ["policy.log_probs"]
     assert set(tokens_of_updates(found, "old_log_probs")) == {"policy log_probs"}
 
 
-def test_old_log_probs_of_older_samples_are_the_samplers(run: Run) -> None:
-    found = run(UNPROVEN, "rollout.overlap=true")
+def test_old_log_probs_of_older_samples_are_the_samplers(local_run: Run) -> None:
+    found = local_run(UNPROVEN, "rollout.overlap=true")
     found.trainer.fit()
     assert found.of("policy.log_probs") == []
     assert set(tokens_of_updates(found, "old_log_probs")) == {"rollout_log_probs"}
 
 
-def test_old_entropies_come_from_the_same_pass(run: Run) -> None:
-    found = run(UNPROVEN, "algorithm.loss.old_entropies=true", "run.steps=1")
+def test_old_entropies_come_from_the_same_pass(local_run: Run) -> None:
+    found = local_run(UNPROVEN, "algorithm.loss.old_entropies=true", "run.steps=1")
     found.trainer.fit()
     assert found.of("policy.log_probs") == ["policy.log_probs_and_entropies"]
     assert tokens_of_updates(found, "old_entropies") == ["policy entropies"]
@@ -71,9 +65,9 @@ def test_old_entropies_come_from_the_same_pass(run: Run) -> None:
     [((), "reference.log_probs"), (("model.lora.rank=2",), "policy.reference_log_probs")],
 )
 def test_a_kl_reads_the_reference_or_the_policy_without_adapters(
-    run: Run, overrides: tuple[str, ...], passes: str
+    local_run: Run, overrides: tuple[str, ...], passes: str
 ) -> None:
-    found = run(UNPROVEN, "algorithm.loss.kl_coefficient=0.1", "run.steps=1", *overrides)
+    found = local_run(UNPROVEN, "algorithm.loss.kl_coefficient=0.1", "run.steps=1", *overrides)
     found.trainer.fit()
     assert found.of("reference", "policy.reference") == [passes]
     assert tokens_of_updates(found, "reference_log_probs") == [f"{passes.split('.')[0]} log_probs"]
@@ -83,8 +77,10 @@ def test_a_kl_reads_the_reference_or_the_policy_without_adapters(
 
 
 @pytest.mark.parametrize(("wrong_from", "updates"), [(1, 0), (2, 1)])
-def test_a_mismatch_at_equal_weights_stops_the_run_before_the_update(run: Run, wrong_from: int, updates: int) -> None:
-    found = run("run.checkpoint_every=1")
+def test_a_mismatch_at_equal_weights_stops_the_run_before_the_update(
+    local_run: Run, wrong_from: int, updates: int
+) -> None:
+    found = local_run("run.checkpoint_every=1")
     if wrong_from == 1:
         found.policy.mismatch = 0.1
     else:  # the engines have kept their first weights
@@ -105,8 +101,8 @@ def differing(run: LocalRun, update_weights: Callable[[None, int], None]) -> Cal
     return update
 
 
-def test_a_mismatch_of_an_update_stops_the_run_before_its_weights_are_sent(run: Run) -> None:
-    found = run(UNPROVEN, "policy.max_mismatch=0.5")
+def test_a_mismatch_of_an_update_stops_the_run_before_its_weights_are_sent(local_run: Run) -> None:
+    found = local_run(UNPROVEN, "policy.max_mismatch=0.5")
     found.policy.mismatch = 0.6
     with pytest.raises(MismatchError, match=r"step 1: .* above policy.max_mismatch=0.5"):
         found.trainer.fit()
@@ -116,8 +112,8 @@ def test_a_mismatch_of_an_update_stops_the_run_before_its_weights_are_sent(run: 
 # Critic
 
 
-def test_in_its_warm_up_the_critic_learns_alone_and_weights_stay(run: Run) -> None:
-    found = run("algorithm.advantage=gae", "critic.warmup_steps=2", UNPROVEN)
+def test_in_its_warm_up_the_critic_learns_alone_and_weights_stay(local_run: Run) -> None:
+    found = local_run("algorithm.advantage=gae", "critic.warmup_steps=2", UNPROVEN)
     outcome = found.trainer.fit()
     updates = found.of("critic.update", "policy.update")
     assert updates == ["critic.update", "critic.update", "critic.update", "policy.update"]
@@ -126,8 +122,10 @@ def test_in_its_warm_up_the_critic_learns_alone_and_weights_stay(run: Run) -> No
     assert found.of("policy.save", "critic.save") == ["policy.save model", "critic.save critic"]
 
 
-def test_a_step_of_ppo_is_in_order(run: Run) -> None:
-    found = run("algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "batch.mini_batches=2", "run.steps=1")
+def test_a_step_of_ppo_is_in_order(local_run: Run) -> None:
+    found = local_run(
+        "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "batch.mini_batches=2", "run.steps=1"
+    )
     found.trainer.fit()
     begin, end = found.log.index("generate"), found.log.index("weights 1")
     assert found.log[begin : end + 1] == [
@@ -145,8 +143,8 @@ def test_a_step_of_ppo_is_in_order(run: Run) -> None:
 # Mini-batches and epochs
 
 
-def test_every_epoch_draws_its_own_mini_batches_and_policy_and_critic_share_them(run: Run) -> None:
-    found = run(UNPROVEN, "algorithm.advantage=gae", "batch.epochs=3", "batch.mini_batches=2", "run.steps=1")
+def test_every_epoch_draws_its_own_mini_batches_and_policy_and_critic_share_them(local_run: Run) -> None:
+    found = local_run(UNPROVEN, "algorithm.advantage=gae", "batch.epochs=3", "batch.mini_batches=2", "run.steps=1")
     outcome = found.trainer.fit()
     assert [batch.meta["epoch"] for batch, _ in found.policy.updates] == [0, 1, 2]
     drawn = [mini_batches_of(plan) for _, plan in found.policy.updates]
@@ -162,8 +160,10 @@ def mini_batches_of(plan: Plan) -> list[list[int]]:
 # Lookahead
 
 
-def test_samples_are_one_version_old_but_in_the_first_step_and_after_a_checkpoint(run: Run) -> None:
-    found = run("rollout.overlap=true", "run.steps=5", "run.checkpoint_every=3", *VALIDATION, "validation.every=1")
+def test_samples_are_one_version_old_but_in_the_first_step_and_after_a_checkpoint(local_run: Run) -> None:
+    found = local_run(
+        "rollout.overlap=true", "run.steps=5", "run.checkpoint_every=3", *VALIDATION, "validation.every=1"
+    )
     outcome = found.trainer.fit()
     assert [step["rollout/staleness_max"] for step in outcome.steps] == [0, 1, 1, 0, 1]
     assert len(found.of("generate")) == 5 + 6  # nothing is begun in the last step; six validations
@@ -171,16 +171,16 @@ def test_samples_are_one_version_old_but_in_the_first_step_and_after_a_checkpoin
     assert sorted(map(int, uids)) == list(range(10))  # every prompt once
 
 
-def test_without_overlap_samples_are_of_the_newest_weights(run: Run) -> None:
-    outcome = run().trainer.fit()
+def test_without_overlap_samples_are_of_the_newest_weights(local_run: Run) -> None:
+    outcome = local_run().trainer.fit()
     assert [step["rollout/staleness_max"] for step in outcome.steps] == [0, 0, 0]
 
 
 # A step without anything to learn from
 
 
-def test_a_step_without_signal_updates_nothing_and_counts(run: Run) -> None:
-    found = run("algorithm.groups_without_signal=drop")
+def test_a_step_without_signal_updates_nothing_and_counts(local_run: Run) -> None:
+    found = local_run("algorithm.groups_without_signal=drop")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < 2 else 1)
     outcome = found.trainer.fit()
     assert found.of("policy.update") == ["policy.update"]
@@ -196,22 +196,22 @@ def checkpoints(run: LocalRun) -> list[str]:
     return [path.name for path in checkpoints_at(run.folder)]
 
 
-def test_checkpoints_and_models_are_saved_when_they_are_due(run: Run) -> None:
-    found = run("run.steps=5", "run.checkpoint_every=2", "run.save_every=3", "run.keep_checkpoints=2")
+def test_checkpoints_and_models_are_saved_when_they_are_due(local_run: Run) -> None:
+    found = local_run("run.steps=5", "run.checkpoint_every=2", "run.save_every=3", "run.keep_checkpoints=2")
     found.trainer.fit()
     assert checkpoints(found) == ["step-4", "step-2"]
     assert found.of("policy.save") == ["policy.save model-3", "policy.save model"]
 
 
-def test_a_run_without_checkpoints_saves_its_last_model_alone(run: Run) -> None:
-    found = run()
+def test_a_run_without_checkpoints_saves_its_last_model_alone(local_run: Run) -> None:
+    found = local_run()
     found.trainer.fit()
     assert checkpoints(found) == []
     assert found.of("policy.save") == ["policy.save model"]
 
 
-def test_the_best_model_is_saved_whenever_validation_improves(run: Run) -> None:
-    found = run("run.steps=4", *VALIDATION, "validation.every=1")
+def test_the_best_model_is_saved_whenever_validation_improves(local_run: Run) -> None:
+    found = local_run("run.steps=4", *VALIDATION, "validation.every=1")
     values = iter([0.5, 0.4, 0.7, 0.6, 0.8])  # the first is of the model that the run was given
     by_validation: dict[int, float] = {}
 
@@ -229,8 +229,8 @@ def test_the_best_model_is_saved_whenever_validation_improves(run: Run) -> None:
     assert found.trainer.progress.best == 0.8
 
 
-def test_the_best_by_a_metric_that_there_is_not_is_refused(run: Run) -> None:
-    found = run(VALIDATION[0], "validation.keep_best=nothing")
+def test_the_best_by_a_metric_that_there_is_not_is_refused(local_run: Run) -> None:
+    found = local_run(VALIDATION[0], "validation.keep_best=nothing")
     with pytest.raises(ConfigError, match=r"validation\.keep_best=nothing is not a validation metric"):
         found.trainer.fit()
 
@@ -257,17 +257,17 @@ def interrupting(run: LocalRun, method: str, time: int) -> None:
     ],
 )
 def test_an_interrupt_leaves_a_checkpoint_of_the_last_complete_step(
-    run: Run, method: str, every: int, left: list[str]
+    local_run: Run, method: str, every: int, left: list[str]
 ) -> None:
-    found = run(f"run.checkpoint_every={every}", "batch.mini_batches=2", "run.steps=5")
+    found = local_run(f"run.checkpoint_every={every}", "batch.mini_batches=2", "run.steps=5")
     interrupting(found, method, 4)
     with pytest.raises(KeyboardInterrupt):
         found.trainer.fit()
     assert checkpoints(found) == left
 
 
-def test_a_run_that_goes_on_validates_no_second_time_before_its_first_step(run: Run) -> None:
-    found = run(*VALIDATION, "run.steps=2")
+def test_a_run_that_goes_on_validates_no_second_time_before_its_first_step(local_run: Run) -> None:
+    found = local_run(*VALIDATION, "run.steps=2")
     found.trainer.progress.step = 1
     outcome = found.trainer.fit()
     assert len(outcome.steps) == 1

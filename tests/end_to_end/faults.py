@@ -43,9 +43,9 @@ class Listening(Console):
         super().__init__()
         self.said: list[str] = []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.said.append(text)
-        super().say(text)
+        super().log(text)
 
 
 def without_validation(settings: list[str]) -> list[str]:
@@ -70,7 +70,7 @@ def run_with(overrides: list[str], faults: dict[int, Fault], *, before: str = "s
             setattr(trainer, before, with_fault)
             return trainer.fit()
 
-    return RunWithFaults(config, recovering(attempt, config, console.say), console.said)
+    return RunWithFaults(config, recovering(attempt, config, console.log), console.said)
 
 
 def send(number: signal.Signals, pids: Iterable[int], after_s: float = 0.0) -> None:

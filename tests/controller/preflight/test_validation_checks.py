@@ -7,7 +7,7 @@ import pytest
 from controller.config import load
 from controller.fit import main
 from controller.preflight.validation_checks import check_keep_best, check_validation
-from controller.validation import Graded, is_possible, summarize
+from controller.validation_metrics import ScoredResponse, is_possible, summarize
 from workers.errors import ConfigError
 
 PARTS = "def reward(response, solution):\n    return {'reward': 0, 'exact': 1}\n"
@@ -57,7 +57,7 @@ def test_what_others_add_to_the_reward_is_left_to_the_run(workspace: Path) -> No
 @pytest.mark.parametrize("samples", [1, 2, 4, 6])
 def test_every_metric_of_a_validation_is_a_possible_one(samples: int) -> None:
     graded = [
-        Graded(f"{source}{uid}", source, {"reward": 1.0, "exact": 0.0}, "4")
+        ScoredResponse(f"{source}{uid}", source, {"reward": 1.0, "exact": 0.0}, "4")
         for source in ("sums", "products")
         for uid in range(2)
         for _ in range(samples)

@@ -21,12 +21,12 @@ from controller.config import Config, load
 from controller.data import Prompt
 from controller.mismatch import LARGEST, MEAN
 from controller.roles import Roles
-from controller.rollout.fleet import RestartBudget
+from controller.rollout.fleet import Fleet, RestartBudget
 from controller.rollout.rounds import OnResults, RolloutRound
 from controller.session import Session
 from controller.trainer import Trainer
 from controller.watching.console import Console
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from controller.watching.metrics import RunWriter
 from controller.watching.run_record import RunRecord
 from tests.controller.test_checkpoint import write
@@ -143,7 +143,7 @@ class Engines:
     """`Rollouts`: every response has TOKENS tokens of the present weights. rounds: (requests, sampling) of each."""
 
     def __init__(self, log: list[str]) -> None:
-        self.log, self.version, self.asleep, self.budget = log, 0, False, RestartBudget(0)
+        self.log, self.asleep, self.fleet = log, False, Fleet(0, RestartBudget(0))
         self.rounds: list[tuple[list[SampleRequest], SamplingConfig]] = []
         self._generating = Lock()
 
@@ -152,7 +152,7 @@ class Engines:
         self.log.append("generate")
         self.rounds.append((list(requests), sampling))
         found = [
-            SampleResult(r.uid, r.sample, TOKENS, TOKENS, "stop", self.version, "", row, self.version)
+            SampleResult(r.uid, r.sample, TOKENS, TOKENS, "stop", self.fleet.version, "", row, self.fleet.version)
             for row, r in enumerate(requests)
         ]
         block = f"round {len(self.rounds)}"
@@ -162,7 +162,7 @@ class Engines:
 
     def update_weights(self, weights: None, version: int) -> None:
         self.log.append(f"weights {version}")
-        self.version = version
+        self.fleet.new_version(version)
 
     def sleep(self) -> None:
         self.log.append("sleep")
@@ -226,11 +226,14 @@ class LocalRun:
             self.critic if config.uses_critic else None,
             self.reward_model if config.uses_reward_model else None,
         )
-        writer = RunWriter(self.folder, "", [])
+        self._writer = RunWriter(self.folder, "", [])
         console = Console(rich.console.Console(file=self._terminal, width=200))
-        session = Session(roles, Progress(), RunRecord(console, Live(), writer))
+        session = Session(roles, Progress(), RunRecord(console, LiveMetrics(), self._writer))
         held_out: Any = Numbered().take(1000, 2) if config.data.validation else None
         return Trainer(config, session, Numbered(), held_out, cost_model=CostModel(1.0, 0.0))
+
+    def close(self) -> None:
+        self._writer.__exit__(None)
 
     @property
     def said(self) -> str:

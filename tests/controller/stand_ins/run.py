@@ -140,7 +140,7 @@ class StandIns:
             with training(config, inputs, console, budget) as trainer:
                 return trainer.fit()
 
-        return StandInRun(self.world, config, recovering(attempt, config, console.say), console.said)
+        return StandInRun(self.world, config, recovering(attempt, config, console.log), console.said)
 
 
 @dataclass(frozen=True)

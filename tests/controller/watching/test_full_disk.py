@@ -11,14 +11,14 @@ import pytest
 from controller import fit
 from controller.checkpoint import checkpoint_path
 from controller.config import load
-from controller.validation import Graded
+from controller.validation_metrics import ScoredResponse
 from controller.watching.metrics import RunWriter
 from controller.watching.trackers.files import JsonLinesTracker, TensorBoardTracker
 from tests.controller.test_checkpoint import write
 from workers.errors import OutputError
 
 FULL = "/dev/full"  # opens, and takes nothing
-RESPONSE = Graded("0", "x", {"reward": 1.0})
+RESPONSE = ScoredResponse("0", "x", {"reward": 1.0})
 
 
 @contextmanager

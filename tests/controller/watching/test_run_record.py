@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from controller.watching.console import Console
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from controller.watching.metrics import RunWriter
 from controller.watching.run_record import RunRecord
 from controller.watching.timeline import read_timeline, trace_events
@@ -22,7 +22,7 @@ class Recording:
         self.folder, self.terminal = folder, recorded(terminal=True)
         self.exported: list[tuple[str, float]] = []
         self.writer = RunWriter(folder, "", [])
-        live = Live(lambda declaration, labels, value: self.exported.append((labels["phase"], value)))
+        live = LiveMetrics(lambda declaration, labels, value: self.exported.append((labels["phase"], value)))
         self.record = RunRecord(Console(self.terminal), live, self.writer)
 
 
