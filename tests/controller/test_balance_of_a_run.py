@@ -9,23 +9,14 @@ import pytest
 from balancing import Plan, plan_batch
 from balancing.grouping import Grouping
 from balancing.initial_assignment import karmarkar_karp_twice
-from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
+from tests.controller.stand_ins.run import StandIns
 
 Run = Callable[..., dict[str, float]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stand-ins")
-    write_stand_in_workspace(path)
-    return path
-
-
 @pytest.fixture
-def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(stand_ins: StandIns, tmp_path: Path) -> Run:
     """The metrics of the only step of a run."""
-    monkeypatch.chdir(folder)
-    stand_ins = StandIns(monkeypatch)
 
     def metrics(*overrides: str) -> dict[str, float]:
         (step,) = stand_ins.run([f"run.dir={tmp_path}", "run.steps=1", *overrides]).outcome.steps

@@ -9,7 +9,7 @@ import pytest
 
 from balancing import CostModel, Plan, plan_statistics
 from balancing.errors import OverCapError
-from controller.credit import sequence_advantages
+from controller.advantage_computer import sequence_advantages
 from controller.fit import main
 from controller.planner import Planner
 from tests.controller.config_workspace import refusal

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.mini_batches import draw_mini_batches, with_group_tokens
+from controller.planner import draw_mini_batches, with_group_tokens
 from workers.remote_batch import RemoteBatch
 
 

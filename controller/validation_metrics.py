@@ -1,6 +1,6 @@
-"""What held-out responses say of a policy, overall and by source.
+"""Metrics of held-out responses, overall and by source.
 
-    Graded responses, n of each prompt --summarize--> reward, parts, pass@k, maj@n      one number a name
+    ScoredResponse, n of each prompt --summarize--> reward, parts, pass@k, maj@n      one number a name
 
 c of a prompt's n responses are right: those whose score `success` is at least `threshold`.
 """
@@ -14,9 +14,9 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Graded:
-    """One held-out response. scores: `reward` and what else the reward function returned. answer: what it read from
-    the response, "" if it says none."""
+class ScoredResponse:
+    """One held-out response. scores: `reward` and what else the reward function returned. answer: read from the
+    response by the reward function, "" if it returns none."""
 
     uid: str
     source: str
@@ -25,14 +25,14 @@ class Graded:
     text: dict[str, str] = field(default_factory=dict)
 
 
-def summarize(responses: Sequence[Graded], success: str, threshold: float) -> dict[str, float]:
+def summarize(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
     """Means of every score, and with several responses a prompt pass@k and maj@n; with several sources also by source.
 
     pass@k is given for k = 1, 2, 4, ... and n, the number of responses to most prompts. Names: `reward`, `pass@4`,
     `SOURCE/reward`. Scores that only some responses have are averaged over those.
     """
     metrics = _of_one_source(responses, success, threshold)
-    by_source: dict[str, list[Graded]] = defaultdict(list)
+    by_source: dict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:
         by_source[response.source].append(response)
     if len(by_source) > 1:
@@ -43,18 +43,18 @@ def summarize(responses: Sequence[Graded], success: str, threshold: float) -> di
 
 
 def possible_metrics(samples: int, parts: Iterable[str]) -> list[str]:
-    """Names that `summarize` may give of one source, of so many responses a prompt whose rewards have these parts."""
+    """Names that `summarize` may return for one source. samples: responses to a prompt. parts: of their rewards."""
     counts = [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples] if samples > 1 else []
     votes = [f"maj@{samples}"] if samples > 1 else []
     return ["reward", *parts, *(f"pass@{k}" for k in counts), *votes]
 
 
 def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
-    """Whether `summarize` may give a metric of this name, of one source or of all."""
+    """True if `summarize` may return a metric of this name, of one source or of all."""
     return any(name == known or name.endswith(f"/{known}") for known in possible_metrics(samples, parts))
 
 
-def _of_one_source(responses: Sequence[Graded], success: str, threshold: float) -> dict[str, float]:
+def _of_one_source(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
     names = sorted(
         {name for response in responses for name in response.scores}, key=lambda name: (name != "reward", name)
     )
@@ -62,7 +62,7 @@ def _of_one_source(responses: Sequence[Graded], success: str, threshold: float) 
         name: float(np.mean([response.scores[name] for response in responses if name in response.scores]))
         for name in names
     }
-    groups: dict[str, list[Graded]] = defaultdict(list)
+    groups: dict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:
         groups[response.uid].append(response)
     counts = Counter(len(group) for group in groups.values())
@@ -78,7 +78,7 @@ def _of_one_source(responses: Sequence[Graded], success: str, threshold: float) 
     return metrics
 
 
-def _is_right(response: Graded, success: str, threshold: float) -> bool:
+def _is_right(response: ScoredResponse, success: str, threshold: float) -> bool:
     return response.scores.get(success, float("-inf")) >= threshold
 
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.validation import Graded, majority_is_right, pass_at_k, summarize
+from controller.validation_metrics import ScoredResponse, majority_is_right, pass_at_k, summarize
 
 
-def graded(uid: str, reward: float, *, source: str = "sums", answer: str = "", **parts: float) -> Graded:
-    return Graded(uid, source, {"reward": reward, **parts}, answer)
+def response(uid: str, reward: float, *, source: str = "sums", answer: str = "", **parts: float) -> ScoredResponse:
+    return ScoredResponse(uid, source, {"reward": reward, **parts}, answer)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
@@ -27,13 +27,13 @@ def test_the_most_frequent_answer_decides() -> None:
 
 
 def test_one_response_a_prompt_gives_means_alone() -> None:
-    metrics = summarize([graded("a", 1.0, exact=1.0), graded("b", 0.5)], "reward", 1.0)
+    metrics = summarize([response("a", 1.0, exact=1.0), response("b", 0.5)], "reward", 1.0)
     assert metrics == {"reward": 0.75, "exact": 1.0}
 
 
 def test_several_responses_give_pass_and_majority() -> None:
-    responses = [graded("a", r, answer=x) for r, x in ((1, "4"), (0, "5"), (1, "4"))]
-    responses += [graded("b", r, answer=x) for r, x in ((0, "1"), (0, "1"), (1, "2"))]
+    responses = [response("a", r, answer=x) for r, x in ((1, "4"), (0, "5"), (1, "4"))]
+    responses += [response("b", r, answer=x) for r, x in ((0, "1"), (0, "1"), (1, "2"))]
     metrics = summarize(responses, "reward", 1.0)
     assert metrics["pass@1"] == pytest.approx(0.5)
     assert metrics["pass@2"] == pytest.approx((1 + 2 / 3) / 2)
@@ -42,11 +42,11 @@ def test_several_responses_give_pass_and_majority() -> None:
 
 
 def test_success_may_be_a_part_of_the_reward() -> None:
-    responses = [graded("a", 0.9, exact=e) for e in (1.0, 0.0)]
+    responses = [response("a", 0.9, exact=e) for e in (1.0, 0.0)]
     assert summarize(responses, "exact", 1.0)["pass@1"] == 0.5
     assert summarize(responses, "reward", 1.0)["pass@1"] == 0.0
 
 
 def test_sources_are_told_apart_where_there_are_several() -> None:
-    metrics = summarize([graded("a", 1.0), graded("b", 0.0, source="products")], "reward", 1.0)
+    metrics = summarize([response("a", 1.0), response("b", 0.0, source="products")], "reward", 1.0)
     assert metrics == {"reward": 0.5, "products/reward": 0.0, "sums/reward": 1.0}

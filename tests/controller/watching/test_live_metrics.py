@@ -8,7 +8,7 @@ import pytest
 
 from balancing import CostModel
 from controller.rollout.fleet import Fleet, RestartBudget, State
-from controller.watching.live import Live, rank_seconds
+from controller.watching.live_metrics import LiveMetrics, rank_seconds
 from controller.watching.metric_catalog import (
     ENGINE_STATE,
     MICRO_STEP_SECONDS,
@@ -28,7 +28,7 @@ class Told:
 
     def __init__(self) -> None:
         self.everything: list[tuple[Declaration, dict[str, str], float]] = []
-        self.live = Live(self.export)
+        self.live = LiveMetrics(self.export)
 
     def export(self, declaration: Declaration, labels: Mapping[str, str], value: float) -> None:
         assert tuple(labels) == declaration.labels

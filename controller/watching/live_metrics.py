@@ -1,10 +1,10 @@
-"""Live: what Prometheus is told of a run as it happens, and what is too fine for the numbers of a step.
+"""LiveMetrics: metrics that Prometheus gets while a step runs, or that are finer than a step.
 
     phases of the driver ------------+
-    states of engines, their queues -+--> Live --Export--> gauges and histograms of Ray (`metric_catalog`)
+    states of engines, their queues -+--> LiveMetrics --Export--> gauges and histograms of Ray (`metric_catalog`)
     samples, micro-steps of ranks ---+
 
-Decides only what is told; how is the exporter's part (`trackers.ray_metrics`).
+Decides which values are exported; the exporter (`trackers.ray_metrics`) sends them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,22 +39,22 @@ Entered = TypeVar("Entered")
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
-def nowhere(declaration: Declaration, labels: Labels, value: float) -> None:
-    """An Export for those who do not want to be told."""
+def no_export(declaration: Declaration, labels: Labels, value: float) -> None:
+    """An Export that drops all values."""
     del declaration, labels, value
 
 
-class Live:
-    """Phases are told by one thread; the others by any, one at a time."""
+class LiveMetrics:
+    """Phases come from one thread; other values from any thread, one at a time."""
 
-    def __init__(self, export: Export = nowhere) -> None:
+    def __init__(self, export: Export = no_export) -> None:
         self._export = export
         self._phases: list[str] = []
-        self._told: dict[tuple[str, ...], float] = {}
+        self._exported: dict[tuple[str, ...], float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The block is phase `name`; a phase around it goes on at its end."""
+        """The block is phase `name`; at its end the phase around it is current again."""
         self._show_phase(False)
         self._phases.append(name)
         self._show_phase(True)
@@ -67,7 +67,7 @@ class Live:
 
     @contextmanager
     def entering(self, name: str, manager: AbstractContextManager[Entered]) -> Iterator[Entered]:
-        """`with manager`, whose beginning is phase `name`; the block is none."""
+        """As `with manager`; entering it is phase `name`, the block is not."""
         with ExitStack() as stack:
             with self.phase(name):
                 entered = stack.enter_context(manager)
@@ -89,10 +89,10 @@ class Live:
             self._gauge(REQUESTS_IN_FLIGHT, {"replica": str(replica)}, requests)
 
     def _gauge(self, declaration: Declaration, labels: Labels, value: float) -> None:
-        """Tell what has changed: the queues of many engines are looked at with every answer of one."""
+        """Export a changed value. Unchanged ones are common: each answer of one engine reports the queues of all."""
         key = (declaration.name, *labels.values())
-        if self._told.get(key) != value:
-            self._told[key] = value
+        if self._exported.get(key) != value:
+            self._exported[key] = value
             self._export(declaration, labels, value)
 
     def samples(self, batch: RemoteBatch) -> None:

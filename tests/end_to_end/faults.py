@@ -17,13 +17,13 @@ from controller.trainer import Trainer
 from controller.training_loop import Outcome
 from controller.watching.console import Console
 
-Trouble = Callable[[Trainer], None]
+Fault = Callable[[Trainer], None]
 SAME = ("reward/mean", "rollout/response_tokens_mean", "rollout/samples", "rollout/weight_version")
 CLOSE = ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm")
 
 
 @dataclass
-class TroubledRun:
+class RunWithFaults:
     """`outcome`: of the attempt that came to the end. said: what the run said. failures: checkpoints that failed."""
 
     config: Config
@@ -43,9 +43,9 @@ class Listening(Console):
         super().__init__()
         self.said: list[str] = []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.said.append(text)
-        super().say(text)
+        super().log(text)
 
 
 def without_validation(settings: list[str]) -> list[str]:
@@ -53,26 +53,24 @@ def without_validation(settings: list[str]) -> list[str]:
     return [override for override in settings if not override.startswith(("data.validation", "validation."))]
 
 
-def run_with(overrides: list[str], trouble: dict[int, Trouble], *, before: str = "step") -> TroubledRun:
-    """A whole run; before the method `before` of the trainer begins in step s, `trouble[s]` is made, once."""
+def run_with(overrides: list[str], faults: dict[int, Fault], *, before: str = "step") -> RunWithFaults:
+    """A whole run; before the method `before` of the trainer begins in step s, `faults[s]` happens, once."""
     config = load(None, overrides)
     check(config)
-    inputs, console, left = read_inputs(config), Listening(), dict(trouble)
+    inputs, console, left = read_inputs(config), Listening(), dict(faults)
 
     def attempt(config: Config, budget: RestartBudget) -> Outcome:
         with training(config, inputs, console, budget) as trainer:
             usual = getattr(trainer, before)
 
-            def troubled(*arguments: object) -> object:
+            def with_fault(*arguments: object) -> object:
                 left.pop(trainer.progress.step + 1, lambda _: None)(trainer)
                 return usual(*arguments)
 
-            setattr(trainer, before, troubled)
-            outcome = trainer.fit()
-            trainer.writer.summary(outcome.summary())
-            return outcome
+            setattr(trainer, before, with_fault)
+            return trainer.fit()
 
-    return TroubledRun(config, recovering(attempt, config, console.say), console.said)
+    return RunWithFaults(config, recovering(attempt, config, console.log), console.said)
 
 
 def send(number: signal.Signals, pids: Iterable[int], after_s: float = 0.0) -> None:
@@ -129,7 +127,7 @@ def kill_critic(trainer: Trainer) -> None:
     send(signal.SIGKILL, [trainer.roles.critic.facts()[-1]["pid"]])
 
 
-def differences(run: TroubledRun, undisturbed: TroubledRun) -> list[str]:
+def differences(run: RunWithFaults, undisturbed: RunWithFaults) -> list[str]:
     """What a step of the run has other than the undisturbed run's: rewards exactly, losses up to rounding."""
     found = []
     steps = undisturbed.outcome.steps[-len(run.outcome.steps) :]
