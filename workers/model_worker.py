@@ -20,7 +20,7 @@ from workers.remote_batch import TokenBlock
 class ModelWorker(Worker):
     """One rank of a role that holds a model. `build` comes after the process group, because it is collective."""
 
-    head = "lm"  # the output of the role's model, see `Engine`
+    head = "lm"  # what the role's model gives, see `Engine`
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL)
     def save_checkpoint(self, path: str, step: int, extra: dict[str, Any], score: float | None = None) -> None:
-        """Start saving a checkpoint for resuming, with the driver's `extra`; see `Engine.save_checkpoint`.
+        """Begin to save what training needs to go on, beside the driver's own `extra`; see `Engine.save_checkpoint`.
 
         Raises CheckpointError if the save before this one failed.
         """
