@@ -26,8 +26,8 @@ Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One record: its place in the stream (`uid`), its tokens (int32 [P]), its columns for the reward function, and the
-    source that validation reports it under."""
+    """One record. uid: its place in the stream. ids: int32 [P]. columns: for the reward function. source: the name that
+    validation reports it under."""
 
     uid: str
     ids: np.ndarray
@@ -36,7 +36,7 @@ class Prompt:
 
 
 class Prompts(Protocol):
-    """What a trainer draws from."""
+    """A stream of prompts, from which a trainer draws."""
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """`count` prompts from place `start` (from 0) of an endless stream, a pure function of the seed."""
@@ -44,7 +44,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class PromptRules:
-    """How a record becomes a prompt.
+    """Rules by which a record becomes a prompt.
 
     over_long: `drop` counts and leaves out prompts above max_prompt_tokens, `truncate` keeps their last tokens (and
     counts them too), `error` refuses them. system_prompt: put before chat messages that have none of their own.
@@ -240,7 +240,7 @@ def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
             raise DataError(
                 f"{where} is a list of chat messages, but the tokenizer of model.path has no chat template."
             )
-        ids = _rendered(tokenizer, prompt, where)
+        ids = rendered(tokenizer, prompt, where, add_generation_prompt=True)
     else:
         raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
     if len(ids) == 0:
@@ -248,8 +248,12 @@ def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
 
 
-def _rendered(tokenizer: Any, prompt: list[dict[str, Any]], where: str) -> Any:
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
+    """Token ids of chat messages, or with return_dict=True what the tokenizer gives.
+
+    options: of `apply_chat_template`. Raises DataError naming the record `where`.
+    """
     try:
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(messages, **{"return_dict": False} | options)
     except Exception as error:  # a template may raise whatever it likes
         raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error

@@ -11,7 +11,7 @@ from typing import Any
 from controller.config.offline import PreferencesConfig
 from controller.offline.datasets import Item
 from controller.offline.running import OfflineCommand
-from controller.offline.tokenized import pair_rows
+from controller.offline.tokenized import conversations, pair_rows
 from controller.preflight.arguments import Command
 from controller.records import Record
 from controller.session import exit_code
@@ -20,6 +20,11 @@ from controller.session import exit_code
 def _tokenize(config: PreferencesConfig, tokenizer: Any, record: Record, where: str) -> Item:
     data = config.data
     return pair_rows(tokenizer, record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
+
+
+def _chats(config: PreferencesConfig, record: Record) -> list[Any]:
+    data = config.data
+    return conversations(record, "", data.prompt_key, data.chosen_key, data.rejected_key)
 
 
 def _trainer() -> Any:
@@ -32,6 +37,7 @@ PREFERENCES = OfflineCommand(
     Command("controller.preferences", "Train a policy on pairs of responses.", PreferencesConfig),
     PreferencesConfig,
     _tokenize,
+    _chats,
     _trainer,
 )
 

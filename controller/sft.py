@@ -11,7 +11,7 @@ from typing import Any
 from controller.config.offline import SftConfig
 from controller.offline.datasets import Item
 from controller.offline.running import OfflineCommand
-from controller.offline.tokenized import record_row
+from controller.offline.tokenized import conversations, record_row
 from controller.preflight.arguments import Command
 from controller.records import Record
 from controller.session import exit_code
@@ -22,6 +22,11 @@ def _tokenize(config: SftConfig, tokenizer: Any, record: Record, where: str) -> 
     return (record_row(tokenizer, record, (data.messages_key, data.prompt_key, data.response_key), where),)
 
 
+def _chats(config: SftConfig, record: Record) -> list[Any]:
+    data = config.data
+    return conversations(record, data.messages_key, data.prompt_key, data.response_key)
+
+
 def _trainer() -> Any:
     from controller.offline.trainers import SftTrainer
 
@@ -29,7 +34,7 @@ def _trainer() -> Any:
 
 
 SFT = OfflineCommand(
-    Command("controller.sft", "Train a policy on given responses.", SftConfig), SftConfig, _tokenize, _trainer
+    Command("controller.sft", "Train a policy on given responses.", SftConfig), SftConfig, _tokenize, _chats, _trainer
 )
 
 

@@ -1,12 +1,14 @@
-"""First prompts rendered by a chat template in a process of its own: templates are programs, and may never end.
+"""Chat templates are programs, which may never end: the first prompts are rendered in a process of their own.
 
-    tokenizer files --template_of--> Template     try_template --process--> rendered, or ConfigError
+    tokenizer files --template_of--> Template --render_isolated, process--> nothing, or ConfigError
 
 transformers' own renderer, without a tokenizer and without torch, is imported in a second.
 """
 
 import json
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,16 +45,36 @@ def template_of(folder: Path) -> Template | None:
     return Template(text, _special_tokens(folder, settings)) if isinstance(text, str) and text else None
 
 
-def try_template(
-    template: Template, prompts: Sequence[Messages], model: str, *, timeout_s: float, setting: str
+def render_isolated(
+    template: Template, prompts: Sequence[Messages], model: str, *, answered: bool, timeout_s: float, setting: str
 ) -> None:
-    """Render `prompts`, each a list of chat messages. Raises ConfigError, naming `model`, if that fails or takes more
-    than `timeout_s` seconds, which `setting` limits."""
+    """Render `prompts`, each a list of chat messages, in a process of its own.
+
+    answered: whether the messages end with a response. Raises ConfigError, naming `model`, if that fails or takes more
+    than `timeout_s` seconds, which `setting` limits.
+    """
     which = f"the chat template of model.path={model}"
     try:
-        ask(RENDER, template.text, template.special_tokens, list(prompts), which, timeout_s=timeout_s, setting=setting)
+        options = template.special_tokens | {"add_generation_prompt": not answered}
+        ask(RENDER, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=setting)
     except NoAnswerError as error:
         raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts; mend the template.") from None
+
+
+@contextmanager
+def time_limit(seconds: float, setting: str) -> Iterator[None]:
+    """Raise TimeoutError inside, naming `setting`, after so many seconds; in the main thread, for Python code alone."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it took more than {setting}={seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:

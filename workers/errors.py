@@ -13,8 +13,8 @@ class DataError(BallastError):
     """A batch, a file or a record does not have the promised form."""
 
 
-class UnsupportedModelError(BallastError):
-    """The model needs something that the chosen layout or backend cannot compute."""
+class UnsupportedModelError(ConfigError):
+    """The model needs something that the chosen layout, kernel or parallelism cannot compute."""
 
 
 class ResourceError(BallastError):

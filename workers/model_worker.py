@@ -11,7 +11,7 @@ from workers.dispatch import Join, RankCoordinates, Split, dispatch
 from workers.errors import DataError
 from workers.metrics import Metrics
 from workers.model.credit import sequence_kl
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.packing import Sequences
 from workers.model.timing import MicroStepTime
 from workers.remote_batch import TokenBlock
@@ -20,7 +20,7 @@ from workers.remote_batch import TokenBlock
 class ModelWorker(Worker):
     """One rank of a role that holds a model. `build` comes after the process group, because it is collective."""
 
-    head = "lm"  # what the role's model gives, see `Engine`
+    head = "lm"  # the output of the role's model, see `TrainingEngine`
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ModelWorker(Worker):
     @dispatch(Split.ALL)
     def build(self) -> int:
         """Load and shard the model; returns its number of parameters."""
-        self.engine = Engine(self._model, **self._engine_arguments)
+        self.engine = TrainingEngine(self._model, **self._engine_arguments)
         self.free_cached_memory()
         return self.engine.num_parameters
 

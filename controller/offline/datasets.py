@@ -36,7 +36,7 @@ class SequenceDataset:
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        for number, record in enumerate(records):
+        for number, record in enumerate(records, start=1):
             self._add(tokenize(record, f"{name} record {number}"), settings, number)
         if not self._items:
             raise DataError(

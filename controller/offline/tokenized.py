@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.data import tokenize
+from controller.data import rendered, tokenize
 from controller.records import Record
 from workers.errors import DataError
 
@@ -39,10 +39,9 @@ def response_row(tokenizer: Any, prompt: Any, response: Any, where: str) -> Row:
     Raises DataError as `conversation_row` does, and for a response of another form than the prompt's.
     """
     if isinstance(prompt, list):
-        turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-        if not isinstance(turns, list):
+        if not isinstance(response, (str, list)):
             raise DataError(f"{where} has a response of type {type(response).__name__}; a string or chat messages.")
-        return _chat_row(tokenizer, [*prompt, *turns], len(prompt), where)
+        return _chat_row(tokenizer, _answered(prompt, response), len(prompt), where)
     if not isinstance(response, str):
         raise DataError(f"{where} has a text as prompt, and a response of type {type(response).__name__}.")
     if tokenizer.eos_token_id is None:
@@ -50,6 +49,20 @@ def response_row(tokenizer: Any, prompt: Any, response: Any, where: str) -> Row:
     before = tokenize(tokenizer, prompt, where=where)
     learned = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     return _row([*before.tolist(), *learned], [False] * len(before) + [True] * len(learned), where)
+
+
+def conversations(record: Record, messages: str, prompt: str, *responses: str) -> list[Any]:
+    """What of a record goes through a chat template: nothing of texts. The others are columns, as of `record_row`."""
+    if messages in record:
+        return [record[messages]]
+    given, found = record.get(prompt), [record[key] for key in responses if isinstance(record.get(key), (str, list))]
+    if given is None:
+        return [response for response in found if isinstance(response, list)]
+    return [_answered(given, response) for response in found] if isinstance(given, list) else []
+
+
+def _answered(prompt: Messages, response: str | Messages) -> Messages:
+    return [*prompt, *([{"role": "assistant", "content": response}] if isinstance(response, str) else response)]
 
 
 def record_row(tokenizer: Any, record: Record, keys: tuple[str, str, str], where: str) -> Row:
@@ -98,15 +111,15 @@ def _chat_row(tokenizer: Any, messages: Messages, first: int, where: str) -> Row
         raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
     if not MARKS.search(str(template)):
         return _row_by_prefixes(tokenizer, messages, first, where)
-    rendered = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    ids, learned = rendered["input_ids"], np.array(rendered["assistant_masks"], dtype=bool)
+    found = rendered(tokenizer, messages, where, return_dict=True, return_assistant_tokens_mask=True)
+    ids, learned = found["input_ids"], np.array(found["assistant_masks"], dtype=bool)
     if first:
         learned[: _length_of_start(tokenizer, messages[:first], ids, where, turn_follows=True)] = False
     return _row(ids, learned, where)
 
 
 def _row_by_prefixes(tokenizer: Any, messages: Messages, first: int, where: str) -> Row:
-    ids = tokenizer.apply_chat_template(messages, return_dict=False)
+    ids = rendered(tokenizer, messages, where)
     learned = np.zeros(len(ids), dtype=bool)
     for index in range(first, len(messages)):
         if messages[index].get("role") == "assistant":
@@ -120,7 +133,7 @@ def _length_of_start(tokenizer: Any, messages: Messages, ids: Sequence[int], whe
     """Tokens of the first messages, which the whole conversation `ids` begins with, or its mask would be wrong."""
     if not messages:
         return 0
-    start = tokenizer.apply_chat_template(messages, add_generation_prompt=turn_follows, return_dict=False)
+    start = rendered(tokenizer, messages, where, add_generation_prompt=turn_follows)
     if list(ids[: len(start)]) != list(start):
         raise DataError(
             f"{where}: the chat template of model.path renders messages differently when others follow, so that the "

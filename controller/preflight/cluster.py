@@ -1,9 +1,9 @@
-"""A described cluster, and where the roles of a run would go on it: what Ray would be asked for, without Ray.
+"""Placement of a run's roles on a described cluster, by the requests that Ray would get, without Ray.
 
     --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster --place--> Placement of every bundle --> fits, or why not
 
-Bundles are put on the first node with room, and ranks into bundles as a run does it (`controller.placement`). Ray may
-begin with another node; on nodes that are equal and free it fills one after the other, as this does.
+Each bundle goes to the first node with room, and ranks go to bundles as in a run (`controller.placement`). Ray may
+start with another node; on equal, free nodes it fills one after the other, as this does.
 """
 
 import re
@@ -33,7 +33,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Placement:
-    """Of every pool, the node of every rank, which is that of its bundle; of the reward workers, theirs."""
+    """Nodes by rank. pools: of every pool's ranks. rewards: of the reward workers."""
 
     pools: dict[str, tuple[int, ...]]
     rewards: tuple[int, ...]
@@ -70,7 +70,7 @@ def run_on(config: Config, cluster: Cluster) -> None:
 
 
 def place(config: Config, cluster: Cluster) -> Placement:
-    """Where everything goes. Raises ConfigError, naming what is missing, if it does not fit."""
+    """The node of every rank. Raises ConfigError, naming the resource that is missing, if the run does not fit."""
     free = [{"CPU": cluster.cpus, "GPU": float(cluster.gpus)} for _ in range(cluster.nodes)]
     placed = {}
     for pool in pools(config):

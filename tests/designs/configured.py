@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from balancing import CostModel, Plan
 from controller.config import Config, load
-from controller.mini_batches import draw_mini_batches, with_group_tokens
-from controller.planner import Planner
+from controller.planner import Planner, draw_mini_batches, with_group_tokens
 from controller.preflight.checks import check
 from controller.roles import _learning, _model_arguments
 from tests.benchmarks.families.measuring import build

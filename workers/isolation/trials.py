@@ -17,13 +17,16 @@ def bind_loss(key: str, name: str) -> None:
     make_policy_loss(LossConfig(name="custom", function=name))
 
 
-def render_prompts(template: str, special_tokens: dict[str, str], prompts: Sequence[Any], which: str) -> None:
-    """Render prompts, each a list of chat messages. Raises ConfigError, naming `which` template, for one that fails."""
+def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
+    """Render prompts, each a list of chat messages. Raises ConfigError, naming `which` template, for one that fails.
+
+    options: special tokens, and add_generation_prompt.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for number, messages in enumerate(prompts, start=1):
         try:
-            render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special_tokens)
+            render_jinja_template([messages], chat_template=template, **options)
         except Exception as error:
             line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
             raise ConfigError(f"{which} raised {named(error)}{line}, on prompt {number} of those tried.") from None

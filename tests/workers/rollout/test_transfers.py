@@ -16,7 +16,7 @@ from tests.workers.model.tiny import FAMILIES, save_tiny_model
 from tests.workers.rollout.stand_ins import BareReplica, Communicator, LocalReplica, call_local, without_gpus
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
 from workers.errors import LostError, RolloutError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.packing import Sequences
 from workers.rollout import weight_transfer
 from workers.rollout.placement import BACKENDS
@@ -52,12 +52,12 @@ def save_model(folder: Any, family: str, **overrides: object) -> str:
     return save_tiny_model(folder, family, **(sizes | overrides))
 
 
-def build_policy(path: str, lora: int = 0) -> Engine:
+def build_policy(path: str, lora: int = 0) -> TrainingEngine:
     config = ModelConfig(path=path, dtype="float32", lora=LoraConfig(rank=lora))
-    return Engine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    return TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
 
 
-def change_all(policy: Engine) -> None:
+def change_all(policy: TrainingEngine) -> None:
     """Every trained parameter becomes another one."""
     torch.manual_seed(1)
     with torch.no_grad():
@@ -86,7 +86,9 @@ def start_replica(path: str, placement: str) -> LocalReplica:
     return replica
 
 
-def connect(policy: Engine, engines: list[Any], placement: str, keep: Callable[[str], bool] = lambda name: True) -> Any:
+def connect(
+    policy: TrainingEngine, engines: list[Any], placement: str, keep: Callable[[str], bool] = lambda name: True
+) -> Any:
     """As `PolicyWorker.connect_engines`; `keep`: of the weights' names, those that are sent."""
     from workers.rollout import gpu_transfer
 
@@ -105,7 +107,7 @@ def connect(policy: Engine, engines: list[Any], placement: str, keep: Callable[[
     )
 
 
-def largest_difference(policy: Engine, replica: LocalReplica) -> float:
+def largest_difference(policy: TrainingEngine, replica: LocalReplica) -> float:
     """Of the log-probs of a few samples between the engine that drew them and the policy."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, SIZES["vocab_size"], size).astype(np.int32) for size in (3, 17, 40)]

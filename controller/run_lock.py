@@ -1,0 +1,96 @@
+"""One process per run folder: it is locked before anything starts, until the run or its process ends.
+
+    mkdir runs/NAME --> lock runs/NAME/.lock --> the run --> unlock
+                                             --> another process has it, or it holds a run: ConfigError
+
+A POSIX record lock: the kernel releases it however the process ends, child processes do not inherit it, and NFS has it.
+A marker without a lock would stay behind after a kill.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TextIO
+
+from controller.config import TrainingConfig
+from workers.errors import ConfigError
+
+LOCK = ".lock"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written into the folder: anything beside a lock."""
+    return folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir()))
+
+
+def check_folder_is_free(config: TrainingConfig) -> None:
+    """Raise ConfigError if the run's folder holds a run and run.resume is not `auto`."""
+    if config.run.resume != "auto" and holds_run(config.run_folder):
+        raise ConfigError(
+            f"run.name: {config.run_folder} holds a run already; choose another name, remove it, or go on with it by "
+            "run.resume=auto."
+        )
+
+
+def locked(config: TrainingConfig, start: Callable[[], None]) -> Callable[[], None]:
+    """Lock the run's folder, which is made if it is missing; returns `start` followed by the release of the lock.
+
+    Raises ConfigError if another process has the lock, or as `check_folder_is_free`. A folder into which the run has
+    written nothing is removed with the lock.
+    """
+    lock = _lock(config.run_folder)
+    try:
+        check_folder_is_free(config)
+    except ConfigError:
+        _release(config.run_folder, lock)
+        raise
+
+    def run() -> None:
+        try:
+            start()
+        finally:
+            _release(config.run_folder, lock)
+
+    return run
+
+
+def _lock(folder: Path) -> TextIO:
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack, suppress(FileNotFoundError):
+            file = stack.enter_context((folder / LOCK).open("a+"))
+            _lock_file(file, folder)
+            # The run that had the folder may have removed the file since it was opened: then there is another to lock.
+            if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+                stack.pop_all()
+                return file
+
+
+def _lock_file(file: TextIO, folder: Path) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            print(f"warning: {folder} cannot be locked ({error.strerror}); start no other run with this run.name")
+            return
+        file.seek(0)
+        raise ConfigError(
+            f"run.name: {folder} is in use by {file.read() or 'another process'}; choose another name, or wait "
+            "until it has ended."
+        ) from None
+
+
+def _release(folder: Path, lock: TextIO) -> None:
+    """Remove the file while it is locked; a process that has opened it meanwhile finds that out, see `_lock`."""
+    with suppress(OSError):
+        (folder / LOCK).unlink()
+    lock.close()
+    with suppress(OSError):  # not empty: the run has written
+        folder.rmdir()
