@@ -240,7 +240,7 @@ def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
             raise DataError(
                 f"{where} is a list of chat messages, but the tokenizer of model.path has no chat template."
             )
-        ids = _rendered(tokenizer, prompt, where)
+        ids = rendered(tokenizer, prompt, where, add_generation_prompt=True)
     else:
         raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
     if len(ids) == 0:
@@ -248,8 +248,12 @@ def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
 
 
-def _rendered(tokenizer: Any, prompt: list[dict[str, Any]], where: str) -> Any:
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
+    """What `tokenizer.apply_chat_template` returns: token ids, unless `options` say otherwise.
+
+    Raises DataError, naming the record `where`, if the template raises.
+    """
     try:
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        return tokenizer.apply_chat_template(messages, **{"return_dict": False, **options})
     except Exception as error:  # a template may raise whatever it likes
         raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error
