@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
 hypothesis.settings.load_profile("untimed")
-WHOLE_RUNS = {"end_to_end", "documentation", "examples"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share the Ray session or start one are not run beside others: they have processes and time limits."""
     for item in items:
-        if "ray_session" in getattr(item, "fixturenames", ()) or WHOLE_RUNS & set(item.path.parts):
+        if "ray_session" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts:
             item.add_marker("alone")
 
 
