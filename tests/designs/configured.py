@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from balancing import CostModel, Plan
-from controller.config import Config, TrainingConfig, load
-from controller.mini_batches import draw_mini_batches, with_group_tokens
-from controller.planner import Planner
+from controller.config import Config, load
+from controller.planner import Planner, draw_mini_batches, with_group_tokens
 from controller.preflight.checks import check
 from controller.roles import _learning, _model_arguments
 from tests.benchmarks.families.measuring import build
@@ -37,11 +36,8 @@ from workers.metrics import Metrics, merge, results
 from workers.model.credit import loss_token_counts
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor
-from workers.model_worker import ModelWorker
 from workers.policy import PolicyWorker
 from workers.remote_batch import RemoteBatch
-
-AnyWorker = TypeVar("AnyWorker", bound=ModelWorker)
 
 
 def up_to(longest: int) -> tuple[str, str]:
@@ -174,21 +170,12 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | Non
 
 def build_worker(config: Config) -> PolicyWorker:
     """This rank's part of the policy, with the arguments that the driver gives it."""
-    arguments = _model_arguments(config, config.model, config.policy)
-    return start_worker(
-        PolicyWorker,
-        config,
-        arguments | _learning(config, config.policy.optimizer, config.total_optimizer_steps),
-    )
-
-
-def start_worker(worker_class: type[AnyWorker], config: TrainingConfig, arguments: dict[str, Any]) -> AnyWorker:
-    """This rank's worker, in float64, with its model loaded; `arguments` are otherwise those of the driver."""
     parallel, rank = config.policy.parallel, dist.get_rank()
     shape = (config.policy.ranks, parallel.context_parallel, parallel.tensor_parallel)
     dp, cp, tp = list(itertools.product(*map(range, shape)))[rank]
-    arguments |= {"model": replace(arguments["model"], dtype="float64"), "threads": 1}
-    worker = worker_class("policy", RankCoordinates(rank, dp, tp, cp), dist.get_world_size(), **arguments)
+    arguments = _model_arguments(config, replace(config.model, dtype="float64"), config.policy)
+    arguments |= _learning(config, config.policy.optimizer, config.total_optimizer_steps) | {"threads": 1}
+    worker = PolicyWorker("policy", RankCoordinates(rank, dp, tp, cp), dist.get_world_size(), **arguments)
     worker.build()
     return worker
 
