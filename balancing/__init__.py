@@ -1,5 +1,21 @@
-"""Lengths in, plans out: who computes which sequence, when, and within which caps. NumPy, and Numba if it is there."""
+"""Balancing: plans which rank computes which sequence, when, and within which caps. Needs NumPy; Numba makes it fast.
 
+lengths --> CostModel --> workloads --> plan_batch --> Plan --> plan.for_rank(r)
+                                                        +-----> plan_statistics, explain     (analysis/)
+
+plan          global batches: mini-batches, micro-steps, ranks
+schedule      one mini-batch; it starts from initial_assignment (Karmarkar-Karp), refines by dealing, step_filling,
+              step_exchange, and measures itself against lower_bounds
+packing       sequences into micro-batches under caps: filling, exchange, padded
+partition     k sets of equal weight: differencing, exchange, resplitting
+workload      cost models, counted (model_config) or fitted (fitting)
+alignment     padding and chunks for context parallelism
+published     the algorithms of other systems; redeal moves groups between mini-batches
+analysis      statistics and explanations of plans, comparisons, charts, `python -m balancing`
+"""
+
+from balancing.analysis.explain import explain
+from balancing.analysis.statistics import plan_statistics
 from balancing.errors import BalancingError
 from balancing.packing import pack
 from balancing.partition import partition
@@ -13,7 +29,9 @@ __all__ = [
     "Plan",
     "RankMiniBatch",
     "RankPlan",
+    "explain",
     "pack",
     "partition",
     "plan_batch",
+    "plan_statistics",
 ]

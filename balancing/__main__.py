@@ -1,10 +1,8 @@
-"""What balance would buy on your lengths, in one command:
+"""Compares strategies on a batch of sequence lengths and explains the plan:
 
-    python -m balancing lengths.jsonl --ranks 8 --max-tokens 32768 --png gantt.png --html page.html
-    python -m balancing runs/addition --ranks 2
-    python -m balancing --distribution reasoning --count 4096 --ranks 32
-
-Prints a table of ways to plan the batch, side by side, and explains the plan.
+python -m balancing lengths.jsonl --ranks 8 --max-tokens 32768 --png gantt.png --html page.html
+python -m balancing runs/addition --ranks 2
+python -m balancing --distribution reasoning --count 4096 --ranks 32
 """
 
 import argparse
@@ -17,25 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from balancing.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
+from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
+from balancing.analysis.explain import explain
+from balancing.analysis.lengths_file import read_json, read_lengths
+from balancing.analysis.report import terminal_table, write_html, write_png
+from balancing.analysis.strategies import GIVEN, OURS, STRATEGIES, Batch, compare
 from balancing.errors import BalancingError, LengthFileError, OptionError
-from balancing.explain import explain
-from balancing.lengths_file import read_json, read_lengths
 from balancing.model_config import SEVEN_BILLION
-from balancing.report import terminal_table, write_html, write_png
-from balancing.strategies import GIVEN, OURS, STRATEGIES, Batch, compare
 from balancing.workload import CostModel
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 where the input is bad, with one line that says what."""
+    """Run the command. Returns the exit code: 0, or 2 after a one-line error for bad input."""
     options = _parser().parse_args(arguments)
     try:
         _run(options)
@@ -60,7 +58,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _batch(options: argparse.Namespace) -> Batch:
-    """Lengths, random mini-batches of them, and settings; a cap of twice the longest where none is given."""
+    """The batch to plan, in random mini-batches."""
     _check_counts(options)
     lengths = _lengths(options)
     groups = _groups(options, len(lengths))
@@ -84,7 +82,7 @@ def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
 
 
 def _groups(options: argparse.Namespace, sequences: int) -> NDArray[np.int64]:
-    """int64 [sequences], neighbours in groups; enough of them for the mini-batches."""
+    """int64 [sequences], the group of each, neighbours together; OptionError if groups are fewer than mini-batches."""
     size = options.group_size or (GROUP if options.distribution == "grouped" else 1)
     count = -(-sequences // size)
     if options.mini_batches > count:
@@ -96,7 +94,7 @@ def _groups(options: argparse.Namespace, sequences: int) -> NDArray[np.int64]:
 
 
 def _default_cap(options: argparse.Namespace, lengths: NDArray[np.int64]) -> int:
-    """Twice the longest, or the cap that adversarial lengths are made for."""
+    """Twice the longest sequence, or the cap that adversarial lengths are made for."""
     return DEFAULT_CAP if options.distribution in ADVERSARIAL else 2 * int(lengths.max())
 
 
@@ -121,18 +119,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m balancing", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     source = parser.add_argument_group("lengths")
     source.add_argument("lengths", nargs="?", type=Path, help=".json, .jsonl, .csv, .parquet, or the folder of a run")
-    source.add_argument("--column", help="key or column of the lengths, where it is not length or tokens")
-    source.add_argument("--step", type=int, help="step of a run; its last unless given")
+    source.add_argument("--column", help="key or column of the lengths (length, tokens, ...)")
+    source.add_argument("--step", type=int, help="step of a run (the last)")
     source.add_argument("--distribution", choices=tuple(DISTRIBUTIONS), metavar="NAME", help=", ".join(DISTRIBUTIONS))
     source.add_argument("--count", type=int, default=2048, help="sequences to draw (2048)")
     source.add_argument("--seed", type=int, default=0, help="of the draw and of the mini-batches (0)")
     source.add_argument(
-        "--group-size", type=int, metavar="N", help="responses to a prompt, neighbours, re-dealt together (1)"
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="neighbours that are re-dealt together, such as the responses to a prompt (1)",
     )
     how = parser.add_argument_group("plan")
     how.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (8)")
     how.add_argument(
-        "--mini-batches", type=int, default=4, metavar="N", help="optimiser steps a batch, drawn at random (4)"
+        "--mini-batches", type=int, default=4, metavar="N", help="number of mini-batches, drawn at random (4)"
     )
     how.add_argument("--max-tokens", type=int, metavar="N", help="cap of a micro-batch (twice the longest sequence)")
     how.add_argument("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")
@@ -140,7 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     pictures.add_argument("--png", type=Path, help="Gantt charts before and after")
     pictures.add_argument("--html", type=Path, help="a page with the table, all charts and the explanation")
     pictures.add_argument(
-        "--before", choices=STRATEGIES, default=GIVEN, metavar="NAME", help=f"above ours: {', '.join(STRATEGIES[:-2])}"
+        "--before",
+        choices=STRATEGIES,
+        default=GIVEN,
+        metavar="NAME",
+        help=f"strategy in the upper chart: {', '.join(STRATEGIES[:-2])}",
     )
     return parser
 

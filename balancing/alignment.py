@@ -1,11 +1,11 @@
 """Alignment of sequence lengths, and zig-zag chunks for context parallelism.
 
     sequence of 6, cp = 2, multiple 4:   0 1 | 2 3 | 4 5 | p p      2*cp equal segments
-    cp rank 0 holds segments 0 and 3:    0 1 p p
-    cp rank 1 holds segments 1 and 2:    2 3 4 5
+    cp rank 0 has segments 0 and 3:      0 1 p p
+    cp rank 1 has segments 1 and 2:      2 3 4 5
 
-A causal token costs as much as the tokens before it, so the pair (r, 2*cp-1-r) weighs the same on every rank;
-two plain halves of 6 would cost 6 and 15.
+With causal attention a token costs as much as it has predecessors, so segments r and 2*cp-1-r together cost the same
+on every rank; two contiguous halves of 6 tokens would cost 6 and 15.
 """
 
 import numpy as np
@@ -16,34 +16,34 @@ from balancing.validation import positive_integer, whole_numbers
 
 
 def length_multiple(context_parallel: int, tensor_parallel: int) -> int:
-    """What a sequence's length is padded to a multiple of: `2*cp*tp`, or `tp` without context parallelism."""
+    """Sequences are padded to a multiple of it: `2*cp*tp`, or `tp` without context parallelism."""
     cp = positive_integer(context_parallel, "context_parallel")
     tp = positive_integer(tensor_parallel, "tensor_parallel")
     return tp if cp == 1 else 2 * cp * tp
 
 
 def group_cap(max_tokens: int, context_parallel: int) -> int:
-    """Tokens that a micro-batch may hold when a context-parallel group shares it: the cap of one rank times cp."""
+    """The cap of a micro-batch that a context-parallel group shares: the cap of one rank times cp."""
     return positive_integer(max_tokens, "max_tokens") * positive_integer(context_parallel, "context_parallel")
 
 
 def round_up(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    """The smallest multiples of `multiple` that are not below `lengths`, int64, same shape."""
+    """The smallest multiples of `multiple` that are at least `lengths`; int64, same shape."""
     return -(-lengths // multiple) * multiple
 
 
 def cumulative_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
-    """int64 [n + 1], from 0: sequence i of a packed row is `[bounds[i], bounds[i + 1])`."""
+    """int64 [n + 1], starting at 0: sequence i of a packed row is `[bounds[i], bounds[i + 1])`."""
     return np.concatenate([[0], np.cumsum(whole_numbers(lengths, "lengths", minimum=0))]).astype(np.int64)
 
 
 def zigzag_positions(padded_lengths: ArrayLike, context_parallel: int, context_rank: int) -> NDArray[np.int64]:
-    """Where the tokens of one cp rank stand in the packed, padded row.
+    """Positions of one cp rank's tokens in the packed, padded row.
 
-    padded_lengths: int [n], each a multiple of `2*cp` (of 1 when cp is 1).
-    Returns int64 [sum(padded_lengths) / cp]; sequence after sequence, segment r then segment 2*cp-1-r of each.
-    The local bounds of sequence i are `cumulative_lengths(padded_lengths) // cp`.
-    Raises LengthError for a length that does not divide, OptionError for a rank outside the group.
+    padded_lengths: int [n], each a multiple of `2*cp` (any length for cp = 1).
+    Returns int64 [sum(padded_lengths) / cp], segments r and 2*cp-1-r of each sequence, sequence after sequence.
+    The local bounds of the sequences are `cumulative_lengths(padded_lengths) // cp`.
+    Raises LengthError for a length that is no such multiple, OptionError for a rank outside the group.
     """
     cp = positive_integer(context_parallel, "context_parallel")
     if not 0 <= context_rank < cp:

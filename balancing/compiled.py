@@ -1,4 +1,4 @@
-"""Loops that NumPy has no word for, compiled by Numba where it is there and works."""
+"""Compiles loops with Numba if it is installed; otherwise they run in Python, slower and with the same results."""
 
 import warnings
 from collections.abc import Callable
@@ -8,7 +8,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 try:
     import numba
-except Exception as problem:  # a broken installation raises whatever it likes
+except Exception as problem:  # a broken installation may raise anything
     numba = None
     warnings.warn(
         f"Numba cannot be imported ({type(problem).__name__}: {problem}); plans are the same but take longer to make",
@@ -17,14 +17,14 @@ except Exception as problem:  # a broken installation raises whatever it likes
     )
 
 COMPILED = numba is not None
-"""Whether loops are compiled; otherwise the same code runs in Python."""
+"""True if loops are compiled."""
 
 
 def compiled(function: Function) -> Function:
-    """Compile `function` at its first call and keep the machine code on disk; without Numba, return it as it is."""
+    """Compile `function` at its first call and cache the machine code on disk; without Numba, return it unchanged."""
     if numba is None:
         return function
     try:
         return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
-    except RuntimeError:  # no folder to cache in can be written to
+    except RuntimeError:  # no cache folder is writable
         return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
-"""Dealing: all micro-batches of a mini-batch, sorted by weight, one row of `ranks` for each micro-step.
+"""Dealing: the micro-batches of a mini-batch, sorted by weight, `ranks` of them to each micro-step.
 
-    sequences --+-- Karmarkar-Karp: ranks, then micro-batches --+--> exchanges --> sorted, dealt --> exchanges
-                +-- longest first, and other ways to fill ------+    of all        into rows         within each row
+    sequences --+-- Karmarkar-Karp (initial_assignment.py) --+--> exchanges --> sorted, dealt --> exchanges
+                +-- longest first (packing.py) --------------+    of all        into steps        within each step
 
-Karmarkar-Karp (differenced.py) is the start, the others (packing.py) where its micro-batches cannot be brought under
-the caps. Sorted neighbours differ least, and neighbours wait for one another.
+Longest first is the fallback if Karmarkar-Karp's micro-batches cannot be brought under the caps. Micro-batches are
+sorted because all ranks of a step wait for the heaviest, and sorted neighbours differ least.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from typing import Literal
 
 import numpy as np
 
-from balancing.differenced import differenced, mended
 from balancing.errors import CountError
 from balancing.exchange import TOLERANCE
 from balancing.grouping import Floats, Grouping, Integers
+from balancing.initial_assignment import karmarkar_karp_twice, repair_caps
 from balancing.packing import (
     Caps,
     CountRule,
-    evened,
+    even_out,
     fewest_by_best_fit,
     fewest_micro_batches,
     heaviest_first,
@@ -30,15 +30,15 @@ from balancing.packing import (
 
 Order = Literal["descending", "small_ends"]
 Start = Literal["karmarkar_karp", "longest_first", "longest_with_others", "none", "verl", "roll", "mindspeed_rl"]
-"""What a schedule was refined from: a way to fill micro-batches, or the algorithm of a plan that is not refined."""
+"""The initial assignment that a schedule was refined from, or the algorithm of a plan that is not refined."""
 
 STEPS_TRIED = 8
-"""Numbers of micro-steps from the lower bound upwards that are tried before that of best-fit-decreasing is taken."""
+"""Packing is tried with this many numbers of micro-steps, from the lower bound, before that of best-fit-decreasing."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a schedule must keep: `steps` per rank follows from the caps, at least `count` allows, none wholly empty."""
+    """Constraints of a schedule. count: of the micro-batches on each rank, the same for all ranks."""
 
     ranks: int
     caps: Caps
@@ -49,14 +49,14 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """grouping: the micro-batch of each sequence of a mini-batch; number `step * ranks + rank` is that of a rank."""
+    """grouping: the micro-batch of each sequence of a mini-batch; micro-batch `step * ranks + rank` is of that rank."""
 
     grouping: Grouping
     steps: int
     start: Start
 
     def loads(self, weights: Floats) -> Floats:
-        """float64 [steps, ranks]."""
+        """float64 [steps, ranks], the weight of each micro-batch."""
         return self.grouping.sums(weights).reshape(self.steps, -1)
 
     def time(self, weights: Floats) -> float:
@@ -65,7 +65,7 @@ class Schedule:
 
 
 def checked_steps(needed: int, fewest_on_a_rank: int, sequences: int, request: Request) -> int:
-    """Micro-batches per rank; CountError if a step, or without `allow_empty` a micro-batch, would have no sequence."""
+    """The number of micro-steps; CountError if a step, or without `allow_empty` a micro-batch, would be empty."""
     steps = request.count.at_least(needed, sequences)
     if not request.allow_empty and steps > fewest_on_a_rank:
         raise CountError(
@@ -75,17 +75,18 @@ def checked_steps(needed: int, fewest_on_a_rank: int, sequences: int, request: R
     return steps
 
 
-def dealt(sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """In as few steps as a start succeeds with, Karmarkar-Karp before others."""
+def deal(sizes: Integers, weights: Floats, request: Request) -> Schedule:
+    """The schedule with the fewest steps that is found, from Karmarkar-Karp if possible, else from longest first."""
     for steps in _steps_to_try(sizes, request):
-        schedule = dealt_into(sizes, weights, request, steps)
+        schedule = from_karmarkar_karp(sizes, weights, request, steps)
+        schedule = schedule or from_longest_first(sizes, weights, request, steps)
         if schedule is not None:
             return schedule
     raise RuntimeError("best-fit-decreasing found no place in its own number of micro-batches; this is a defect")
 
 
 def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
-    """From the lower bound upwards; at last so many that best-fit-decreasing fits."""
+    """Upwards from the lower bound; the last is the number that best-fit-decreasing needs."""
     ranks, sequences = request.ranks, len(sizes)
     lowest = -(-fewest_micro_batches(sizes, request.caps) // ranks)
     for needed in range(lowest, lowest + STEPS_TRIED * request.count.multiple_of, request.count.multiple_of):
@@ -94,27 +95,23 @@ def _steps_to_try(sizes: Integers, request: Request) -> Iterator[int]:
     yield checked_steps(enough, sequences // ranks, sequences, request)
 
 
-def dealt_into(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
-    """Micro-batches of equal weight, the heaviest `ranks` in the first step, and so on; None where they do not fit."""
-    by_differencing = from_karmarkar_karp(sizes, weights, request, steps)
-    return by_differencing or from_longest_first(sizes, weights, request, steps)
-
-
 def from_karmarkar_karp(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
-    """Refined from Karmarkar-Karp; None in the padded layout, or where caps cannot be kept from there."""
+    """A schedule refined from Karmarkar-Karp; None for the padded layout, or if the caps cannot be repaired."""
     count, caps = steps * request.ranks, request.caps
     if caps.padded or len(sizes) < count:
         return None
-    start = differenced(weights, request.ranks, steps)
-    group_of = mended(sizes, weights, start.group_of, count, caps.max_tokens, caps.max_sequences)
+    start = karmarkar_karp_twice(weights, request.ranks, steps)
+    group_of = repair_caps(sizes, weights, start.group_of, count, caps.max_tokens, caps.max_sequences)
     if (group_of < 0).any():
         return None
-    packed = evened(Grouping(group_of, count), weights, sizes, caps)
-    return evened_steps(in_rows(packed, sizes, weights, request, steps, "karmarkar_karp"), sizes, weights, request)
+    packed = even_out(Grouping(group_of, count), weights, sizes, caps)
+    return even_out_within_steps(
+        deal_into_steps(packed, sizes, weights, request, steps, "karmarkar_karp"), sizes, weights, request
+    )
 
 
 def from_longest_first(sizes: Integers, weights: Floats, request: Request, steps: int) -> Schedule | None:
-    """Refined from longest-first, or from what else finds room; None where nothing does."""
+    """A schedule refined from longest first or another method of `pack_into`; None if all fail."""
     count = min(steps * request.ranks, len(sizes))
     if request.caps.padded:
         packed: Grouping | None = pack_evenly(sizes, weights, request.caps, CountRule(count))
@@ -122,36 +119,38 @@ def from_longest_first(sizes: Integers, weights: Floats, request: Request, steps
         packed = pack_into(sizes, weights, request.caps, count)
     if packed is None or packed.count > steps * request.ranks:
         return None
-    schedule = in_rows(packed, sizes, weights, request, steps, "longest_first")
-    return schedule if request.caps.padded else evened_steps(schedule, sizes, weights, request)
+    schedule = deal_into_steps(packed, sizes, weights, request, steps, "longest_first")
+    return schedule if request.caps.padded else even_out_within_steps(schedule, sizes, weights, request)
 
 
-def in_rows(packed: Grouping, sizes: Integers, weights: Floats, request: Request, steps: int, start: Start) -> Schedule:
-    """Micro-batches sorted by weight and dealt into steps."""
-    packed = heaviest_first(packed, sizes, computed(packed, weights, request), np.arange(len(sizes)))
+def deal_into_steps(
+    packed: Grouping, sizes: Integers, weights: Floats, request: Request, steps: int, start: Start
+) -> Schedule:
+    """Sort micro-batches by weight and deal them into steps."""
+    packed = heaviest_first(packed, sizes, computed_weights(packed, weights, request), np.arange(len(sizes)))
     places = _places(packed.count, steps, request.ranks)
     return Schedule(packed.renumbered(places, steps * request.ranks), steps, start)
 
 
-def computed(grouping: Grouping, weights: Floats, request: Request) -> Floats:
-    """float64 [n]: weights as they are computed, in the padded layout each row as the heaviest of its micro-batch."""
+def computed_weights(grouping: Grouping, weights: Floats, request: Request) -> Floats:
+    """float64 [n]: weights as computed; a padded row costs as much as the heaviest of its micro-batch."""
     return grouping.heaviest(weights) if request.caps.padded else weights
 
 
-def evened_steps(schedule: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
+def even_out_within_steps(schedule: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
     """Exchanges between the ranks of each micro-step."""
     group_of = schedule.grouping.group_of.copy()
     loads = schedule.loads(weights)
     for step in np.flatnonzero(loads.max(axis=1) > loads.mean(axis=1) * (1 + TOLERANCE)):
         rows = np.flatnonzero(group_of // request.ranks == step)
         ranks = Grouping(group_of[rows] - step * request.ranks, request.ranks)
-        even = evened(ranks, weights[rows], sizes[rows], request.caps, only_heaviest=True)
+        even = even_out(ranks, weights[rows], sizes[rows], request.caps, only_heaviest=True)
         group_of[rows] = even.group_of + step * request.ranks
     return replace(schedule, grouping=Grouping(group_of, schedule.grouping.count))
 
 
 def _places(groups: int, steps: int, ranks: int) -> Integers:
-    """int64 [groups]: where each goes, in order; every step gets one or more, those at the end as few as that."""
+    """int64 [groups], the micro-batch of each group, in order. Every step has one; the last steps may be incomplete."""
     spare = groups - steps
     in_step = 1 + np.clip(spare - np.arange(steps) * (ranks - 1), 0, ranks - 1)
     before = np.cumsum(in_step) - in_step

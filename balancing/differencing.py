@@ -1,14 +1,14 @@
-"""The largest differencing method (Karmarkar and Karp 1982) for k sets, in O(n log n) where counts are free.
+"""The largest differencing method (Karmarkar and Karp 1982) for k sets, in O(n log n) for free counts.
 
-    solutions, by difference     A: a1 >= a2 >= .. >= ak     joined, heaviest with lightest:
-    (heaviest - lightest set)    B: b1 >= b2 >= .. >= bk     a1+bk, a2+b(k-1), .., ak+b1, sorted anew
+    partial solutions, by difference    A: a1 >= a2 >= .. >= ak    joined, heaviest with lightest:
+    (heaviest - lightest set)           B: b1 >= b2 >= .. >= bk    a1+bk, a2+b(k-1), .., ak+b1, sorted again
 
-The two solutions with the largest differences are joined until one is left. At first every weight is a solution of
-its own, the other k-1 sets empty; for equal counts, every run of k weights in sorted order is one (Michiels, Korst,
-Aarts and van Leeuwen 2003), and a last, short run is filled with weights of 0 that are dropped at the end.
+The two partial solutions with the largest differences are joined until one is left. Initially each weight is a
+solution with k-1 empty sets. For equal counts each run of k weights in sorted order is a solution (Michiels, Korst,
+Aarts and van Leeuwen 2003); weights of 0 complete the last run and are dropped at the end.
 
-Empty sets are not stored, and solutions of one weight are a pointer into the sorted weights. What then remains is one
-solution that still has empty sets, and at most n / k that are full; joining a single weight is a binary insertion.
+Empty sets are not stored, and solutions of one weight are an index into the sorted weights. At any time one solution
+has empty sets and at most n / k have none, and joining a single weight is a binary insertion.
 """
 
 import heapq
@@ -16,25 +16,25 @@ import heapq
 import numpy as np
 
 from balancing.compiled import compiled
-from balancing.threaded import Floats, Integers
+from balancing.grouping import Floats, Integers
 
 
 @compiled
 def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
     """The set, 0..k, of each of n weights in descending order; int64 [n].
 
-    weights: float64 [n]; a multiple of k of them with `in_runs`. k: at least 2. Ties: the youngest solution first,
-    which is what bounds the number of solutions.
+    weights: float64 [n]; with `in_runs`, n is a multiple of k. k: at least 2. Ties: the youngest solution first, which
+    bounds the number of solutions.
 
-    A set is named by its first member `head`: `sums[head]`, its last member `last[head]`, and from each member the
-    one `following` it. A solution is a row of heads, heaviest set first, of which `filled[row]` are not empty.
+    A set is a linked list, identified by its first member `head`: it has `sums[head]` and `last[head]`, and each member
+    has the one `following` it. A solution is a row of heads, heaviest set first; `filled[row]` sets are not empty.
     """
     count = len(weights)
     sums, last, following = weights.copy(), np.arange(count), np.full(count, -1)
     solutions = count // k + 2
-    rows, filled = np.arange(solutions * k).reshape(solutions, k), np.full(solutions, k)  # these are the runs
+    rows, filled = np.arange(solutions * k).reshape(solutions, k), np.full(solutions, k)  # the initial runs
     free, age, single = list(range(len(rows))), 0, 0
-    heap = [(0.0, 0, 0)]  # minus the difference, minus the age, row; this entry only tells the compiler the types
+    heap = [(0.0, 0, 0)]  # (-difference, -age, row); this entry only declares the types
     heap.clear()
     if in_runs:
         for run in range(count // k):
@@ -54,7 +54,7 @@ def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
             row, joined = (one, other) if filled[one] == k else (other, one)
             _join(row, joined, rows, filled, sums, last, following)
             free.append(joined)
-        # While it has empty sets its difference stays, and it would be taken again at once.
+        # While it has empty sets its difference does not change, and it would be taken again at once.
         while filled[row] < k and single < count and (len(heap) == 0 or -heap[0][0] < weights[single]):
             _insert_weight(single, row, rows, filled, sums, last, following)
             single += 1
@@ -67,7 +67,7 @@ def largest_differencing(weights: Floats, k: int, in_runs: bool) -> Integers:
 
 @compiled
 def _take(heap: list[tuple[float, int, int]], weights: Floats, single: int) -> tuple[int, int]:
-    """Take the solution with the largest difference: its row, or -1 for the next weight; and the next weight left."""
+    """Pop the solution with the largest difference: its row, or -1 for a single weight; and the next single weight."""
     if len(heap) and (single == len(weights) or -heap[0][0] >= weights[single]):
         return heapq.heappop(heap)[2], single
     return -1, single + 1
@@ -77,7 +77,7 @@ def _take(heap: list[tuple[float, int, int]], weights: Floats, single: int) -> t
 def _insert_weight(
     weight: int, row: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
 ) -> None:
-    """Join a solution of one weight: the weight goes to the lightest set of `row`, or makes an empty one its own."""
+    """Join a single weight with solution `row`: it goes to the lightest set, or to an empty one."""
     end, head = filled[row], weight
     if end == rows.shape[1]:
         end -= 1
@@ -104,19 +104,19 @@ def _insert_weight(
 def _join(
     full: int, other: int, rows: Integers, filled: Integers, sums: Floats, last: Integers, following: Integers
 ) -> None:
-    """Join the heaviest sets of `other` with the lightest of `full`, which has no empty set, and sort anew."""
+    """Join the heaviest sets of `other` with the lightest of `full`, which has no empty set, and sort again."""
     for position in range(filled[other]):
         heavy, light = rows[other, position], rows[full, -1 - position]
         following[last[light]], last[light] = heavy, last[heavy]
         sums[light] += sums[heavy]
     heads = rows[full][np.argsort(-sums[rows[full]], kind="mergesort")]
-    for position in range(len(heads)):  # assigning the whole row takes Numba seconds to compile
+    for position in range(len(heads)):  # Numba takes seconds to compile the assignment of a whole row
         rows[full, position] = heads[position]
 
 
 @compiled
 def _set_of_each(heads: Integers, following: Integers) -> Integers:
-    """Number the sets and walk each from its head."""
+    """int64 [n], the number of the set of each weight."""
     set_of = np.zeros(len(following), np.int64)
     for number in range(len(heads)):
         member = heads[number]

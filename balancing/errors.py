@@ -1,12 +1,12 @@
-"""Errors of `balancing`. One base class; every message names the value, its index and the argument to change."""
+"""Errors of `balancing`. Every message names the value, its index and the argument to change."""
 
 
 class BalancingError(ValueError):
-    """Base of everything that this package raises about its arguments."""
+    """Base class of all errors about arguments."""
 
 
 class OptionError(BalancingError):
-    """An argument is not of the promised kind: a count below 1, an unknown algorithm or layout."""
+    """An argument has an invalid value, such as a count below 1 or an unknown algorithm."""
 
 
 class LengthError(BalancingError):
@@ -14,24 +14,24 @@ class LengthError(BalancingError):
 
 
 class WeightError(BalancingError):
-    """Weights or workloads are of the wrong number, negative, infinite or NaN."""
+    """Weights or workloads are negative, infinite or NaN, or their number is wrong."""
 
 
 class OverCapError(BalancingError):
-    """A single sequence is longer than the cap on tokens of a micro-batch."""
+    """A sequence is longer than the cap on the tokens of a micro-batch."""
 
 
 class CountError(BalancingError):
-    """The counts that were asked for contradict one another or the number of sequences."""
+    """The requested counts contradict each other or the number of sequences."""
 
 
 class MiniBatchError(BalancingError):
-    """The mini-batches do not hold every index exactly once."""
+    """The mini-batches do not contain every index exactly once."""
 
 
 class CostModelError(BalancingError):
-    """A cost model cannot be made from what was given."""
+    """A cost model has invalid coefficients, or the given data do not determine it."""
 
 
 class LengthFileError(BalancingError):
-    """A file of lengths, or a model config, is missing or not of the form that its name promises."""
+    """A file of lengths, or a model config, is missing or malformed."""

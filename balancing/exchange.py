@@ -1,11 +1,10 @@
-"""Evening out groups by moving a sequence, or exchanging one or two for one or two, under caps.
+"""Local search that evens out groups: it moves a sequence, or exchanges one or two for one or two, under caps.
 
-    heaviest group --- a ---> lighter group        the pair's difference `gap` shrinks the most when
+    heaviest group --- a ---> lighter group        the difference `gap` of the two groups shrinks most if
                    <-- b ---                       weight(a) - weight(b) is nearest to gap / 2
 
-a and b are bundles of up to two members. Bundles are sorted by weight, so that the best of all exchanges between two
-groups is found by walking the two lists once. Every exchange lowers the heavier of two groups and never raises a
-group above it, so the search ends.
+a and b are bundles of up to two members, sorted by weight, so that one pass over both lists finds the best exchange of
+two groups. Each exchange makes the heavier group lighter and no group heavier than that one was, so the search ends.
 """
 
 from dataclasses import dataclass
@@ -14,32 +13,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancing.compiled import compiled
-from balancing.threaded import Floats, Integers, Threaded, members_of, next_lightest, rethread, thread
+from balancing.grouping import Floats, Integers
+from balancing.linked_lists import LinkedGroups, link, members_of, next_lightest, relink
 
 Bundles = tuple[Floats, Floats, Integers, Integers]
 """Weights (descending), tokens, first and second member (-1 for none) of each bundle."""
 
 TOLERANCE = 1e-5
-"""Groups within this of the mean, relatively, are even."""
+"""Groups are even if they are within this share of the mean."""
 PARTNERS = 12
-"""Lightest groups that a heavy one tries before it is left as it is; where only the heaviest counts, it tries all."""
+"""A heavy group tries this many of the lightest groups; it tries all groups if only the heaviest group counts."""
 FAILURES = 64
-"""Heavy groups in a row that no exchange lowers before the search ends: what is left is lumpy by nature."""
+"""The search ends after this many heavy groups in a row that no exchange makes lighter."""
 PAIRED = 40
-"""Members of a group, evenly spaced by weight, that bundles of two are made of."""
+"""Bundles of two are made of at most this many members of a group, evenly spaced by weight."""
 REACH = 32
-"""Bundles on either side of the best one that are looked at where caps forbid the best."""
+"""If caps forbid the best bundle, the search examines this many on either side of it."""
 EFFORT = 10_000_000
-"""Groups and bundles looked at before the search ends, some 50 ms of compiled code."""
+"""The search ends after it has examined this many groups and bundles, about 50 ms of compiled code."""
 EFFORT_EACH = 200
-"""What is looked at besides for each sequence."""
+"""Additional effort for each sequence."""
 SORTING = 8
-"""What making and sorting a bundle of two costs, in bundles looked at."""
+"""Effort of making and sorting a bundle of two."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What no exchange may break: tokens and sequences of a group, and counts that differ by at most one."""
+    """Caps on the tokens and sequences of a group. equal_size: counts of groups differ by at most one."""
 
     max_tokens: float = np.inf
     max_sequences: float = np.inf
@@ -58,15 +58,15 @@ def even_out_arrays(
     effort: int = EFFORT,
     base: Floats | None = None,
 ) -> Integers:
-    """Lower the heaviest groups by exchanges until they are even or no exchange helps.
+    """Make the heaviest groups lighter by exchanges until the groups are even or no exchange helps.
 
-    group_of: int64 [n], the group of each sequence, 0..count; the groups keep `limits`. weights: float64 [n], what is
-    evened. sizes: int64 [n], tokens, of which a group's sum is capped (the packed layout's rule).
-    only_heaviest: stop once the heaviest group cannot be lowered; otherwise go on with the next heaviest.
-    target: a load at which a group is light enough, where the caller knows a bound above the mean.
-    effort: groups and bundles looked at before the search ends, and `EFFORT_EACH` more for each sequence.
-    base: float64 [count], what each group weighs besides its sequences; None for nothing.
-    Returns a new int64 [n]; groups keep `limits`, and none that held a sequence is empty.
+    group_of: int64 [n], the group of each sequence, in 0..count; the groups keep `limits`. weights: float64 [n].
+    sizes: int64 [n], tokens; the sum over a group is capped, as in the packed layout.
+    only_heaviest: stop when no exchange makes the heaviest group lighter, instead of going on with the next.
+    target: a group of at most this load is light enough, if the caller knows a bound above the mean.
+    effort: number of groups and bundles to examine, plus `EFFORT_EACH` for each sequence.
+    base: float64 [count], a load of each group besides its sequences; None is 0.
+    Returns a new int64 [n]; groups keep `limits`, and none that had a sequence is empty.
     """
     order = np.argsort(-weights, kind="stable")
     descending = weights[order]
@@ -93,9 +93,9 @@ def even_out_arrays(
 
 
 def _mean_without_giants(descending: Floats, base: Floats) -> float:
-    """The mean over groups, leaving out each of the heaviest sequences that outweighs the mean of what is then left.
+    """The mean load of groups without giants: sequences that outweigh the mean of the groups that remain.
 
-    Such a sequence is best alone, and what evens out beside it is lighter than the mean over all.
+    A giant is best alone in its group, and the other groups even out at a mean that does not include it.
     """
     count = len(base)
     alone = descending[: count - 1]
@@ -118,9 +118,9 @@ def exchange_until_even(
     level: float,
     effort: int,
 ) -> Integers:
-    """The search of `even_out_arrays`, over sequences in descending order of weight; groups up to `level` are left."""
-    groups, count = thread(weights, sizes, group_of, base), len(base)
-    # Alone, and with no lighter base to go to: whatever it is exchanged with, the pair's maximum stays.
+    """The search of `even_out_arrays`, for sequences in descending order of weight; ends at a load of `level`."""
+    groups, count = link(weights, sizes, group_of, base), len(base)
+    # A sequence alone in a group of the lowest base: no exchange would make the heavier of two groups lighter.
     is_open = (groups.counts > 1) | (base > base.min())
     partners = count if only_heaviest else PARTNERS
     failures = 0
@@ -141,13 +141,13 @@ def exchange_until_even(
         for sequence in returned:
             if sequence >= 0:
                 groups.group_of[sequence] = heavy
-        rethread(groups, heavy, light)
+        relink(groups, heavy, light)
     return groups.group_of
 
 
 @compiled
 def _heaviest(loads: Floats, is_open: NDArray[np.bool_], only_heaviest: bool) -> int:
-    """The heaviest open group; -1 where there is none, or where it must be the heaviest of all and is not open."""
+    """The heaviest open group; -1 if there is none, or if `only_heaviest` and the heaviest of all is not open."""
     heaviest = -1
     for group in range(len(loads)):
         if (is_open[group] or only_heaviest) and (heaviest < 0 or loads[group] > loads[heaviest]):
@@ -157,11 +157,11 @@ def _heaviest(loads: Floats, is_open: NDArray[np.bool_], only_heaviest: bool) ->
 
 @compiled
 def _best_exchange(
-    groups: Threaded, heavy: int, partners: int, max_tokens: float, max_sequences: float, equal_size: bool
+    groups: LinkedGroups, heavy: int, partners: int, max_tokens: float, max_sequences: float, equal_size: bool
 ) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
     """The best exchange of `heavy` with the first of the lightest `partners` that allows one, singles before pairs.
 
-    Returns the partner (-1 where there is none), the bundles looked at, what is given and what is returned.
+    Returns the partner (-1 for none), the effort, and the sequences that go to the partner and come back.
     """
     spent = 0
     loads, tokens, counts = groups.loads, groups.tokens, groups.counts
@@ -169,7 +169,7 @@ def _best_exchange(
         give = _bundles(groups, heavy, largest)
         light, ascending = -1, counts[:0]
         for position in range(min(partners, len(loads))):
-            if position == PARTNERS:  # sorting pays now; mostly one of the first few will do
+            if position == PARTNERS:  # mostly one of the first few will do; from here on sorting pays
                 ascending = np.argsort(loads, kind="mergesort")
             if position < PARTNERS:
                 light = next_lightest(loads, light)
@@ -202,7 +202,7 @@ def _best_exchange(
 
 @compiled
 def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equal_size: bool) -> bool:
-    """Whether groups of these counts may have `moved` sequences go from heavy to light."""
+    """Whether `moved` sequences may go from a group of `heavy` sequences to one of `light`."""
     if heavy - moved < 1 or (light > 0 and light + moved < 1) or max(heavy - moved, light + moved) > max_sequences:
         return False
     return moved == 0 or not equal_size or moved == heavy - light
@@ -212,9 +212,9 @@ def _counts_allow(heavy: int, light: int, moved: int, max_sequences: float, equa
 def _nearest(
     give: Bundles, take: Bundles, half_gap: float, best: float, room_heavy: float, room_light: float
 ) -> tuple[float, int, int]:
-    """The pair of bundles whose difference in weight is nearest to `half_gap`, if nearer than `best`, under the caps.
+    """The pair of bundles whose difference in weight is nearest to `half_gap`, nearer than `best`, under the caps.
 
-    room_heavy, room_light: tokens that either group may still take. Returns the distance and the positions, or -1.
+    room_heavy, room_light: tokens that each group may add. Returns the distance and both positions, -1 for none.
     """
     best_i, best_j, start = -1, -1, 0
     for i in range(len(give[0])):
@@ -235,8 +235,8 @@ def _nearest(
 
 
 @compiled
-def _bundles(groups: Threaded, group: int, largest: int) -> tuple[Bundles, Bundles, Bundles]:
-    """Bundles of none, one and two members; none of two where `largest` is 1."""
+def _bundles(groups: LinkedGroups, group: int, largest: int) -> tuple[Bundles, Bundles, Bundles]:
+    """Bundles of no, one and two members; those of two only if `largest` is 2."""
     members = members_of(groups, group)
     nothing = (np.zeros(1), np.zeros(1), np.full(1, -1), np.full(1, -1))
     singles = (groups.weights[members], groups.sizes[members], members, np.full(len(members), -1))
@@ -244,8 +244,8 @@ def _bundles(groups: Threaded, group: int, largest: int) -> tuple[Bundles, Bundl
 
 
 @compiled
-def _pairs(groups: Threaded, members: Integers) -> Bundles:
-    """A bundle for every two of at most PAIRED members."""
+def _pairs(groups: LinkedGroups, members: Integers) -> Bundles:
+    """A bundle for every pair of at most PAIRED members."""
     chosen = members[:: max(1, -(-len(members) // PAIRED))].copy()
     count = len(chosen) * (len(chosen) - 1) // 2
     one, other = np.empty(count, np.int64), np.empty(count, np.int64)

@@ -1,42 +1,39 @@
-"""Placing sequences into micro-batches one after another, under caps: the loops, compiled.
+"""Compiled loops that place sequences into bins (micro-batches) under caps, one after another.
 
-    order of sequences --+-- fill_lightest         into the lightest with room        None is left out, or it failed
-                         +-- best_fit              into the fullest with room         as many as it takes
-                         +-- fill_to_level         into the lightest within a level   the rest is left out
-                         +-- fill_exactly          and back again, until all fit      all, unless it gives up
+    fill_lightest    the lightest bin with room; stops at the first sequence that fits nowhere
+    best_fit         the fullest bin with room; opens as many bins as it needs
+    fill_to_level    the lightest bin with room that stays within a load; leaves out what fits nowhere
+    fill_exactly     depth-first search with a limit; all sequences or none
 
 `order` is int64, indices into `sizes` (int64 [n], tokens, each at most `max_tokens`) and `weights` (float64 [n]).
-Each returns int64 [n]: the micro-batch of every sequence, -1 where it has none.
+Each function returns int64 [n], the bin of every sequence, -1 for none.
 """
 
 import heapq
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balancing.compiled import compiled
-
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from balancing.grouping import Floats, Integers
 
 EXACT_SEARCH_NODES = 20_000
-"""Placements that the exact search tries before it gives up."""
+"""`fill_exactly` gives up after this many placements."""
 
 
 @compiled
 def fill_lightest(
     order: Integers, sizes: Integers, weights: Floats, bins: int, max_tokens: int, max_sequences: int
 ) -> Integers:
-    """Each into the lightest of `bins` that has room (Graham 1969, under caps); stops at the first that finds none.
+    """Place each in the lightest bin with room (Graham 1969, under caps); stop at the first that fits nowhere.
 
-    Ties go to the bin with fewest sequences, so that none stays empty where some weigh nothing.
+    Ties go to the bin with fewest sequences, so that no bin stays empty if some sequences weigh nothing.
     """
     assignment = np.full(len(sizes), -1, np.int64)
     smallest = max_tokens
     for index in order:
         smallest = min(smallest, sizes[index])
     room = np.full(bins, max_tokens, np.int64)
-    heap = [(0.0, 0, position) for position in range(bins)]  # load, sequences, bin: those that may still grow
+    heap = [(0.0, 0, position) for position in range(bins)]  # (load, sequences, bin) of bins that may grow
     passed = heap[:0]
     for index in order:
         while len(heap) > 0 and room[heap[0][2]] < sizes[index]:
@@ -55,13 +52,13 @@ def fill_lightest(
 
 @compiled
 def best_fit(order: Integers, sizes: Integers, max_tokens: int, max_sequences: int) -> Integers:
-    """Each into the fullest bin that has room, else into a new one; largest first, at most about 11/9 of the fewest."""
+    """Place each in the fullest bin with room, or open a bin; in descending order at most 11/9 of the optimum."""
     assignment = np.full(len(sizes), -1, np.int64)
     room, places = np.full(len(order), max_tokens, np.int64), np.full(len(order), max_sequences, np.int64)
     count = 0
     for index in order:
         size = sizes[index]
-        fullest = count  # the next new one
+        fullest = count  # a new bin
         for position in range(count):
             if size <= room[position] < room[fullest] and places[position] > 0:
                 fullest = position
@@ -77,15 +74,22 @@ def fill_to_level(
     order: Integers,
     sizes: Integers,
     weights: Floats,
+    placed: Integers,
     bins: int,
     level: float,
     max_tokens: int,
     max_sequences: int,
 ) -> Integers:
-    """Each into the lightest of `bins` that has room and stays within `level`; what fits in none is left out."""
-    assignment = np.full(len(sizes), -1, np.int64)
-    loads = np.zeros(bins)
+    """Place each in the lightest bin with room whose load stays within `level`; leave out those that fit nowhere.
+
+    placed: int64 [n], the bin of sequences that are placed already, -1 for the others.
+    """
+    assignment, loads = placed.copy(), np.zeros(bins)
     room, places = np.full(bins, max_tokens, np.int64), np.full(bins, max_sequences, np.int64)
+    for index in np.flatnonzero(placed >= 0):
+        loads[placed[index]] += weights[index]
+        room[placed[index]] -= sizes[index]
+        places[placed[index]] -= 1
     for index in order:
         size, weight = sizes[index], weights[index]
         lightest = -1
@@ -103,10 +107,10 @@ def fill_to_level(
 
 @compiled
 def fill_exactly(order: Integers, sizes: Integers, bins: int, max_tokens: int, max_sequences: int) -> Integers:
-    """Depth-first search: each into the fullest bin with room, then the next; back where one finds none.
+    """Depth-first search: place each in the fullest bin with room, and backtrack when one fits nowhere.
 
-    Of bins with equal room and number of sequences one is tried. A branch ends where the room of all bins that may
-    still grow is less than what is left. All are -1 where nothing was found within `EXACT_SEARCH_NODES`.
+    Of bins with equal room and equal numbers of sequences it tries one. It prunes a branch when the room of all bins
+    that may grow is less than the tokens left. All are -1 if it finds nothing within `EXACT_SEARCH_NODES`.
     """
     count, nodes = len(order), EXACT_SEARCH_NODES
     room, places = np.full(bins, max_tokens, np.int64), np.full(bins, max_sequences, np.int64)

@@ -1,9 +1,9 @@
-"""Cost coefficients from measured micro-batches, by least squares without negative terms.
+"""Fits cost coefficients to measured micro-batches by non-negative least squares.
 
     seconds_i ~ overhead + linear * sum(L) + quadratic * sum(L**2)        L: lengths in micro-batch i
 
-Relative errors are squared (each equation is divided by its seconds): timing noise is a share of the time, and one
-micro-batch of a minute would otherwise drown a hundred of a second.
+It minimises relative errors (each equation is divided by its seconds), because timing noise is proportional to the
+time; with absolute errors, one micro-batch of a minute would outweigh a hundred of a second.
 """
 
 from collections.abc import Sequence
@@ -11,70 +11,59 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from balancing.errors import CostModelError
+from balancing.grouping import Floats
 from balancing.validation import weight_array, whole_numbers
 
 FEWEST_MEASUREMENTS = 4
-"""One more than there are terms, so that an error can be seen."""
+"""One more than there are terms; with fewer there is no residual to estimate the error."""
 HIGHEST_CONDITION = 1_000.0
-"""Above this, 1 % of noise in the times is more than the coefficients themselves."""
+"""Above this condition number, 1 % of noise in the times exceeds the coefficients."""
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    """Seconds per micro-batch, per token and per squared token, and the quality of their fit; see `CostFit`."""
+class FitQuality:
+    """relative_error: root mean square of `predicted / measured - 1`. r_squared: explained share of the variance of
+    seconds. measurements: their number. condition: condition number of the design matrix with normalised columns, about
+    the factor by which noise of the times is amplified in the coefficients."""
 
-    overhead: float
-    linear: float
-    quadratic: float
     relative_error: float
     r_squared: float
     measurements: int
     condition: float
 
 
-def fit_coefficients(micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> Coefficients:
-    """The non-negative coefficients of least squared relative error; CostModelError where they cannot be told."""
-    if len(micro_batches) != np.size(seconds):
-        raise CostModelError(
-            f"{len(micro_batches)} micro-batches with {np.size(seconds)} seconds; pass one time for each"
-        )
-    return fit_terms(regressors(micro_batches), seconds)
+def fit_terms(terms: Floats, seconds: ArrayLike) -> tuple[Floats, FitQuality]:
+    """The non-negative coefficients of least squared relative error: float64 [3], overhead, linear and quadratic.
 
-
-def fit_terms(terms: NDArray[np.float64], seconds: ArrayLike) -> Coefficients:
-    """As `fit_coefficients`, from the terms of each micro-batch, float64 [m, 3]: 1, sum(L), sum(L**2)."""
+    terms: float64 [m, 3], 1, sum(L) and sum(L**2) of each micro-batch. seconds: m times, positive.
+    Raises CostModelError if the data do not suffice.
+    """
     times = _positive_times(seconds)
     if len(times) < FEWEST_MEASUREMENTS:
         raise CostModelError(
-            f"{len(times)} measurements cannot fit three terms and show an error; pass at least {FEWEST_MEASUREMENTS}"
+            f"{len(times)} measurements are too few to fit three terms and estimate the error; "
+            f"pass at least {FEWEST_MEASUREMENTS}"
         )
     relative = terms / times[:, None]
     condition = _condition(relative)
     if not condition <= HIGHEST_CONDITION:
         raise CostModelError(
-            f"the measured micro-batches are too alike to tell overhead, linear and quadratic cost apart (condition "
-            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure some of few tokens and of many, of short "
-            "sequences and of long ones"
+            f"the measured micro-batches are too similar to separate overhead, linear and quadratic cost (condition "
+            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure small and large micro-batches, "
+            "of short sequences and of long ones"
         )
-    overhead, linear, quadratic = _non_negative_least_squares(relative, np.ones(len(times)))
-    if linear == 0 and quadratic == 0:
+    coefficients = _non_negative_least_squares(relative, np.ones(len(times)))
+    if not coefficients[1:].any():
         raise CostModelError("the measured seconds do not grow with tokens; measure micro-batches of more tokens")
-    predicted = terms @ np.array([overhead, linear, quadratic])
-    return Coefficients(
-        float(overhead),
-        float(linear),
-        float(quadratic),
-        relative_error=float(np.sqrt(np.mean((predicted / times - 1.0) ** 2))),
-        r_squared=_r_squared(times, predicted),
-        measurements=len(times),
-        condition=condition,
-    )
+    predicted = terms @ coefficients
+    relative_error = float(np.sqrt(np.mean((predicted / times - 1.0) ** 2)))
+    return coefficients, FitQuality(relative_error, _r_squared(times, predicted), len(times), condition)
 
 
-def regressors(micro_batches: Sequence[ArrayLike]) -> NDArray[np.float64]:
+def regressors(micro_batches: Sequence[ArrayLike]) -> Floats:
     """float64 [m, 3]: 1, sum of lengths, sum of squared lengths of each micro-batch; LengthError for bad lengths."""
     rows = []
     for number, lengths in enumerate(micro_batches):
@@ -83,23 +72,23 @@ def regressors(micro_batches: Sequence[ArrayLike]) -> NDArray[np.float64]:
     return np.array(rows, np.float64).reshape(len(rows), 3)
 
 
-def _positive_times(seconds: ArrayLike) -> NDArray[np.float64]:
+def _positive_times(seconds: ArrayLike) -> Floats:
     times = weight_array(seconds, "seconds")
     if (times == 0).any():
         raise CostModelError(f"seconds[{int(np.argmax(times == 0))}] is 0; a measured time is positive")
     return times
 
 
-def _condition(design: NDArray[np.float64]) -> float:
+def _condition(design: Floats) -> float:
     norms = np.linalg.norm(design, axis=0)
     return float(np.linalg.cond(design / norms)) if (norms > 0).all() else float("inf")
 
 
-def _non_negative_least_squares(design: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The minimiser over coefficients >= 0, exactly: it is the plain one of some subset of the columns.
+def _non_negative_least_squares(design: Floats, target: Floats) -> Floats:
+    """The exact minimiser over coefficients >= 0, which is the unconstrained one of some subset of the columns.
 
-    Three columns have seven subsets, so each is solved and the best without a negative coefficient is taken; the
-    active-set method of Lawson and Hanson (1974) would walk through a part of them.
+    Three columns have only seven subsets, so it solves all and takes the best without a negative coefficient, instead
+    of the active-set method of Lawson and Hanson (1974).
     """
     columns = design.shape[1]
     norms = np.linalg.norm(design, axis=0)
@@ -115,6 +104,6 @@ def _non_negative_least_squares(design: NDArray[np.float64], target: NDArray[np.
     return best
 
 
-def _r_squared(times: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
+def _r_squared(times: Floats, predicted: Floats) -> float:
     spread = float(np.square(times - times.mean()).sum())
     return 1.0 - float(np.square(times - predicted).sum()) / spread if spread > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Which group each sequence is in, as one flat array: what packing and scheduling compute with."""
+"""Groups of sequences as one flat array, the form in which packing and scheduling compute."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,31 +19,32 @@ class Grouping:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int] | Integers], sequences: int) -> "Grouping":
-        """From index lists that together hold each of 0..sequences once."""
+        """From index lists that together contain each of 0..sequences once."""
         group_of = np.empty(sequences, np.int64)
         for number, group in enumerate(groups):
             group_of[group] = number
         return cls(group_of, len(groups))
 
     def sums(self, values: Floats | Integers) -> Floats:
-        """float64 [count]: `values` (one for each sequence) summed over each group, 0 where it is empty."""
+        """float64 [count]: `values` [n] summed over each group, 0 for an empty group."""
         return np.bincount(self.group_of, values, self.count).astype(np.float64, copy=False)
 
     def heaviest(self, weights: Floats) -> Floats:
-        """float64 [n]: for each sequence the largest of `weights` (all >= 0) in its group."""
+        """float64 [n]: for each sequence the largest of `weights` [n] (>= 0) in its group."""
         largest = np.zeros(self.count)
         np.maximum.at(largest, self.group_of, weights)
         return largest[self.group_of]
 
     def sizes(self) -> Integers:
-        """int64 [count]: sequences in each group."""
+        """int64 [count]: number of sequences in each group."""
         return np.bincount(self.group_of, minlength=self.count)
 
     def members(self) -> list[Integers]:
-        """`count` int64 arrays, indices ascending in each."""
-        order = np.argsort(self.group_of, kind="stable")
+        """`count` int64 arrays with ascending indices."""
+        narrow = self.group_of.astype(np.int16) if self.count < 2**15 else self.group_of
+        order = np.argsort(narrow, kind="stable")  # NumPy sorts 16 bits in linear time
         return np.split(order, np.cumsum(self.sizes())[:-1])
 
     def renumbered(self, numbers: Integers, count: int) -> "Grouping":
-        """The same groups, group g now `numbers[g]` of `count`."""
+        """The same groups with other numbers: group g becomes `numbers[g]`, in 0..count."""
         return Grouping(numbers[self.group_of], count)

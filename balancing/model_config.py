@@ -1,7 +1,7 @@
 """FLOPs of a forward pass, counted from a Hugging Face model config.
 
-config --> weights that a token meets in all layers, and the output head   --> 2 FLOPs each, per token
-       --> widths of scores and weighted sum                               --> FLOPs per squared token
+config --> weights that a token passes through, over all layers and the output head --> 2 FLOPs each, per token
+       --> widths of attention scores and weighted sums                              --> FLOPs per squared token
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from balancing.errors import CostModelError
 
 UNGATED_MODELS = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "falcon"})
-"""Model types whose feed-forward block has two matrices; all others are taken as gated, with three."""
+"""Model types whose feed-forward block has two matrices; all others count as gated, with three."""
 
 SEVEN_BILLION = {
     "hidden_size": 3584,
@@ -20,11 +20,11 @@ SEVEN_BILLION = {
     "intermediate_size": 18944,
     "vocab_size": 152064,
 }
-"""The shape of a dense grouped-query model of 7.6 billion weights (Qwen2.5-7B), for those who name no model."""
+"""The shape of a dense grouped-query model of 7.6 billion weights (Qwen2.5-7B); the default of the command."""
 
 
 def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
-    """FLOPs per token and per squared token of one forward pass; CostModelError naming a missing key."""
+    """FLOPs per token and per squared token of one forward pass; CostModelError that names a missing key."""
     fields = _Fields(config)
     layers = fields.integer("num_hidden_layers")
     weights_attention, width_attention = _attention(fields)
@@ -34,7 +34,7 @@ def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
 
 
 class _Fields:
-    """Reads a config that is a mapping or an object, the text part of it where there are several."""
+    """Reads a config, a mapping or an object; the text part of a multi-modal one."""
 
     def __init__(self, config: Mapping[str, Any] | object) -> None:
         self._config = config
@@ -43,7 +43,7 @@ class _Fields:
             self._config = nested
 
     def get(self, *names: str) -> Any:
-        """The first of `names` that is there and not None, else None."""
+        """The value of the first of `names` that is set and not None, else None."""
         for name in names:
             config = self._config
             value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -59,9 +59,9 @@ class _Fields:
 
 
 def _attention(fields: _Fields) -> tuple[int, int]:
-    """Weights of one layer's projections, and FLOPs of it per squared token.
+    """Weights of one layer's projections, and its FLOPs per squared token.
 
-    Scores and weighted sum are 2 * L**2 * width each over all pairs; the causal half of both is L**2 * (sum of widths).
+    Scores and weighted sums take 2 * L**2 * width FLOPs each over all pairs; half of that, causal, is L**2 * width.
     """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if fields.get("kv_lora_rank") is not None:
@@ -72,7 +72,7 @@ def _attention(fields: _Fields) -> tuple[int, int]:
 
 
 def _latent_attention(fields: _Fields, hidden: int, heads: int) -> tuple[int, int]:
-    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank keys, values and, where set, queries."""
+    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank keys, values and optionally queries."""
     rope, nope = fields.integer("qk_rope_head_dim"), fields.integer("qk_nope_head_dim")
     value, kv_rank = fields.integer("v_head_dim"), fields.integer("kv_lora_rank")
     query_rank = fields.integer("q_lora_rank", default=0)
@@ -83,7 +83,7 @@ def _latent_attention(fields: _Fields, hidden: int, heads: int) -> tuple[int, in
 
 
 def _feed_forward_weights(fields: _Fields, layers: int) -> int:
-    """Weights that a token meets in the feed-forward blocks of all layers."""
+    """Weights that a token passes through in the feed-forward blocks of all layers."""
     hidden = fields.integer("hidden_size")
     matrices = 2 if fields.get("model_type") in UNGATED_MODELS else 3
     experts = fields.integer("num_experts", "n_routed_experts", "num_local_experts", default=0)
@@ -101,7 +101,7 @@ def _feed_forward_weights(fields: _Fields, layers: int) -> int:
 
 
 def _sparse_layers(fields: _Fields, layers: int) -> int:
-    """How many layers are mixtures of experts, by the keys of DeepSeek and of Qwen."""
+    """The number of layers with a mixture of experts, by the config keys of DeepSeek and Qwen."""
     first = fields.integer("first_k_dense_replace", default=0)
     frequency = fields.integer("moe_layer_freq", default=1)
     dense = set(fields.get("mlp_only_layers") or [])

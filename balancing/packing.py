@@ -1,10 +1,10 @@
-"""Sequences into micro-batches under a cap on tokens.
+"""Packing: sequences into micro-batches under a cap on tokens.
 
-    lengths -> aligned sizes -> how many micro-batches -> fill by workload under the cap -> exchanges -> index arrays
+    lengths -> aligned sizes -> number of micro-batches -> filling by workload, under the caps -> exchanges -> indices
 
-Invariants of every result: every index is in exactly one micro-batch; none is empty; no micro-batch is above
-`max_tokens` or `max_sequences`; their number is at least `min_count` and a multiple of `multiple_of`.
-The packed layout takes the sum of aligned lengths, the padded layout rows times the aligned longest.
+Invariants: every index is in exactly one micro-batch; none is empty; none exceeds `max_tokens` or `max_sequences`;
+their number is at least `min_count` and a multiple of `multiple_of`.
+A packed micro-batch takes the sum of its aligned lengths, a padded one its rows times the longest aligned length.
 """
 
 import heapq
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.alignment import round_up
-from balancing.bounds import fewest_bins
 from balancing.errors import CountError
 from balancing.exchange import Limits, even_out_arrays
 from balancing.filling import best_fit, fill_exactly, fill_lightest
 from balancing.grouping import Floats, Grouping, Integers
+from balancing.lower_bounds import fewest_bins
 from balancing.padded import Runs, equal_counts, pack_padded, split_most_tokens, take_in_order
 from balancing.validation import check_fits, one_of, positive_integer, sequence_lengths, weight_array
 
@@ -27,9 +27,9 @@ Layout = Literal["packed", "padded"]
 PackAlgorithm = Literal["load_balance", "none"]
 
 EXACT_LIMIT = 64
-"""Batches of at most this many sequences are searched exactly where heuristics miss the lower bound."""
+"""Batches of at most this many sequences are searched exhaustively if heuristics miss the lower bound."""
 EFFORT = 1_000_000
-"""Groups and bundles that one search for exchanges looks at, some 5 ms of compiled code."""
+"""Limit of one search for exchanges, about 5 ms of compiled code; see `exchange.even_out_arrays`."""
 
 
 def pack(
@@ -44,16 +44,15 @@ def pack(
     length_multiple: int = 1,
     algorithm: PackAlgorithm = "load_balance",
 ) -> list[NDArray[np.int64]]:
-    """Group sequences into the fewest micro-batches that the caps allow, of equal workload.
+    """Group sequences into the fewest micro-batches that the caps allow, with workloads as equal as possible.
 
-    lengths: n whole numbers >= 1, tokens. max_tokens: cap of a micro-batch (for a context-parallel group: its cap
-    times cp). workloads: n numbers >= 0, what is evened; tokens if None. length_multiple: each length (packed) or the
-    longest (padded) is rounded up to a multiple of it before it counts. algorithm: `load_balance`, or `none`, which
-    keeps the given order and cuts it.
-    Returns int64 arrays. `load_balance`: heaviest micro-batch first, indices ascending in each; ties by the sum of
-    squared lengths, then by first index. `none`: in given order.
+    lengths: n whole numbers >= 1, tokens. max_tokens: cap of a micro-batch (of a context-parallel group: cap of a rank
+    times cp). workloads: n numbers >= 0 to balance; None balances tokens. length_multiple: lengths are rounded up to a
+    multiple of it before they count. algorithm: `load_balance`, or `none`, which cuts the given order.
+    Returns int64 arrays. `load_balance`: heaviest micro-batch first, ties by the sum of squared lengths, then by first
+    index; indices ascending. `none`: in given order.
     Raises LengthError, WeightError, OptionError for bad values; OverCapError for a sequence above the cap; CountError
-    where `min_count` and `multiple_of` need more micro-batches than there are sequences.
+    if `min_count` and `multiple_of` ask for more micro-batches than there are sequences.
     """
     one_of(layout, "layout", ("packed", "padded"))
     one_of(algorithm, "algorithm", ("load_balance", "none"))
@@ -67,7 +66,7 @@ def pack(
     weights = None if workloads is None else weight_array(workloads, "workloads", len(tokens))
     if algorithm == "none":
         return [np.arange(start, stop) for start, stop in pack_in_order(sizes, caps, count)]
-    # Planned in an order of their own, sequences are grouped alike however they are given.
+    # Sorted first, so that the result does not depend on the given order.
     loads = sizes.astype(np.float64) if weights is None else weights
     order = np.lexsort((-sizes, -loads))
     grouping = pack_evenly(sizes[order], None if weights is None else weights[order], caps, count)
@@ -77,7 +76,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Caps:
-    """Cap on tokens and on sequences of a micro-batch, and how tokens are counted."""
+    """Caps of a micro-batch. padded: tokens are counted as in the padded layout."""
 
     max_tokens: int
     max_sequences: int
@@ -86,7 +85,7 @@ class Caps:
 
 @dataclass(frozen=True)
 class CountRule:
-    """How many micro-batches there may be."""
+    """Constraints on the number of micro-batches."""
 
     minimum: int = 1
     multiple_of: int = 1
@@ -104,10 +103,10 @@ class CountRule:
 
 
 def pack_in_order(sizes: Integers, caps: Caps, count: CountRule) -> Runs:
-    """Runs of the given order, as few as the caps allow.
+    """Cut the given order into as few runs as the caps allow.
 
-    They hold equal counts of sequences where that keeps the caps; otherwise each is filled until the next sequence
-    would exceed a cap, and those with most tokens are halved until there are enough.
+    Runs have equal counts of sequences if that keeps the caps. Otherwise each run ends where the next sequence would
+    exceed a cap, and those with most tokens are halved until there are enough.
     """
     filled = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded)
     bins = count.at_least(len(filled), len(sizes))
@@ -118,13 +117,13 @@ def pack_in_order(sizes: Integers, caps: Caps, count: CountRule) -> Runs:
 
 
 def keeps_caps(sizes: Integers, caps: Caps) -> bool:
-    """Whether sequences of these sizes (at least one) may share a micro-batch."""
+    """Whether sequences of these sizes (int64 [n], n >= 1) may share a micro-batch."""
     tokens = len(sizes) * sizes.max() if caps.padded else sizes.sum()
     return bool(tokens <= caps.max_tokens and len(sizes) <= caps.max_sequences)
 
 
 def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: CountRule) -> Grouping:
-    """The fewest micro-batches, evened by weight (tokens if None); no order of groups is promised."""
+    """The fewest micro-batches, balanced by weight (by tokens if None), in no particular order."""
     if caps.padded:
         return pack_padded(sizes, weights, caps.max_tokens, caps.max_sequences, count.at_least)
     loads = sizes.astype(np.float64) if weights is None else weights
@@ -134,7 +133,7 @@ def pack_evenly(sizes: Integers, weights: Floats | None, caps: Caps, count: Coun
 
 
 def _fewest_by_bisection(sizes: Integers, loads: Floats, caps: Caps, count: CountRule, too_few: int) -> Grouping:
-    """Between a count that no way to fill succeeded with and that of best-fit-decreasing, which is enough."""
+    """Bisection between `too_few`, with which packing failed, and the count of best-fit-decreasing, which suffices."""
     enough = count.at_least(fewest_by_best_fit(sizes, caps), len(sizes))
     found = None
     while enough - too_few > count.multiple_of:
@@ -149,27 +148,27 @@ def _fewest_by_bisection(sizes: Integers, loads: Floats, caps: Caps, count: Coun
 
 
 def fewest_micro_batches(sizes: Integers, caps: Caps) -> int:
-    """A lower bound on micro-batches of any plan for `sizes`; in the padded layout it is reached."""
+    """A lower bound on the number of micro-batches for `sizes`; attained in the padded layout."""
     if caps.padded:
         return len(take_in_order(np.sort(sizes)[::-1], caps.max_tokens, caps.max_sequences, padded=True))
     return fewest_bins(sizes, caps.max_tokens, caps.max_sequences)
 
 
 def fewest_by_best_fit(sizes: Integers, caps: Caps) -> int:
-    """How many micro-batches best-fit-decreasing needs: with so many, packing succeeds."""
+    """The number of micro-batches of best-fit-decreasing, with which packing always succeeds."""
     return _best_fit_decreasing(sizes, caps).count
 
 
 def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
-    """`count` micro-batches of the packed layout, none empty, evened by load; None where no way to fill them succeeds.
+    """`count` non-empty micro-batches of the packed layout, balanced by load; None if every method of filling fails.
 
-    The ways, from the one that leaves loads most even to the one that is most patient: by load, by tokens, best-fit,
-    tokens evened without a cap until they happen to keep it, and for few sequences an exhaustive search.
+    The methods, from the most even loads to the most thorough search: heaviest first, longest first, exchanges
+    without a cap, best-fit-decreasing, and exhaustive search.
     """
     for fill in (_by_load, _by_tokens, _by_exchanges, _by_best_fit, _by_search):
         grouping = fill(sizes, loads, caps, count)
         if grouping is not None:
-            return evened(grouping, loads, sizes, caps)
+            return even_out(grouping, loads, sizes, caps)
     return None
 
 
@@ -181,8 +180,10 @@ def _pack_for_sure(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Gr
     return grouping
 
 
-def evened(grouping: Grouping, loads: Floats, sizes: Integers, caps: Caps, *, only_heaviest: bool = False) -> Grouping:
-    """Exchanges under the caps of the packed layout; see `exchange.even_out_arrays`."""
+def even_out(
+    grouping: Grouping, loads: Floats, sizes: Integers, caps: Caps, *, only_heaviest: bool = False
+) -> Grouping:
+    """`exchange.even_out_arrays` under the caps of the packed layout."""
     limits = Limits(caps.max_tokens, caps.max_sequences)
     group_of = even_out_arrays(
         grouping.group_of, grouping.count, loads, sizes, limits, only_heaviest=only_heaviest, effort=EFFORT
@@ -191,7 +192,7 @@ def evened(grouping: Grouping, loads: Floats, sizes: Integers, caps: Caps, *, on
 
 
 def heaviest_first(grouping: Grouping, sizes: Integers, weights: Floats, indices: Integers) -> Grouping:
-    """Numbered by descending weight, ties by the sum of squared sizes, then by the first of `indices` (int64 [n])."""
+    """Renumber by descending weight, ties by the sum of squared sizes, then by the least of `indices` (int64 [n])."""
     first = np.full(grouping.count, np.iinfo(np.int64).max)
     np.minimum.at(first, grouping.group_of, indices)
     squares = np.square(sizes.astype(np.float64))
@@ -214,20 +215,13 @@ def _by_best_fit(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grou
 
 
 def _by_exchanges(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
-    """What the cap forbids on the way may keep it at the end: thirds of the cap, three to a micro-batch."""
+    """Even out tokens without a cap until they keep it, which packs thirds of the cap three to a micro-batch."""
     tokens, limits = sizes.astype(np.float64), Limits(max_sequences=caps.max_sequences)
     start = _by_load(sizes, tokens, Caps(int(sizes.sum()), caps.max_sequences), count)
     if start is None:
         return None
     group_of = even_out_arrays(
-        start.group_of,
-        count,
-        tokens,
-        sizes,
-        limits,
-        only_heaviest=True,
-        target=float(caps.max_tokens),
-        effort=EFFORT,
+        start.group_of, count, tokens, sizes, limits, only_heaviest=True, target=float(caps.max_tokens), effort=EFFORT
     )
     grouping = Grouping(group_of, count)
     return grouping if grouping.sums(sizes).max() <= caps.max_tokens else None
@@ -252,7 +246,7 @@ def _complete(group_of: Integers, count: int) -> Grouping | None:
 
 
 def spread(groups: list[Integers], sizes: Integers, count: int) -> Grouping:
-    """Halve the groups with most tokens until there are `count`; there must be as many indices."""
+    """Halve the groups with most tokens until there are `count`, at most the number of indices."""
     heap = [(-(int(sizes[group].sum()) if len(group) > 1 else 0), number, group) for number, group in enumerate(groups)]
     heapq.heapify(heap)
     while len(heap) < count:

@@ -1,8 +1,8 @@
-"""Contiguous runs of sequences: the padded layout, and any layout in given order.
+"""Contiguous runs of sequences: the padded layout, and any layout in the given order.
 
     lengths sorted -> dealt to ranks with stride -> the same cuts on every rank -> rows * padded length <= cap
 
-The published dynamic batching for models without variable-length attention; `deal_padded` is it whole.
+`deal_padded` is the published dynamic batching for models without variable-length attention.
 """
 
 import heapq
@@ -20,17 +20,17 @@ from balancing.grouping import Floats, Grouping, Integers
 from balancing.validation import check_fits, positive_integer, sequence_lengths
 
 Runs = list[tuple[int, int]]
-"""Half-open ranges of positions, end to end."""
+"""Consecutive half-open ranges of positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedDeal:
-    """Every rank's sequences and the cuts that all ranks share.
+    """The sequences of every rank, and the cuts, which all ranks share.
 
-    ranks[r]: int64 indices that rank r computes, shortest first; they differ in number by at most one.
-    slices: (start, stop) of each micro-batch into `ranks[r]`; only the last may be a row short on some ranks.
+    ranks[r]: int64 indices of rank r, shortest first; their numbers differ by at most one.
+    slices: (start, stop) of each micro-batch in `ranks[r]`; on some ranks the last may have one row less.
     padded_lengths: int64, width of each micro-batch, the same on all ranks.
-    tokens: cells computed over all ranks. given_tokens: cells if every row had the width of the longest.
+    tokens: computed cells over all ranks. given_tokens: cells if every row were as wide as the longest.
     """
 
     ranks: tuple[Integers, ...]
@@ -41,11 +41,11 @@ class PaddedDeal:
 
     @property
     def padding_removed(self) -> float:
-        """Share of the cells of a batch padded to its longest row that are not computed."""
+        """Share of the cells of a batch padded to its longest row that is not computed."""
         return 1.0 - self.tokens / self.given_tokens
 
     def padding_removed_of(self, width: int) -> float:
-        """The same of a batch whose rows are all `width` cells wide, as a tensor of the longest allowed is."""
+        """The same for a batch padded to `width`, for example the longest length allowed."""
         return 1.0 - self.tokens / (sum(map(len, self.ranks)) * width)
 
 
@@ -60,9 +60,9 @@ def deal_padded(
 ) -> PaddedDeal:
     """Sort by length, deal with stride, cut into micro-batches of `rows * padded_length <= max_tokens`.
 
-    All ranks share cuts and widths. `multiple_of`: where a pipeline needs it, the micro-batches with most tokens are
-    split until the count divides; their halves keep the width, so that no new shape appears.
-    Raises as `pack` does; CountError where a rank has fewer rows than the count needs, or fewer sequences than ranks.
+    All ranks share cuts and widths. multiple_of: the micro-batches with most tokens are split until their number is a
+    multiple of it (for pipelines); halves keep the width, so that no new shape appears.
+    Raises as `pack` does; CountError if there are fewer sequences than ranks, or too few rows on a rank for the count.
     """
     tokens = sequence_lengths(lengths)
     if positive_integer(ranks, "ranks") > len(tokens):
@@ -75,15 +75,22 @@ def deal_padded(
     widest = sizes[order[np.minimum(np.arange(ranks - 1, len(order) + ranks - 1, ranks), len(order) - 1)]]
     rows = len(order) if max_sequences is None else positive_integer(max_sequences, "max_sequences")
     runs = take_in_order(widest, max_tokens, rows, padded=True)
-    widths = [int(widest[stop - 1]) for _, stop in runs]
-    runs, widths = _split_for_pipeline(runs, widths, positive_integer(multiple_of, "multiple_of"))
+    count = -(-len(runs) // positive_integer(multiple_of, "multiple_of")) * multiple_of
+    if count > len(widest):
+        raise CountError(
+            f"{len(widest)} rows on a rank cannot fill {count} micro-batches (the cap needs {len(runs)}, "
+            f"multiple_of={multiple_of}); lower multiple_of or pass more sequences"
+        )
+    width_of = np.concatenate([np.full(stop - start, widest[stop - 1]) for start, stop in runs])
+    runs = split_most_tokens(runs, width_of, count, padded=True)
+    widths = width_of[[start for start, _ in runs]]
     dealt = tuple(order[rank::ranks] for rank in range(ranks))
     computed = sum(
         (min(stop, len(mine)) - start) * width
         for mine in dealt
         for (start, stop), width in zip(runs, widths, strict=True)
     )
-    return PaddedDeal(dealt, tuple(runs), np.asarray(widths, np.int64), computed, len(tokens) * int(sizes.max()))
+    return PaddedDeal(dealt, tuple(runs), widths, int(computed), len(tokens) * int(sizes.max()))
 
 
 def take_in_order(
@@ -95,10 +102,10 @@ def take_in_order(
     weights: Floats | None = None,
     max_weight: float = np.inf,
 ) -> Runs:
-    """Cut positions 0..n into the longest runs that keep the caps, from the front: the fewest for this order.
+    """Cut positions 0..n from the front into the longest runs that keep the caps, the fewest for this order.
 
-    sizes: int64 [n], n >= 1, each at most `max_tokens`. A run takes their sum, or with `padded` rows times the largest.
-    weights: float64 [n]; where given, a run of several also keeps their sum at most `max_weight`.
+    sizes: int64 [n], n >= 1, each at most `max_tokens`. A run takes their sum, or if `padded` rows times the largest.
+    weights: float64 [n] or None; the weights of a run of several sequences sum to at most `max_weight`.
     """
     loads = np.zeros(len(sizes)) if weights is None else weights
     starts = run_starts(sizes, loads, max_tokens, max_sequences, padded, max_weight).tolist()
@@ -109,7 +116,7 @@ def take_in_order(
 def run_starts(
     sizes: Integers, loads: Floats, max_tokens: int, max_sequences: int, padded: bool, max_load: float
 ) -> Integers:
-    """Where the runs of `take_in_order` start, int64, the first at 0."""
+    """int64, the first positions of the runs of `take_in_order`."""
     starts = np.zeros(len(sizes), np.int64)
     count, total, widest, load = 1, 0, 0, 0.0
     for position in range(len(sizes)):
@@ -123,14 +130,14 @@ def run_starts(
 
 
 def equal_counts(positions: int, count: int) -> Runs:
-    """`count` runs whose numbers of positions differ by at most one, longer ones first."""
+    """`count` runs whose lengths differ by at most one, longer runs first."""
     least, longer = divmod(positions, count)
     bounds = [run * least + min(run, longer) for run in range(count + 1)]
     return list(pairwise(bounds))
 
 
 def split_most_tokens(runs: Runs, sizes: Integers, count: int, *, padded: bool) -> Runs:
-    """Halve the runs with most tokens until there are `count`; there must be as many positions."""
+    """Halve the runs with most tokens until there are `count`, at most the number of positions."""
 
     def entry(start: int, stop: int) -> tuple[int, int, int]:
         inside = sizes[start:stop]
@@ -154,12 +161,11 @@ def pack_padded(
     max_sequences: int,
     allowed_count: Callable[[int, int], int],
 ) -> Grouping:
-    """Fewest micro-batches of `rows * longest <= max_tokens`, then the lowest heaviest one that this count allows.
+    """The fewest micro-batches of `rows * longest <= max_tokens`, with the heaviest as light as this count allows.
 
-    Taking the longest that are left, as many as fit, is optimal for the count: whatever shares a micro-batch with
-    the longest sequence can be exchanged for the next longest without any micro-batch growing.
-    sizes: int64 [n], aligned. weights: float64 [n] or None for padded tokens.
-    allowed_count: (needed, sequences) -> the count to use.
+    To take as many of the longest sequences left as fit minimises the count: any sequence that shares a micro-batch
+    with the longest can be exchanged for the next longest, and no micro-batch grows.
+    sizes: int64 [n], aligned. weights: float64 [n]; None is padded tokens. allowed_count: (needed, sequences) -> count.
     """
     order = np.argsort(-sizes, kind="stable")
     descending = sizes[order]
@@ -174,7 +180,7 @@ def pack_padded(
 
 
 def _lowest_token_limit(descending: Integers, max_tokens: int, max_sequences: int, count: int) -> Runs:
-    """The runs at the lowest cap that still gives at most `count` of them, found by bisection."""
+    """Bisection for the lowest cap with at most `count` runs."""
     low, high = int(descending[0]), max_tokens
     while low < high:
         middle = (low + high) // 2
@@ -188,7 +194,7 @@ def _lowest_token_limit(descending: Integers, max_tokens: int, max_sequences: in
 def _lowest_weight_limit(
     descending: Integers, weights: Floats, max_tokens: int, max_sequences: int, count: int
 ) -> Runs:
-    """The same for the heaviest run's weight, to about 1e-6 of the total."""
+    """Bisection for the lowest limit on a run's weight with at most `count` runs, to about 1e-6 of the total."""
 
     def runs_within(limit: float) -> Runs:
         return take_in_order(descending, max_tokens, max_sequences, padded=True, weights=weights, max_weight=limit)
@@ -201,23 +207,3 @@ def _lowest_weight_limit(
         else:
             low = middle
     return runs_within(high)
-
-
-def _split_for_pipeline(runs: Runs, widths: list[int], multiple_of: int) -> tuple[Runs, list[int]]:
-    rows = runs[-1][1]
-    target = -(-len(runs) // multiple_of) * multiple_of
-    if target > rows:
-        raise CountError(
-            f"{rows} rows on a rank cannot fill {target} micro-batches (the cap needs {len(runs)}, "
-            f"multiple_of={multiple_of}); lower multiple_of or pass more sequences"
-        )
-    runs, widths = list(runs), list(widths)
-    while len(runs) < target:
-        tokens = [
-            (stop - start) * width if stop - start > 1 else 0 for (start, stop), width in zip(runs, widths, strict=True)
-        ]
-        position = int(np.argmax(tokens))
-        start, stop = runs[position]
-        runs[position : position + 1] = [(start, (start + stop) // 2), ((start + stop) // 2, stop)]
-        widths.insert(position, widths[position])
-    return runs, widths

@@ -1,12 +1,12 @@
 """k-way number partitioning: n weights into k sets whose sums are as equal as can be.
 
-    weights, descending --+-- karmarkar_karp   largest differencing over k-tuples    free or equal counts
-                          +-- longest_first    heaviest first, to the lightest set   free or equal counts
-                          +-- sort_and_deal    dealt like cards                      equal counts
-                          +-- refined          the first two, then exchanges, then   free or equal counts
-                                               pairs of small sets split anew
+    karmarkar_karp    largest differencing                                         free or equal counts
+    longest_first     heaviest first, to the lightest set                          free or equal counts
+    sort_and_deal     sorted, dealt like cards                                     equal counts
+    refined           karmarkar_karp or longest_first, then exchanges, then        free or equal counts
+                      optimal splits of pairs of small sets
 
-Equal counts differ by at most one when k does not divide n. All are deterministic.
+Equal counts differ by at most one if k does not divide n. All are deterministic.
 """
 
 import heapq
@@ -14,21 +14,21 @@ from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from balancing.compiled import compiled
-from balancing.crowding import crowded_bound, lower_bound
 from balancing.differencing import largest_differencing
 from balancing.errors import CountError, WeightError
 from balancing.exchange import TOLERANCE, Limits, even_out_arrays
+from balancing.grouping import Floats, Grouping, Integers
+from balancing.lower_bounds import mean_bound, pigeonhole_bound
 from balancing.resplitting import resplit_until_even
-from balancing.threaded import Floats, Integers
 from balancing.validation import one_of, positive_integer, weight_array
 
 EFFORT_EACH = 5_000
-"""Exchanges that `refined` looks at for each weight before it ends a search; see `even_out_arrays`."""
+"""Effort of `refined` for each weight; see `even_out_arrays`."""
 MOST_EFFORT = 50_000_000
-"""The most that it looks at, some 0.2 s of compiled code."""
+"""Limit of its total effort, about 0.2 s of compiled code."""
 
 Algorithm = Literal["refined", "karmarkar_karp", "longest_first", "sort_and_deal"]
 
@@ -40,13 +40,13 @@ def partition(
     equal_size: bool = False,
     algorithm: Algorithm = "refined",
     allow_empty: bool = False,
-) -> list[NDArray[np.int64]]:
-    """Split the indices of `weights` into k sets with sums as equal as can be.
+) -> list[Integers]:
+    """Split the indices of `weights` into k sets with sums as equal as possible.
 
     weights: n finite numbers >= 0, tokens or workload. equal_size: counts differ by at most one.
-    Returns k int64 arrays, indices ascending in each; every index is in exactly one.
-    Raises WeightError for bad weights, OptionError for a bad k or algorithm, CountError if k > n (some set would be
-    empty) unless `allow_empty`.
+    Returns k int64 arrays with ascending indices; every index is in exactly one.
+    Raises WeightError for bad weights, OptionError for a bad k or algorithm, and, without `allow_empty`, CountError if
+    k > n.
     """
     checked = weight_array(weights, "weights")
     one_of(algorithm, "algorithm", tuple(_ALGORITHMS))
@@ -55,31 +55,23 @@ def partition(
         raise WeightError("weights is empty; pass at least one weight")
     if sets > checked.size and not allow_empty:
         raise CountError(f"k={sets} is more than the {checked.size} weights; lower k or set allow_empty=True")
-    order = _heaviest_first(checked)  # then ties apart, sets do not depend on the order that is given
+    order = _heaviest_first(checked)  # so that, except for ties, the given order does not matter
     set_of = np.empty(checked.size, np.int64)
     set_of[order] = _ALGORITHMS[algorithm](checked[order], sets, equal_size)
-    return indices_by_set(set_of, sets)
-
-
-def indices_by_set(set_of: Integers, k: int) -> list[NDArray[np.int64]]:
-    """The indices of each set, ascending. set_of: int64 [n], the set of each index, 0..k."""
-    narrow = set_of.astype(np.int16) if k < 2**15 else set_of  # NumPy sorts 16 bits in linear time
-    order = np.argsort(narrow, kind="stable")
-    ends = np.cumsum(np.bincount(set_of, minlength=k)).tolist()
-    return [order[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
+    return Grouping(set_of, sets).members()
 
 
 def _heaviest_first(weights: Floats) -> Integers:
-    """Indices in descending order of weight, ties in given order; NumPy sorts 16 bits in linear time."""
+    """Indices in descending order of weight, ties in given order."""
     if weights.max() < 2**16 and (weights == np.floor(weights)).all():
-        return np.argsort((2**16 - 1 - weights).astype(np.uint16), kind="stable")
+        return np.argsort((2**16 - 1 - weights).astype(np.uint16), kind="stable")  # NumPy sorts 16 bits in linear time
     return np.argsort(-weights, kind="stable")
 
 
 def karmarkar_karp(weights: Floats, k: int, equal_size: bool = False) -> Integers:
     """The largest differencing method (Karmarkar and Karp 1982; Michiels et al. 2003 for equal counts).
 
-    weights: float64 [n], descending. Returns the set of each, 0..k; int64 [n].
+    weights: float64 [n], descending. Returns int64 [n], the set of each weight, in 0..k.
     """
     count = len(weights)
     if k == 1 or count == 1:
@@ -90,7 +82,7 @@ def karmarkar_karp(weights: Floats, k: int, equal_size: bool = False) -> Integer
 
 @compiled
 def longest_first(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """Heaviest first, each into the lightest set that may still grow (Graham 1969); as `karmarkar_karp`."""
+    """Heaviest first, each to the lightest set that may grow (Graham 1969). Arguments and result: `karmarkar_karp`."""
     set_of = np.empty(len(weights), np.int64)
     smallest, larger_sets = len(weights) // k, len(weights) % k
     heap = [(0.0, 0, position) for position in range(k)]
@@ -106,25 +98,16 @@ def longest_first(weights: Floats, k: int, equal_size: bool = False) -> Integers
     return set_of
 
 
-def sort_and_deal(weights: NDArray[np.float64], k: int) -> list[list[int]]:
-    """Ascending, ties in given order, dealt with stride k; members stay in that order. Counts are always equal.
-
-    weights: float64 [n], in any order.
-    """
-    order = np.argsort(weights, kind="stable")
-    return [order[position::k].tolist() for position in range(k)]
-
-
 def refined(weights: Floats, k: int, equal_size: bool = False) -> Integers:
-    """Exchanges until within 1e-5 of the lower bound or none helps; as `karmarkar_karp`.
+    """Exchanges until the heaviest set is within 1e-5 of the lower bound. Arguments and result: `karmarkar_karp`.
 
-    Starts from Karmarkar-Karp; where that does not reach the bound, also from longest-first, and the better is kept.
-    Where sets are small, pairs of them are then split anew in the best of all ways.
+    Starts from Karmarkar-Karp and, if that does not reach the bound, also from longest-first; keeps the better.
+    Finally splits pairs of small sets optimally.
     """
     start = karmarkar_karp(weights, k, equal_size)
-    if k >= len(weights) or _heaviest(weights, start) <= lower_bound(weights, k) * (1 + TOLERANCE):
+    if k >= len(weights) or _heaviest(weights, start) <= mean_bound(weights, k) * (1 + TOLERANCE):
         return start
-    level = crowded_bound(weights, k, equal_size) * (1 + TOLERANCE)
+    level = pigeonhole_bound(weights, k, equal_size) * (1 + TOLERANCE)
     best, lowest = start, np.inf
     for set_of in sorted((start, longest_first(weights, k, equal_size)), key=lambda sets: _heaviest(weights, sets)):
         evened = _exchanged(weights, set_of, k, equal_size, level)
@@ -152,8 +135,8 @@ def _heaviest(weights: Floats, set_of: Integers) -> float:
     return float(np.bincount(set_of, weights=weights).max())
 
 
-def _dealt(weights: Floats, k: int, equal_size: bool) -> Integers:
-    """`sort_and_deal` as the set of each weight."""
+def sort_and_deal(weights: Floats, k: int, equal_size: bool = True) -> Integers:
+    """Sort in ascending order, ties in given order, and deal with stride k. Arguments and result: `karmarkar_karp`."""
     set_of = np.empty(len(weights), np.int64)
     set_of[np.argsort(weights, kind="stable")] = np.arange(len(weights)) % k
     return set_of
@@ -163,5 +146,5 @@ _ALGORITHMS: dict[str, Callable[[Floats, int, bool], Integers]] = {
     "refined": refined,
     "karmarkar_karp": karmarkar_karp,
     "longest_first": longest_first,
-    "sort_and_deal": _dealt,
+    "sort_and_deal": sort_and_deal,
 }

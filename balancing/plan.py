@@ -1,17 +1,17 @@
-"""Plan: who computes what, and when, for a whole global batch.
+"""The plan of a global batch: which rank computes which sequence in which micro-step.
 
     lengths, mini-batches of the caller
-      -> per mini-batch: micro-batches under the caps -> micro-steps -> ranks      (schedule.py)
-      -> Plan.mini_batches[m].micro_steps[s].ranks[r]                              what the driver looks at
-      -> Plan.for_rank(r)                                                          what a worker receives
+      -> each mini-batch: micro-batches under the caps -> micro-steps -> ranks     (schedule.py)
+      -> Plan.mini_batches[m].micro_steps[s].ranks[r]                              for the driver
+      -> Plan.for_rank(r)                                                          for a worker
 
 Invariants:
   every index is computed exactly once;
   every micro-batch keeps the cap on tokens and the cap on sequences;
   within a mini-batch every rank has the same number of micro-batches: at least `min_count`, a multiple of
   `multiple_of`, and no micro-step is empty on all ranks;
-  which mini-batch a sequence belongs to is the caller's decision and never changes, unless `redeal_groups` is given;
-  the normalisers of a mini-batch are global numbers that do not depend on how it is cut.
+  the caller decides which mini-batch a sequence belongs to, and without `redeal_groups` the plan never changes it;
+  the normalisers of a mini-batch are global numbers that do not depend on how it is split.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,16 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from balancing.alignment import round_up
 from balancing.dealing import Order, Request, Schedule, Start
 from balancing.errors import OptionError
-from balancing.grouping import Grouping
+from balancing.grouping import Floats, Grouping, Integers
 from balancing.packing import Caps, CountRule, Layout
 from balancing.published import PUBLISHED, schedule_rank_locally
 from balancing.redeal import redealt
 from balancing.schedule import schedule_evenly, schedule_in_order
-from balancing.statistics import plan_statistics
 from balancing.validation import (
     check_fits,
     group_names,
@@ -48,9 +47,9 @@ PlanAlgorithm = Literal["karmarkar_karp", "load_balance", "none", "verl", "roll"
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """What all ranks compute at the same time. ranks[r]: int64, ascending, the sequences of rank r; may be empty."""
+    """Micro-batches that run at the same time. ranks[r]: int64, ascending, the sequences of rank r; may be empty."""
 
-    ranks: tuple[NDArray[np.int64], ...]
+    ranks: tuple[Integers, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +57,15 @@ class MiniBatch:
     """One optimiser step.
 
     rows: int64 [sequences], in order of micro-step, then rank, ascending in each micro-batch.
-    bounds: int64 [steps * ranks + 1]; micro-batch `step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
-    start: what it was refined from; the algorithm, where it was not.
-    tokens, loss_tokens, sequences, groups: over all ranks, what losses divide by whatever the plan. Sequences and
-    groups are those with a loss token: a mean of sequence means (GRPO, 1/|o_i| of each) has no term for the others.
-    groups may be None, where nobody named them.
+    bounds: int64 [steps * ranks + 1]; micro-batch `i = step * ranks + rank` is `rows[bounds[i] : bounds[i + 1]]`.
+    start: the initial assignment that it was refined from, or the algorithm if it was not refined.
+    tokens, loss_tokens, sequences, groups: totals over all ranks, by which losses divide. Sequences and groups count
+    only with a loss token: a mean of sequence means (GRPO, 1/|o_i| of each) has no term for the others.
+    groups is None unless the caller named groups.
     """
 
-    rows: NDArray[np.int64] = field(repr=False)
-    bounds: NDArray[np.int64] = field(repr=False)
+    rows: Integers = field(repr=False)
+    bounds: Integers = field(repr=False)
     steps: int
     start: Start
     tokens: int
@@ -76,21 +75,20 @@ class MiniBatch:
 
     @property
     def micro_steps(self) -> tuple[MicroStep, ...]:
-        """In order of execution. Views of `rows`, made at every access: a plan is sent as two arrays, not thousands."""
+        """In order of execution; views of `rows`. Built at every access, so that a pickled plan has two arrays only."""
         parts = [self.rows[start:stop] for start, stop in pairwise(self.bounds.tolist())]
         ranks = len(parts) // self.steps
         return tuple(MicroStep(tuple(parts[first : first + ranks])) for first in range(0, len(parts), ranks))
 
-    def sums(self, values: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64 [steps, ranks]: `values`, one for each sequence of the global batch, summed over each micro-batch."""
+    def sums(self, values: Integers | Floats) -> Floats:
+        """float64 [steps, ranks]: `values` (one for each sequence of the global batch), summed over micro-batches."""
         return self._micro_batches().sums(values[self.rows]).reshape(self.steps, -1)
 
-    def predicted_times(self, workloads: NDArray[np.float64], layout: Layout) -> NDArray[np.float64]:
-        """float64 [steps, ranks], the time of each micro-batch; a padded row takes as long as the longest beside it."""
+    def predicted_times(self, workloads: Floats, layout: Layout) -> Floats:
+        """float64 [steps, ranks], the time of each micro-batch; a padded row costs as much as its longest neighbour."""
         micro_batches, times = self._micro_batches(), workloads[self.rows]
-        return micro_batches.sums(micro_batches.heaviest(times) if layout == "padded" else times).reshape(
-            self.steps, -1
-        )
+        times = micro_batches.heaviest(times) if layout == "padded" else times
+        return micro_batches.sums(times).reshape(self.steps, -1)
 
     def _micro_batches(self) -> Grouping:
         """The micro-batch of each entry of `rows`."""
@@ -102,9 +100,9 @@ class MiniBatch:
 class RankMiniBatch:
     """One rank's part of a mini-batch.
 
-    micro_batches: (start, stop) of each micro-batch into `RankPlan.rows`; start == stop for an empty one, which the
-    rank still takes part in (collectives).
-    tokens, loss_tokens, sequences, groups: normalisers of the whole mini-batch over all ranks, not of this part.
+    micro_batches: (start, stop) of each micro-batch in `RankPlan.rows`. start == stop for an empty one, in whose
+    collectives the rank still takes part.
+    tokens, loss_tokens, sequences, groups: of the whole mini-batch over all ranks, as in `MiniBatch`.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
@@ -116,16 +114,16 @@ class RankMiniBatch:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What one rank computes. rows: int64, its sequences in order of execution, mini-batch after mini-batch."""
+    """One rank's part of a plan. rows: int64, its sequences in order of execution, mini-batch after mini-batch."""
 
     rank: int
-    rows: NDArray[np.int64]
+    rows: Integers
     mini_batches: tuple[RankMiniBatch, ...]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `plan_batch` that say how to plan, as they were given: what `explain` plans again with."""
+    """The arguments of `plan_batch` that do not describe the batch; `analysis.advice` plans again with them."""
 
     ranks: int
     max_tokens: int
@@ -140,7 +138,7 @@ class Settings:
     length_multiple: int
 
     def __post_init__(self) -> None:
-        """Counts become plain ints; raises OptionError naming the first argument that is none of its values."""
+        """Convert counts to plain ints; OptionError for the first argument with an invalid value."""
         for name in ("ranks", "max_tokens", "max_sequences", "min_count", "multiple_of", "length_multiple"):
             value = getattr(self, name)
             if value is not None or name != "max_sequences":
@@ -152,7 +150,7 @@ class Settings:
         one_of(self.order, "order", ("descending", "small_ends"))
 
     def request(self, sequences: int) -> Request:
-        """What a schedule must keep, in a global batch of so many sequences."""
+        """The constraints of a schedule, for a global batch of `sequences` sequences."""
         return Request(
             ranks=self.ranks,
             caps=Caps(self.max_tokens, self.max_sequences or sequences, self.layout == "padded"),
@@ -164,38 +162,35 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Made by `plan_batch`.
-
-    lengths: int64 [n]. workloads: float64 [n], in the cost model's unit. settings: how it was planned.
-    """
+    """The result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], in the cost model's unit."""
 
     mini_batches: tuple[MiniBatch, ...]
-    lengths: NDArray[np.int64] = field(repr=False)
-    workloads: NDArray[np.float64] = field(repr=False)
+    lengths: Integers = field(repr=False)
+    workloads: Floats = field(repr=False)
     settings: Settings = field(repr=False)
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.settings.ranks
 
     @property
     def max_tokens(self) -> int:
-        """Cap of a micro-batch, in tokens."""
+        """Cap on the tokens of a micro-batch."""
         return self.settings.max_tokens
 
     @property
     def layout(self) -> Layout:
-        """`packed` or `padded`: how tokens count against the cap."""
+        """`packed` or `padded`, which decides how tokens count towards the cap."""
         return self.settings.layout
 
     @property
     def length_multiple(self) -> int:
-        """What lengths are rounded up to before they count against the cap."""
+        """Lengths are rounded up to a multiple of it before they count towards the cap."""
         return self.settings.length_multiple
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The rows and cuts of one rank; OptionError if there is no such rank."""
+        """The part of one rank; OptionError if there is no such rank."""
         if not 0 <= rank < self.ranks:
             raise OptionError(f"rank={rank} is outside this plan, which has ranks={self.ranks}")
         rows, parts, position = [], [], 0
@@ -210,25 +205,12 @@ class Plan:
             parts.append(RankMiniBatch(tuple(cuts), *counts))
         return RankPlan(rank, np.concatenate(rows), tuple(parts))
 
-    def predicted_times(self) -> list[NDArray[np.float64]]:
-        """float64 [steps] for each mini-batch: how long each micro-step lasts, as its slowest rank.
+    def predicted_times(self) -> list[Floats]:
+        """float64 [steps] for each mini-batch: the time of each micro-step, that of its slowest rank.
 
-        In the unit of `settings.cost_model`: seconds where it was fitted to measurements, else FLOPs or tokens.
+        In the unit of `settings.cost_model`: seconds if it was fitted to measurements, else FLOPs or tokens.
         """
         return [part.predicted_times(self.workloads, self.layout).max(axis=1) for part in self.mini_batches]
-
-    def statistics(self, width: int | None = None) -> dict[str, float]:
-        """What the plan bought, by name; see `balancing.statistics.plan_statistics`.
-
-        width: tokens of a row of the tensor that would hold the batch padded, where somebody knows it.
-        """
-        return plan_statistics(self, width)
-
-    def explain(self) -> str:
-        """Why the plan takes the time it takes, and what would shorten it; see `balancing.explain`."""
-        from balancing.explain import explain  # which plans again
-
-        return explain(self)
 
 
 def plan_batch(
@@ -252,24 +234,24 @@ def plan_batch(
 ) -> Plan:
     """Plan all mini-batches, micro-steps and ranks of a global batch.
 
-    lengths: n whole numbers >= 1, real tokens of each sequence.
-    ranks: data-parallel ranks; n need not divide by it.
-    mini_batches: index arrays that together hold every index once; None is one mini-batch of all.
+    lengths: n whole numbers >= 1, the real tokens of each sequence.
+    ranks: number of data-parallel ranks; it need not divide n.
+    mini_batches: index arrays that together contain every index once; None is one mini-batch of all sequences.
     max_tokens: cap on tokens of a micro-batch (of a context-parallel group: `alignment.group_cap`); twice the longest
-    sequence is a good one. loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, tokens that the loss counts;
-    None takes lengths. max_sequences: cap on sequences of a micro-batch. min_count: least number of micro-batches of a
-    rank in each mini-batch. multiple_of: what that number must divide by. cost_model: what is evened, None for tokens.
-    algorithm: `karmarkar_karp` (or `load_balance`): largest differencing over ranks and micro-batches, refined under
-    the caps (schedule.py); `none`: given order, an equal count of sequences for each rank, cut at the caps; or
-    rank by rank as another system does, `verl`, `roll`, `mindspeed_rl` (published.py), with the caps kept.
-    order: micro-steps of `karmarkar_karp` by descending workload, or with small ones at both ends (pipelines).
-    allow_empty: a rank may have an empty micro-batch where sequences are fewer than micro-batches over all ranks.
+    sequence is a good choice. loss_tokens: n whole numbers, 0 <= loss_tokens <= lengths, the tokens in the loss; None
+    takes lengths. max_sequences: cap on sequences of a micro-batch. min_count: least number of micro-batches of a rank
+    in each mini-batch. multiple_of: a divisor of that number. cost_model: the workload to balance; None is tokens.
+    algorithm: `karmarkar_karp` (or `load_balance`) is largest differencing over ranks and micro-batches, refined under
+    the caps (schedule.py). `none` keeps the given order, with equal counts of sequences for all ranks, cut at the caps.
+    `verl`, `roll` and `mindspeed_rl` plan rank by rank as these systems do, but keep the caps (published.py).
+    order: micro-steps of `karmarkar_karp` by descending workload, or with small ones at both ends (for pipelines).
+    allow_empty: a rank may have an empty micro-batch if there are fewer sequences than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
-    groups: n whole numbers >= 0, the group of each sequence, counted in every mini-batch for losses that divide by it.
+    groups: n whole numbers >= 0, the group of each sequence; the plan counts them for losses that divide by groups.
     redeal_groups: n whole numbers >= 0, the group of each sequence. CHANGES WHICH SEQUENCES SHARE AN OPTIMISER STEP:
-    whole groups move between mini-batches until these weigh the same (redeal.py); None leaves mini-batches as given.
+    whole groups move between mini-batches until all have equal workload (redeal.py). None keeps mini-batches.
     Raises LengthError, OptionError, MiniBatchError for bad values; OverCapError for a sequence above the cap;
-    CountError where the counts cannot be kept, or groups cannot be re-dealt.
+    CountError if the counts cannot be kept or groups cannot be re-dealt.
     """
     settings = Settings(
         ranks, max_tokens, max_sequences, min_count, multiple_of, cost_model or CostModel.tokens(), algorithm, order,
@@ -289,13 +271,13 @@ def plan_batch(
 
 
 def _mini_batch(
-    rows: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    workloads: NDArray[np.float64],
+    rows: Integers,
+    sizes: Integers,
+    workloads: Floats,
     settings: Settings,
-    tokens: NDArray[np.int64],
-    in_loss: NDArray[np.int64],
-    group_of: NDArray[np.int64] | None,
+    tokens: Integers,
+    in_loss: Integers,
+    group_of: Integers | None,
 ) -> MiniBatch:
     schedule, ordered = _schedule(rows, tokens, sizes, workloads, settings)
     micro_batch = schedule.grouping.group_of
@@ -308,17 +290,17 @@ def _mini_batch(
 
 
 def _schedule(
-    rows: NDArray[np.int64],
-    tokens: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    workloads: NDArray[np.float64],
+    rows: Integers,
+    tokens: Integers,
+    sizes: Integers,
+    workloads: Floats,
     settings: Settings,
-) -> tuple[Schedule, NDArray[np.int64]]:
-    """The schedule of one mini-batch, and the rows that its numbers stand for."""
+) -> tuple[Schedule, Integers]:
+    """The schedule of one mini-batch, and the row of each of its sequences."""
     request = settings.request(len(sizes))
     if settings.algorithm == "none":
         return schedule_in_order(sizes[rows], request), rows
     if settings.algorithm in PUBLISHED:
         return schedule_rank_locally(settings.algorithm, tokens[rows], sizes[rows], workloads[rows], request), rows
-    ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the same plan in whatever order given
+    ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the given order does not matter
     return schedule_evenly(sizes[ordered], workloads[ordered], request), ordered

@@ -1,16 +1,16 @@
-"""How other systems split a batch, rank by rank: what their users had, to compare with and to go on with.
+"""The algorithms of other systems, which plan rank by rank: for comparison, and for users who want to keep them.
 
-    global batch --deal--> ranks --cut--> each rank's micro-batches        no rank knows what the others run meanwhile
+    global batch --deal--> ranks --cut--> each rank's micro-batches, independent of those of other ranks
 
                     deal over ranks                    cut into micro-batches
     verl            Karmarkar-Karp, equal counts       Karmarkar-Karp, as many as tokens / cap on the fullest rank
-    mindspeed_rl    longest first into the lightest    the same
+    mindspeed_rl    longest first, to the lightest     the same
     roll            sorted, dealt with stride          in that order, as many rows as fit; padded to the longest
 
-`published_steps` is each as it is published: mini-batches follow from the deal, not from the caller, and as a count
-of tokens / cap need not suffice, micro-batches may exceed the cap. It is for comparison only. `schedule_rank_locally`
-(`plan_batch(algorithm=...)`) deals and cuts alike, but within the caller's mini-batches, and with every cap kept: a
-rank takes more micro-batches where it needs them.
+`published_steps` is each algorithm as published, for comparison only: mini-batches follow from the deal instead of the
+caller, and micro-batches may exceed the cap, as tokens / cap of them need not suffice. `schedule_rank_locally`
+(`plan_batch(algorithm=...)`) deals and cuts in the same way within the caller's mini-batches and keeps every cap: ranks
+get more micro-batches if they need them.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from balancing.validation import check_fits, membership, one_of, positive_intege
 Published = Literal["verl", "roll", "mindspeed_rl"]
 PUBLISHED: tuple[Published, ...] = ("verl", "roll", "mindspeed_rl")
 PADDED: frozenset[str] = frozenset({"roll"})
-"""Those whose published form computes padded rows."""
+"""Algorithms whose published form computes padded rows."""
 
 Steps = list[list[Integers]]
 """steps[s][r]: int64, the sequences of rank r in micro-step s of a mini-batch."""
@@ -45,10 +45,10 @@ def published_steps(
     max_tokens: int,
     workloads: ArrayLike,
 ) -> list[Steps]:
-    """What the system `name` would compute of a global batch, one entry for each mini-batch. May exceed the cap.
+    """The micro-steps of each mini-batch as the system `name` would plan them; may exceed the cap.
 
-    lengths: n whole numbers >= 1. mini_batches: only their number counts; each rank cuts what it was dealt into as
-    many runs. workloads: n numbers >= 0, the order of micro-batches on a rank, heaviest first.
+    lengths: n whole numbers >= 1. mini_batches: only their number counts; each rank cuts its sequences into as many
+    runs. workloads: n numbers >= 0; a rank runs its heaviest micro-batch first.
     A rank with fewer sequences than micro-batches has empty ones at the end.
     Raises as `plan_batch` does.
     """
@@ -68,10 +68,10 @@ def published_steps(
 def schedule_rank_locally(
     name: Published, lengths: Integers, sizes: Integers, weights: Floats, request: Request
 ) -> Schedule:
-    """One mini-batch, dealt and cut as `name` does, with the caps and counts of `request` kept.
+    """The schedule of one mini-batch, dealt and cut as the system `name` does, under the constraints of `request`.
 
-    lengths, sizes: int64 [n], real tokens, which are dealt, and aligned ones, which caps count. weights: float64 [n],
-    which order the micro-batches of a rank, heaviest first.
+    lengths, sizes: int64 [n], real tokens, by which it deals, and aligned tokens, which count towards caps.
+    weights: float64 [n]; a rank runs its heaviest micro-batch first.
     Raises CountError as `schedule_evenly` does.
     """
     ranks, cut = _DEALS[name](lengths, request.ranks), _CUTS[name]
@@ -82,7 +82,7 @@ def schedule_rank_locally(
     for rows, grouping in zip(ranks, local, strict=True):
         count = min(steps, len(rows))
         whole = cut(sizes[rows], request.caps, count) if count else grouping
-        if whole.count != count:  # more sets may be less even: then the fewer ones are halved
+        if whole.count != count:  # as many sets may exceed a cap: halve the fewer ones
             whole = spread(grouping.members(), sizes[rows], count)
         ordered = heaviest_first(whole, sizes[rows], weights[rows], rows)
         runs.append([rows[inside] for inside in ordered.members()])
@@ -98,13 +98,13 @@ def _deal_longest_first(tokens: Integers, ranks: int) -> list[Integers]:
 
 
 def _deal_sorted(tokens: Integers, ranks: int) -> list[Integers]:
-    """Ascending; each rank keeps that order."""
+    """Deal in ascending order; each rank keeps that order."""
     order = np.argsort(tokens, kind="stable")
     return [order[rank::ranks] for rank in range(ranks)]
 
 
 def _cut_by_differencing(rows: list[Integers], tokens: Integers, costs: Floats, max_tokens: int) -> Steps:
-    """As published: as many sets as the fullest rank's tokens need at least, on all ranks; nothing checks the sets."""
+    """As published: ceil(tokens / cap) sets of the fullest rank, on all ranks; the sets may exceed the cap."""
     count = max(-(-int(tokens[mine].sum()) // max_tokens) for mine in rows)
     columns = []
     for mine in rows:
@@ -115,7 +115,7 @@ def _cut_by_differencing(rows: list[Integers], tokens: Integers, costs: Floats, 
 
 
 def _cut_sorted(rows: list[Integers], tokens: Integers, max_tokens: int) -> Steps:
-    """As published: all ranks share the cuts, which the widest row at each place sets."""
+    """As published: all ranks share the cuts, which follow from the longest row at each position."""
     together = np.concatenate(rows)
     together = together[np.lexsort((together, tokens[together]))]
     filled = min(len(rows), len(together))
@@ -129,7 +129,7 @@ def _keeps_caps(grouping: Grouping, sizes: Integers, caps: Caps) -> bool:
 
 
 def _differencing_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grouping:
-    """Karmarkar-Karp into the fewest sets that keep the caps, `at_least` or more."""
+    """Karmarkar-Karp into the fewest sets that keep the caps, at least `at_least`."""
     lowest = max(at_least, -(-int(sizes.sum()) // caps.max_tokens), -(-len(sizes) // caps.max_sequences))
     for count in range(lowest, len(sizes)):
         sets = partition(sizes, count, algorithm="karmarkar_karp")
@@ -140,7 +140,7 @@ def _differencing_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grou
 
 
 def _in_order_under_caps(sizes: Integers, caps: Caps, at_least: int) -> Grouping:
-    """Runs of the sorted order, each as long as the caps allow; those with most tokens halved up to `at_least`."""
+    """Runs of the given order, as long as the caps allow; those with most tokens are halved up to `at_least` runs."""
     runs = take_in_order(sizes, caps.max_tokens, caps.max_sequences, padded=caps.padded) if len(sizes) else []
     runs = split_most_tokens(runs, sizes, at_least, padded=caps.padded) if len(runs) < at_least <= len(sizes) else runs
     return Grouping.of([np.arange(start, stop) for start, stop in runs], len(sizes))

@@ -1,9 +1,9 @@
-"""Re-dealing: whole groups move between mini-batches until these weigh the same. Opt-in.
+"""Re-dealing (opt-in): whole groups move between mini-batches until all have equal workload.
 
-    mini-batches of the caller -> groups: workload, sequences -> groups dealt anew, evenly -> new mini-batches
+    mini-batches of the caller -> groups: workload, sequences -> dealt evenly -> new mini-batches
 
-This changes which sequences share an optimiser step, so that a step's gradient is no longer that of a random draw.
-All mini-batches together stay the same batch, and the sequences of a group stay together.
+It changes which sequences share an optimiser step, so that mini-batches are no longer a random draw. The global batch
+stays the same, and the sequences of a group stay together.
 """
 
 import numpy as np
@@ -18,12 +18,12 @@ from balancing.validation import group_names
 
 
 def redealt(members: list[Integers], redeal_groups: ArrayLike, workloads: Floats) -> list[Integers]:
-    """As many mini-batches of whole groups, of workloads as equal as can be.
+    """As many mini-batches of whole groups, with workloads as equal as possible.
 
-    members: the mini-batches that are given, int64 indices of the n sequences. redeal_groups: n whole numbers >= 0, the
-    group of each. workloads: float64 [n]. A group that is spread over several mini-batches is brought together.
-    Numbers of sequences differ by no more than in `members`, or than the largest group has.
-    Returns int64 arrays, indices ascending in each.
+    members: the caller's mini-batches, int64 indices of the n sequences. redeal_groups: n whole numbers >= 0, the group
+    of each sequence. workloads: float64 [n]. A group that several mini-batches share is brought together.
+    Numbers of sequences differ by no more than in `members`, or by no more than the size of the largest group.
+    Returns int64 arrays with ascending indices.
     Raises LengthError unless there is one valid group for each sequence; CountError if groups are fewer than
     mini-batches.
     """
@@ -43,7 +43,7 @@ def redealt(members: list[Integers], redeal_groups: ArrayLike, workloads: Floats
 
 
 def _group_numbers(redeal_groups: ArrayLike, workloads: Floats) -> Grouping:
-    """Groups numbered 0..count, whatever their names."""
+    """Groups renumbered 0..count."""
     names = group_names(redeal_groups, "redeal_groups", len(workloads))
     _, group_of = np.unique(names, return_inverse=True)
     count = int(group_of.max()) + 1
@@ -51,7 +51,7 @@ def _group_numbers(redeal_groups: ArrayLike, workloads: Floats) -> Grouping:
 
 
 def _deal_unequal(loads: Floats, counts: Integers, mini_batches: int, spread: int) -> Grouping:
-    """Groups of different sizes: by workload if that keeps counts within `spread` of one another, else by count."""
+    """Deal groups of different sizes by workload if counts then differ by at most `spread`, else by count."""
     sequences = int(counts.sum())
     fair = -(-sequences // mini_batches)
     by_count = _longest_first(counts.astype(np.float64), counts, mini_batches, sequences)

@@ -1,52 +1,53 @@
-"""Small groups, two at a time, split anew in the best of all ways.
+"""Iterated local search over small groups: two groups at a time are split optimally.
 
-    heaviest + lighter group -> their members, halved: L, R -> all subsets of L, of R, by count and sorted
-                             -> the subset of both whose weight is nearest to half of all (Horowitz and Sahni 1974)
+    heaviest + lighter group -> their members in two halves L, R -> all subsets of L and of R, by count, sorted
+                             -> the union whose weight is nearest to half of the total (Horowitz and Sahni 1974)
 
-Exchanges of one or two end where a group has few members: eight and eight have 849 exchanges of up to two, but 12,870
-splits. Where no split lowers the heaviest group, some members change places at random (always the same for the same
-groups), the search goes on from there, and the better of the two outcomes is kept: iterated local search.
+Exchanges of one or two are few for small groups: eight and eight members have 849 exchanges, but 12,870 splits. If no
+split makes the heaviest group lighter, a pseudo-random perturbation swaps some members, the search continues from
+there, and the better result is kept.
 """
 
 import numpy as np
 
 from balancing.compiled import compiled
-from balancing.threaded import Floats, Integers, Threaded, members_of, next_lightest, rethread, thread
+from balancing.grouping import Floats, Integers
+from balancing.linked_lists import LinkedGroups, link, members_of, next_lightest, relink
 
 MEMBERS = 20
-"""Most members of two groups together that all splits are looked at; 2^10 subsets of either half."""
+"""Two groups are split only if they have at most this many members together: 2^10 subsets of each half."""
 EFFORT = 5_000_000
-"""Groups and subsets looked at before the search ends, about 50 ms of compiled code."""
+"""The search ends after it has examined this many groups and subsets, about 50 ms of compiled code."""
 PATIENCE = 60
-"""Disturbances in a row that bring nothing before the search ends."""
+"""The search ends after this many perturbations in a row without improvement."""
 
 
 @compiled
 def resplit_until_even(weights: Floats, group_of: Integers, count: int, equal_size: bool, level: float) -> Integers:
-    """Lower the heaviest of `count` groups to `level`, or as far as splits of two groups and disturbances do.
+    """Make the heaviest of `count` groups as light as splits allow; ends at a load of `level`.
 
-    weights: float64 [n], descending. group_of: int64 [n]. equal_size: a group keeps its count or has its partner's.
+    weights: float64 [n], descending. group_of: int64 [n]. equal_size: two groups keep or swap their counts.
     Returns a new int64 [n].
     """
-    groups = thread(weights, weights, group_of, np.zeros(count))
+    groups = link(weights, weights, group_of, np.zeros(count))
     effort = _descend(groups, equal_size, level, EFFORT)
     best, lowest = groups.group_of.copy(), groups.loads.max()
     random, failures = 1, 0
     while lowest > level and effort > 0 and failures < PATIENCE:
-        random = _disturb(groups, random)
+        random = _perturb(groups, random)
         effort = _descend(groups, equal_size, level, effort - len(weights))
         heaviest = groups.loads.max()
         failures = 0 if heaviest < lowest else failures + 1
         if heaviest > lowest:
-            groups = thread(weights, weights, best, np.zeros(count))
+            groups = link(weights, weights, best, np.zeros(count))
         else:
             best, lowest = groups.group_of.copy(), heaviest
     return best
 
 
 @compiled
-def _descend(groups: Threaded, equal_size: bool, level: float, effort: int) -> int:
-    """Split the heaviest group anew with the lightest that lowers it, over and over; what is left of `effort`."""
+def _descend(groups: LinkedGroups, equal_size: bool, level: float, effort: int) -> int:
+    """Split the heaviest group with the lightest group that makes it lighter, repeatedly; returns the effort left."""
     loads, counts = groups.loads, groups.counts
     heavy, light = int(np.argmax(loads)), -1
     while loads[heavy] > level and effort > 0:
@@ -58,16 +59,16 @@ def _descend(groups: Threaded, equal_size: bool, level: float, effort: int) -> i
             continue
         effort -= 2 << ((counts[heavy] + counts[light] + 1) // 2)
         if _split(groups, heavy, light, equal_size):
-            rethread(groups, heavy, light)
+            relink(groups, heavy, light)
             heavy, light = int(np.argmax(loads)), -1
     return effort
 
 
 @compiled
-def _disturb(groups: Threaded, random: int) -> int:
-    """Two random members of the heaviest group change places with any two sequences; returns the random number.
+def _perturb(groups: LinkedGroups, random: int) -> int:
+    """Swap two random members of the heaviest group with any two sequences; returns the next random number.
 
-    The numbers are those of Park and Miller (1988), which fit into 64 bits.
+    The generator is that of Park and Miller (1988), whose products fit in 64 bits.
     """
     for _ in range(2):
         heavy = int(np.argmax(groups.loads))
@@ -79,13 +80,13 @@ def _disturb(groups: Threaded, random: int) -> int:
         light = int(groups.group_of[other])
         if light != heavy:
             groups.group_of[one], groups.group_of[other] = light, heavy
-            rethread(groups, heavy, light)
+            relink(groups, heavy, light)
     return random
 
 
 @compiled
-def _split(groups: Threaded, heavy: int, light: int, equal_size: bool) -> bool:
-    """Give two groups the split of their members that is nearest to even; whether that lowers the heavier."""
+def _split(groups: LinkedGroups, heavy: int, light: int, equal_size: bool) -> bool:
+    """Give two groups the most even split of their members; returns whether the heavier becomes lighter."""
     members = np.concatenate((members_of(groups, heavy), members_of(groups, light)))
     left, right = members[::2].copy(), members[1::2].copy()
     half = (groups.loads[heavy] + groups.loads[light]) / 2
@@ -114,9 +115,9 @@ def _split(groups: Threaded, heavy: int, light: int, equal_size: bool) -> bool:
 
 @compiled
 def _subsets(weights: Floats, by_count: bool) -> tuple[Floats, Integers, Integers]:
-    """All subsets of a few weights: their sums, ascending within each count, and the subsets as bits.
+    """All subsets of a few weights: their sums, ascending for each count, and their members as bits.
 
-    Counts start at `starts[count]`; unless `by_count`, all are together as count 0.
+    Subsets of a count start at `starts[count]`; without `by_count` all subsets are listed as count 0.
     """
     sums, counts = np.zeros(1), np.zeros(1, np.int64)
     for weight in weights:

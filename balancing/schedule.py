@@ -1,13 +1,13 @@
-"""Which micro-batches run at the same time, and on which rank.
+"""The schedule of a mini-batch: which micro-batches run at the same time, and on which rank.
 
-    sequences of a mini-batch --> dealt from Karmarkar-Karp (dealing.py) --> at the bound? --> order of steps --> ranks
-                                                                             no: other starts, the fastest is kept
-    other starts: long sequences first, with others (levels.py); longest first (dealing.py); work moved between
-    micro-steps (lowering.py)
+    sequences --> Karmarkar-Karp, refined (dealing.py) --> at workload / ranks? --> order of steps --> ranks
+                                                           no: try more, keep the fastest
+    more: fill long steps first (step_filling.py), start from longest first (dealing.py), exchange between steps
+    (step_exchange.py)
 
-All ranks wait for the heaviest micro-batch of a micro-step (gradients or gathered parameters meet there), so the time
-of a mini-batch is the sum over its steps of the heaviest, and the best that can be hoped for is workload / ranks, or
-what long sequences force (`bounds.step_time_bound`).
+All ranks wait for the heaviest micro-batch of a micro-step, because they reduce gradients or gather parameters there.
+So the time of a mini-batch is the sum over its steps of the heaviest micro-batch. No schedule takes less than
+workload / ranks, nor less than long sequences force (`lower_bounds.step_time_bound`).
 """
 
 from collections.abc import Sequence
@@ -15,46 +15,52 @@ from dataclasses import replace
 
 import numpy as np
 
-from balancing.dealing import Order, Request, Schedule, Start, checked_steps, computed, dealt, from_longest_first
+from balancing.dealing import Order, Request, Schedule, Start, checked_steps, computed_weights, deal, from_longest_first
 from balancing.grouping import Floats, Grouping, Integers
-from balancing.levels import GOOD_ENOUGH, filled_first, time_bound
-from balancing.lowering import lowered
 from balancing.packing import CountRule, pack_in_order
+from balancing.step_exchange import exchange_between_steps
+from balancing.step_filling import GOOD_ENOUGH, fill_long_steps_first, time_bound
 
 AT_THE_BOUND = 5e-5
-"""A schedule from Karmarkar-Karp within this of workload / ranks, relatively, is taken as it is."""
+"""A first schedule within this share of workload / ranks is final."""
 FAR_FROM_THE_BOUND = 5e-3
-"""A schedule further than this from the bound is worth more starts, which take longer than all before them."""
+"""Above this share over the lower bound, other starts are tried, which take longer than everything before."""
+FEW_STEPS = 3
+"""Up to this many micro-steps, work is exchanged between them even closer to the bound, as it takes little time."""
 
 
 def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """All micro-batches of the mini-batch, over all ranks, planned at once: from Karmarkar-Karp, or a faster start.
+    """The fastest schedule found over all ranks and micro-steps together.
 
     sizes: int64 [n], tokens. weights: float64 [n]. Both in descending order of weight, then of size.
-    Raises CountError where the counts of `request` cannot be kept.
+    Raises CountError if the counts of `request` cannot be kept.
     """
-    best = dealt(sizes, weights, request)
+    best = deal(sizes, weights, request)
     if not request.caps.padded and len(weights) >= best.grouping.count:
         best = _or_faster(best, sizes, weights, request)
-    weights = computed(best.grouping, weights, request)
+    weights = computed_weights(best.grouping, weights, request)
     return _to_ranks(_in_order(best, weights, request.order), weights)
 
 
 def _or_faster(first: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
-    """The first schedule if it is at the bound, else the fastest of those from all starts."""
+    """The first schedule if its time is near workload / ranks, else the fastest of several."""
     if first.time(weights) <= float(weights.sum()) / request.ranks * (1 + AT_THE_BOUND):
         return first
     bound = time_bound(sizes, weights, request, first.steps).time
-    best = filled_first(sizes, weights, request, first, bound)
+    best = fill_long_steps_first(sizes, weights, request, first, bound)
+    enough = bound * (1 + GOOD_ENOUGH)
     if best.time(weights) <= bound * (1 + FAR_FROM_THE_BOUND):
-        return best
+        return exchange_between_steps(best, sizes, weights, request, enough) if best.steps <= FEW_STEPS else best
     other = from_longest_first(sizes, weights, request, first.steps) if first.start == "karmarkar_karp" else None
     if other is not None:
-        best = _faster(best, filled_first(sizes, weights, request, other, bound), weights)
+        best = _faster(best, fill_long_steps_first(sizes, weights, request, other, bound), weights)
         first = _faster(first, other, weights)
-    enough = bound * (1 + GOOD_ENOUGH)
-    found = lowered(best, sizes, weights, request, enough)
-    return found if first is best else _faster(found, lowered(first, sizes, weights, request, enough), weights)
+    found = exchange_between_steps(best, sizes, weights, request, enough)
+    return (
+        found
+        if first is best
+        else _faster(found, exchange_between_steps(first, sizes, weights, request, enough), weights)
+    )
 
 
 def _faster(one: Schedule, other: Schedule, weights: Floats) -> Schedule:
@@ -62,7 +68,7 @@ def _faster(one: Schedule, other: Schedule, weights: Floats) -> Schedule:
 
 
 def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
-    """The given order, one run of equal count for each rank, each cut where a cap is met."""
+    """The given order in runs of equal count, one for each rank, cut under the caps."""
     chunks = np.array_split(np.arange(len(sizes)), request.ranks)
     needed = max(len(pack_in_order(sizes[chunk], request.caps, CountRule())) for chunk in chunks if len(chunk))
     steps = checked_steps(needed, min(len(chunk) for chunk in chunks), len(sizes), request)
@@ -75,9 +81,9 @@ def schedule_in_order(sizes: Integers, request: Request) -> Schedule:
 
 
 def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: int, start: Start) -> Schedule:
-    """Micro-batches of each rank, at most `steps`, each in the order given; no step is empty on all ranks."""
+    """Each rank's micro-batches, at most `steps`, in the order given; no step is empty on all ranks."""
     group_of = np.empty(sequences, np.int64)
-    first = 0  # of a rank with fewer micro-batches than steps: where the rank before it ended, so that no step is empty
+    first = 0  # a rank with fewer micro-batches than steps starts where the one before it ended
     for rank, column in enumerate(columns):
         for step, rows in zip(sorted((first + i) % steps for i in range(len(column))), column, strict=True):
             group_of[rows] = step * len(columns) + rank
@@ -86,7 +92,7 @@ def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: i
 
 
 def _in_order(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
-    """Heaviest step first; or, for pipelines, small ones at both ends where they keep the bubbles short."""
+    """Heaviest step first; `small_ends` puts light ones at both ends, which shortens the bubbles of a pipeline."""
     descending = np.argsort(-schedule.loads(weights).max(axis=1), kind="stable")
     steps = descending if order == "descending" else np.concatenate([descending[1::2][::-1], descending[0::2]])
     ranks = schedule.grouping.count // schedule.steps
@@ -95,7 +101,7 @@ def _in_order(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
 
 
 def _to_ranks(schedule: Schedule, weights: Floats) -> Schedule:
-    """Within each step the heaviest micro-batch goes to the rank with least so far."""
+    """Within each step, give the heaviest micro-batch to the rank with the least work so far."""
     loads = schedule.loads(weights)
     steps, ranks = loads.shape
     so_far, numbers = np.zeros(ranks), np.empty((steps, ranks), np.int64)
@@ -104,4 +110,4 @@ def _to_ranks(schedule: Schedule, weights: Floats) -> Schedule:
         heaviest = np.argsort(-loads[step], kind="stable")
         numbers[step, heaviest] = step * ranks + receivers
         so_far[receivers] += loads[step, heaviest]
-    return Schedule(schedule.grouping.renumbered(numbers.ravel(), schedule.grouping.count), steps, schedule.start)
+    return replace(schedule, grouping=schedule.grouping.renumbered(numbers.ravel(), schedule.grouping.count))

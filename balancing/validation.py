@@ -1,4 +1,4 @@
-"""Checks of what callers pass in; each returns the value in the one form that the package computes with."""
+"""Checks of arguments. Each returns the value in the form that the package computes with."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from balancing.errors import BalancingError, LengthError, MiniBatchError, OptionError, OverCapError, WeightError
+from balancing.grouping import Floats, Integers
 
 
 def positive_integer(value: Any, name: str) -> int:
@@ -23,9 +24,7 @@ def one_of(value: Any, name: str, choices: Sequence[str]) -> None:
         raise OptionError(f"{name}={value!r} is unknown; set {name} to one of {', '.join(map(repr, choices))}")
 
 
-def whole_numbers(
-    values: ArrayLike, name: str, *, minimum: int, error: type[BalancingError] = LengthError
-) -> NDArray[np.int64]:
+def whole_numbers(values: ArrayLike, name: str, *, minimum: int, error: type[BalancingError] = LengthError) -> Integers:
     """int64 [n]; raises `error` naming the first entry that is not a whole number of at least `minimum`."""
     array = _one_dimensional(values, name, error)
     if array.dtype.kind not in "iuf":
@@ -37,7 +36,7 @@ def whole_numbers(
     return array.astype(np.int64)
 
 
-def sequence_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
+def sequence_lengths(lengths: ArrayLike) -> Integers:
     """int64 [n], n >= 1, every length >= 1; raises LengthError naming the first that is not."""
     checked = whole_numbers(lengths, "lengths", minimum=1)
     if checked.size == 0:
@@ -45,8 +44,8 @@ def sequence_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     return checked
 
 
-def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> NDArray[np.float64]:
-    """float64 [n]; raises WeightError unless finite, not negative and, with `size`, of that number."""
+def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> Floats:
+    """float64 [n]; raises WeightError unless all are finite and >= 0 and, with `size`, their number is `size`."""
     array = _one_dimensional(weights, name, WeightError)
     if array.dtype.kind not in "iufb":
         raise WeightError(f"{name} holds {array.dtype} values; pass numbers")
@@ -59,10 +58,10 @@ def weight_array(weights: ArrayLike, name: str, size: int | None = None) -> NDAr
     return array.astype(np.float64)
 
 
-def check_fits(lengths: NDArray[np.int64], aligned: NDArray[np.int64], max_tokens: int) -> None:
-    """Raises OverCapError for the first sequence that does not fit alone.
+def check_fits(lengths: Integers, aligned: Integers, max_tokens: int) -> None:
+    """Raises OverCapError for the first sequence that alone exceeds the cap.
 
-    lengths, aligned: int64 [n], real lengths and what they take in a micro-batch.
+    lengths, aligned: int64 [n], real and aligned lengths.
     """
     too_long = aligned > max_tokens
     if not too_long.any():
@@ -75,8 +74,8 @@ def check_fits(lengths: NDArray[np.int64], aligned: NDArray[np.int64], max_token
     )
 
 
-def loss_token_counts(loss_tokens: ArrayLike | None, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [n], `lengths` for None; LengthError unless there is one for each length, none above it."""
+def loss_token_counts(loss_tokens: ArrayLike | None, lengths: Integers) -> Integers:
+    """int64 [n], `lengths` for None; LengthError unless there is one for each length and none is above it."""
     if loss_tokens is None:
         return lengths
     checked = whole_numbers(loss_tokens, "loss_tokens", minimum=0)
@@ -87,12 +86,12 @@ def loss_token_counts(loss_tokens: ArrayLike | None, lengths: NDArray[np.int64])
         index = int(np.argmax(above))
         raise LengthError(
             f"loss_tokens[{index}] is {checked[index]}, above lengths[{index}]={lengths[index]}; "
-            "loss_tokens counts the tokens of a sequence that the loss sees"
+            "loss_tokens is the number of tokens of a sequence in the loss"
         )
     return checked
 
 
-def group_names(groups: ArrayLike, name: str, count: int) -> NDArray[np.int64]:
+def group_names(groups: ArrayLike, name: str, count: int) -> Integers:
     """int64 [n]; raises LengthError unless there is one whole number for each of `count` lengths."""
     names = whole_numbers(groups, name, minimum=0)
     if len(names) != count:
@@ -100,7 +99,7 @@ def group_names(groups: ArrayLike, name: str, count: int) -> NDArray[np.int64]:
     return names
 
 
-def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[NDArray[np.int64]]:
+def membership(mini_batches: Sequence[ArrayLike] | None, count: int) -> list[Integers]:
     """The caller's mini-batches as int64 arrays; MiniBatchError unless each index 0..count is in exactly one."""
     if mini_batches is None:
         return [np.arange(count)]

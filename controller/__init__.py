@@ -2,15 +2,15 @@
 
     fit                    command line in, exit code out (`report` and `timeline` are commands too)
      |--> config/          what a user can set
-     |--> preflight/       what is said of a run before anything starts: checks, the pages of `--dry-run`
+     |--> preflight/       checks and the pages of `--dry-run`, before anything starts
      '--> trainer          a step, from top to bottom; its parts are the modules beside it:
-           |--> prompts in, scored samples out: collector, lookahead; records, data, requests, rewards, samples, shaping
-           |     '--> rollout/    engines, and which of them answers what
-           |--> who computes what: mini_batches, planner (plan_arguments), refit
-           |--> what a sequence or a token was worth: credit, advantages, kl_control; on held-out prompts: validation
+           |--> prompts in, scored samples out: collector, lookahead; records, data, rewards, samples
+           |     '--> rollout/    engines, and the routing of requests
+           |--> plans: planner, cost_model_fitting
+           |--> advantages: advantage_computer, advantages; validation_metrics
            |--> the actors of a run: roles, layout, resources, worker_group
-           |--> where it can go on from: checkpoint, checkpoint_writer, recovery, interrupts
-           '--> watching/  what can be seen of a run: console, metrics, trackers, report, timeline
+           |--> resuming: checkpoint, checkpoint_writer, recovery, interrupts
+           '--> watching/  RunRecord: console, files, trackers; report, timeline
 
 Read `trainer` first. Which module may import which stands in pyproject.toml, `[tool.importlinter]`.
 """

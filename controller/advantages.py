@@ -236,7 +236,7 @@ def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: fl
 
 
 def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
-    """Whether the rewards of a sequence's group differ at all: bool [B]. Without it every group-relative one is 0."""
+    """True where the rewards of a sequence's group differ; else all its group-relative advantages are 0. bool [B]."""
     groups, index = np.unique(uids, return_inverse=True)
     highest = np.full(len(groups), -np.inf)
     lowest = np.full(len(groups), np.inf)

@@ -1,10 +1,10 @@
-"""Where a run stands, and where to find it again.
+"""Checkpoints of a run: the driver's state, the folders, and how a run resumes.
 
     runs/NAME/checkpoints/policy/step-30     the policy's state; its manifest carries the driver's Progress
     runs/NAME/checkpoints/critic/step-30     the critic's, where there is one
     run.resume --checkpoints_at--> newest first --the first that loads--> Progress
 
-The workers' half is `workers.model.checkpoint`. A step can be gone on from when all its folders are complete.
+The workers' half is `workers.model.checkpoint`. A run can resume from a step when all its folders are complete.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -25,13 +25,13 @@ FOLDER = Path("checkpoints") / "policy"
 
 @dataclass
 class Progress:
-    """What the driver must know to go on after a step; everything else follows from the configuration and the seed.
+    """State that the driver needs to resume after a step; the rest follows from the configuration and the seed.
 
     step: the last one that is complete. position: the next prompt's place in the stream. weight_version: of the
     policy's weights. best: highest value of validation.keep_best so far. before, latest: validations. kl_coefficient:
     weight of the KL in the reward, where it is adapted. trackers: the run's id in each tracker that has one. refit: the
-    cost model fitted to this run, see `Refit.state`. data: identity of the training data that `position` is a place in,
-    see `controller.data_identity`.
+    cost model fitted to this run, see `CostModelFitter.state`. data: identity of the training data in which `position`
+    is a place, see `controller.data_identity`.
     """
 
     step: int = 0
@@ -46,22 +46,22 @@ class Progress:
     data: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As the manifest of a checkpoint carries it."""
+        """The fields as JSON, for the manifest of a checkpoint."""
         return asdict(self)
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
-    """Where the policy's checkpoint after `step` stands."""
+    """Path of the policy's checkpoint after `step`."""
     return run_folder / FOLDER / f"step-{step}"
 
 
 def role_path(policy_checkpoint: Path, role: str) -> Path:
-    """Where another role's checkpoint of the same step stands."""
+    """Path of another role's checkpoint of the same step."""
     return policy_checkpoint.parent.parent / role / policy_checkpoint.name
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The complete checkpoints to go on from, newest first: `path` itself, or those of the run whose folder it is.
+    """Complete checkpoints, newest first: `path` itself if it is one, else those of the run in that folder.
 
     Raises CheckpointError for a checkpoint that is not complete, naming what is wrong with it.
     """
@@ -72,7 +72,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def check_same_data(config: "TrainingConfig", data: dict[str, Any]) -> None:
-    """Raise ConfigError if run.resume goes on from a checkpoint of other data, and run.other_data does not allow it.
+    """Raise ConfigError if run.resume would use a checkpoint of other data and run.other_data does not allow it.
 
     data: identity of the training data, see `controller.data_identity`.
     """
@@ -92,12 +92,12 @@ def _refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) ->
         )
 
 
-def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", data: dict[str, Any]) -> Progress:
+def resume(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", data: dict[str, Any]) -> Progress:
     """Load the newest good checkpoint that run.resume asks for; a fresh Progress where it asks for none.
 
-    data: identity of the run's training data; run.other_data says what is done where the checkpoint has another. One
-    that cannot be loaded is named and the one before it is taken. Raises CheckpointError if there are some and none can
-    be loaded: to start anew would throw them away.
+    data: identity of the run's training data; run.other_data decides what happens if the checkpoint's differs. A
+    checkpoint that fails to load is logged and the one before it is tried. Raises CheckpointError if there are
+    checkpoints and none loads: starting from scratch would overwrite them.
     """
     if config.run.resume == "never":
         return Progress(data=data)
@@ -107,12 +107,12 @@ def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", 
         try:
             found = [group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()]
         except (CheckpointError, WorkerError) as error:
-            console.say(f"{path} cannot be loaded: {error}")
+            console.log(f"{path} cannot be loaded: {error}")
             continue
         progress = Progress(**found[0])
         if config.run.other_data == "refuse":  # checked before the start too, but of the newest one only
             _refuse_other_data(path, data, progress.data)
-        console.say(f"going on from {path}")
+        console.log(f"going on from {path}")
         if config.run.resume == "auto":
             _remove_later(roles, path, progress.step)
         return _with_data(progress, data, config, console)
@@ -122,15 +122,15 @@ def go_on(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", 
 
 
 def _with_data(progress: Progress, data: dict[str, Any], config: "TrainingConfig", console: "Console") -> Progress:
-    """Progress in this run's data: from their first prompt, where they are others and run.other_data=restart."""
+    """The progress with this run's data; at their first prompt if they differ and run.other_data=restart."""
     if config.run.other_data == "restart" and differences(data, progress.data):
-        console.say("the training data are not those of the checkpoint: they are taken from their first prompt")
+        console.log("the training data are not those of the checkpoint: they are taken from their first prompt")
         progress = replace(progress, position=0)
     return replace(progress, data=data)
 
 
 def _remove_later(roles: "TrainingRoles", path: Path, step: int) -> None:
-    """Checkpoints of later steps, which could not be loaded or lack a role's part, would be in the way of new ones."""
+    """Remove checkpoints of later steps, which failed to load or lack a role: new ones will take their names."""
     for role in roles.trained:
         for found, manifest in complete(role_path(path, role).parent):
             if manifest.step > step:

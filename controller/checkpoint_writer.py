@@ -1,7 +1,7 @@
-"""CheckpointWriter: saves a run's checkpoints, and decides what a failed one means.
+"""CheckpointWriter: saves a run's checkpoints; a failed save is logged and counted.
 
 complete step --begin--> copied, training goes on --behind--> step-30 --prune--> the last run.keep_checkpoints
-                                                        \\--full disk--> said, counted; the one before stays
+                                                        \\--full disk--> logged, counted; the one before stays
 """
 
 from collections.abc import Callable
@@ -18,41 +18,41 @@ SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a s
 
 
 class CheckpointWriter:
-    """Saves every role that learns. A save that fails, such as on a full disk, is said and counted, and the run goes
-    on: the good checkpoints before it stay. `failures`: how many did."""
+    """Saves every role that learns. A save that fails, such as on a full disk, is logged and counted in `failures`; the
+    run continues, and earlier checkpoints stay."""
 
-    def __init__(self, roles: TrainingRoles, run_folder: Path, keep: int, say: Callable[[str], None]) -> None:
+    def __init__(self, roles: TrainingRoles, run_folder: Path, keep: int, log: Callable[[str], None]) -> None:
         self.failures = 0
-        self._roles, self._folder, self._keep, self._say = roles, run_folder.resolve(), keep, say
+        self._roles, self._folder, self._keep, self._log = roles, run_folder.resolve(), keep, log
         self._begun = 0
 
     def begin(self, progress: Progress) -> None:
-        """Begin to save the state after `progress.step`; files are written while training goes on."""
+        """Begin to save the state after `progress.step`; files are written while training continues."""
         path = checkpoint_path(self._folder, progress.step)
         for role, group in self._roles.trained.items():
             save = group.save_checkpoint
             arguments = str(role_path(path, role)), progress.step, progress.to_json()
-            # What fails at first is the save before this one.
+            # A failure of the first call is that of the previous save.
             if not self._tried(save, *arguments):
                 self._tried(save, *arguments)
         self._begun = progress.step
         self._prune()
 
     def finish(self) -> None:
-        """Wait for the save under way."""
+        """Wait for the running save."""
         for group in self._roles.trained.values():
             self._tried(group.wait_for_checkpoint)
         self._prune()
 
     def at_stop(self, progress: Progress) -> None:
-        """Save what is not saved yet, and wait for it. Never raises for a rank that cannot: the run ends anyway."""
+        """Save `progress` if it is not saved yet, and wait. Does not raise if a rank cannot: the run ends anyway."""
         try:
             if progress.step > self._begun:
-                self._say(f"saving a checkpoint of step {progress.step}")
+                self._log(f"saving a checkpoint of step {progress.step}")
                 self.begin(progress)
             self.finish()
         except (WorkerError, LostError) as error:
-            self._say(f"no checkpoint of step {progress.step}: {error}")
+            self._log(f"no checkpoint of step {progress.step}: {error}")
 
     def _tried(self, method: GroupMethod, *arguments: Any) -> bool:
         try:
@@ -61,7 +61,7 @@ class CheckpointWriter:
             self.failures += 1
             left = next(iter(checkpoints_at(self._folder)), None)
             resumed = f"it can be resumed from {left}" if left else "there is no checkpoint yet to resume it from"
-            self._say(f"{clause(error)}. The run goes on; {resumed}.")
+            self._log(f"{clause(error)}. The run goes on; {resumed}.")
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster answers at the address of a run, asked before Ray, which would wait for it for minutes.
+"""Checks that a Ray cluster answers at the address of a run; Ray itself would wait for minutes.
 
 resources.ray_address, RAY_ADDRESS --TCP--> answers? --gRPC health--> Ray's? --cluster id--> takes our token?
 """
@@ -38,9 +38,9 @@ def check_address(config: TrainingConfig) -> None:
 
 
 def check_cluster(config: TrainingConfig) -> None:
-    """Return when a Ray cluster answers at the address and takes our token; at once for `local` and `auto`.
+    """Check that a Ray cluster answers at the address and accepts our token; not for `local` and `auto`.
 
-    Raises ResourceError within seconds, naming what does not answer.
+    Raises ResourceError within seconds, naming the address.
     """
     address = cluster_address(config)
     if address in (LOCAL, AUTO):
@@ -110,7 +110,7 @@ def _answer(channel: "grpc.Channel", method: str, metadata: tuple[tuple[str, str
 
 
 def _token() -> tuple[str, str]:
-    """The token that Ray would send, and where it is from in words; looked for as Ray does where it joins a cluster."""
+    """(the token that Ray would send, its origin in words), found as Ray finds it when it joins a cluster."""
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode.lower() != "token":
         return "", f"RAY_AUTH_MODE={mode} sends none" if mode else "without RAY_AUTH_MODE none is sent"

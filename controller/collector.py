@@ -13,17 +13,14 @@ from ray import ObjectRef
 
 from controller import advantages
 from controller.config import Config
-from controller.data import Prompt, Prompts
+from controller.data import Prompt, Prompts, with_system_prompt
 from controller.planner import Planner
-from controller.requests import sample_requests
 from controller.roles import Roles
 from controller.samples import Rollout, assemble, with_record_columns
-from controller.shaping import overlong_penalty
-from controller.watching.console import Console
-from controller.watching.spans import TimelineRecorder
+from controller.watching.run_record import RunRecord
 from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
-from workers.rollout.requests import SampleResult
+from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
 
 
 @dataclass(frozen=True)
@@ -38,17 +35,8 @@ class Collected:
 class Collector:
     """Samples for training and validation, from the engines and reward workers of one run."""
 
-    def __init__(
-        self,
-        config: Config,
-        roles: Roles,
-        prompts: Prompts,
-        planner: Planner,
-        console: Console,
-        timeline: TimelineRecorder,
-    ) -> None:
-        self.config, self.roles, self.prompts, self.planner = config, roles, prompts, planner
-        self.console, self.timeline = console, timeline
+    def __init__(self, config: Config, roles: Roles, prompts: Prompts, planner: Planner, record: RunRecord) -> None:
+        self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
 
     def collect(self, step: int, position: int) -> Collected:
         """The samples of a step, from prompts at `position` on; in several rounds where `replace` needs more groups."""
@@ -66,7 +54,7 @@ class Collector:
             kept.append(self.keep_groups_with_signal(rounds[-1].batch))
             wanted -= len(np.unique(kept[-1]["uid"]))
         if wanted and limit > 1:
-            self.console.say(
+            self.record.console.log(
                 f"step {step}: {wanted} of {self.config.batch.prompts_per_step} groups are still without signal after "
                 f"algorithm.max_sampling_rounds={limit}; training on the others"
             )
@@ -78,7 +66,7 @@ class Collector:
         if self.config.algorithm.advantage != "remax":
             return rollout
         greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
-        return rollout.against(self.shaped(self.roll_out(prompts, 1, greedy, step)))
+        return rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
 
     def shaped(self, rollout: Rollout) -> Rollout:
         """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""
@@ -94,18 +82,18 @@ class Collector:
         by_uid = {prompt.uid: prompt for prompt in prompts}
         requests = sample_requests(self.config, prompts, samples, step)
         self.roles.wake_engines()
-        with self.console.samples(len(requests)) as advance:
+        with self.record.console.samples(len(requests)) as advance:
 
             def score(found: list[SampleResult], block: ObjectRef) -> None:
                 self.roles.rewards.submit(found, block, by_uid)
                 advance(len(found))
 
             finished = self.roles.rollouts.generate(requests, sampling, on_results=score)
-        self.timeline.samples([*finished.results, *finished.dropped])
+        self.record.timeline.samples([*finished.results, *finished.dropped])
         drop_failed = self.config.reward.on_failure == "drop"
         rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
         if rollout.failures:
-            self.console.say(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
+            self.record.console.log(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
         return self.scored_by_model(rollout)
 
     def scored_by_model(self, rollout: Rollout) -> Rollout:
@@ -122,3 +110,36 @@ class Collector:
         if self.config.algorithm.groups_without_signal == "keep":
             return batch
         return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
+
+
+def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:
+    """`samples` requests for every prompt; those of a group follow each other and share their arrays."""
+    starts = [_start(config, prompt) for prompt in prompts]
+    return [
+        SampleRequest(prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start)
+        for prompt, start in zip(prompts, starts, strict=True)
+        for i in range(samples)
+    ]
+
+
+def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
+    if not config.rollout.environment:
+        return None
+    text = prompt.columns[config.data.prompt_key]
+    if config.data.system_prompt:
+        text = with_system_prompt(text, config.data.system_prompt, prompt.uid)
+    return EpisodeStart(prompt.columns, text)
+
+
+def overlong_penalty(tokens: np.ndarray, longest: int, overlong_tokens: int) -> np.ndarray:
+    """Soft punishment of long responses (Yu et al. 2025, DAPO, eq. 13), with L_max `longest` and L_cache
+    `overlong_tokens`, at least 1:
+
+        0                                 |y| <= L_max - L_cache
+        ((L_max - L_cache) - |y|) / L_cache         in between
+        -1                                |y| >= L_max
+
+    tokens: int [B], those after the prompt. Returns float64 [B] in [-1, 0].
+    """
+    free = longest - overlong_tokens
+    return np.clip((free - tokens) / overlong_tokens, -1.0, 0.0)

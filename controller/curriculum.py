@@ -1,4 +1,4 @@
-"""A user's curriculum, run in a process of its own for every epoch: it cannot hold up or end the driver."""
+"""A user's curriculum, run in a process of its own for every epoch, so that it cannot block or end the driver."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,13 @@ class IsolatedCurriculum:
     timeout_s: float
 
     def __call__(self, records: list[Record], epoch: int) -> np.ndarray:
-        """int64 [prompts of the epoch]. Raises ConfigError if it fails, DataError for what are no record numbers."""
+        """int64 [prompts of the epoch]. Raises ConfigError if it fails, DataError if it returns no record numbers."""
         order = call(self.packed, records, epoch, key=f"data.curriculum for epoch {epoch}", timeout_s=self.timeout_s)
         return checked_order(order, len(records), epoch)
 
 
 def checked_order(order: Any, records: int, epoch: int) -> np.ndarray:
-    """`order` as int64 [prompts]. Raises DataError if it is empty, or names what is none of so many `records`."""
+    """`order` as int64 [prompts]. Raises DataError if it is empty or not record numbers below `records`."""
     numbers = np.asarray(order) if isinstance(order, (list, tuple, range, np.ndarray)) else np.empty(0)
     if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
         raise DataError(f"data.curriculum must return record numbers for epoch {epoch}, it returned {order!r:.80}.")

@@ -13,7 +13,7 @@ import numpy as np
 from controller.curriculum import checked_order
 from controller.records import Record
 from workers.errors import DataError
-from workers.isolation import named
+from workers.isolation.process import named
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
 CHARACTERS_PER_TOKEN = (
@@ -26,8 +26,8 @@ Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One record: its place in the stream (`uid`), its tokens (int32 [P]), its columns for the reward function, and the
-    source that validation reports it under."""
+    """One record. uid: its place in the stream. ids: int32 [P]. columns: for the reward function. source: the name that
+    validation reports it under."""
 
     uid: str
     ids: np.ndarray
@@ -36,7 +36,7 @@ class Prompt:
 
 
 class Prompts(Protocol):
-    """What a trainer draws from."""
+    """A stream of prompts, from which a trainer draws."""
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """`count` prompts from place `start` (from 0) of an endless stream, a pure function of the seed."""
@@ -44,7 +44,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True)
 class PromptRules:
-    """How a record becomes a prompt.
+    """Rules by which a record becomes a prompt.
 
     over_long: `drop` counts and leaves out prompts above max_prompt_tokens, `truncate` keeps their last tokens (and
     counts them too), `error` refuses them. system_prompt: put before chat messages that have none of their own.
@@ -249,11 +249,11 @@ def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
-    """What `tokenizer.apply_chat_template` returns: token ids, unless `options` say otherwise.
+    """Token ids of chat messages, or with return_dict=True what the tokenizer gives.
 
-    Raises DataError, naming the record `where`, if the template raises.
+    options: of `apply_chat_template`. Raises DataError naming the record `where`.
     """
     try:
-        return tokenizer.apply_chat_template(messages, **{"return_dict": False, **options})
+        return tokenizer.apply_chat_template(messages, **{"return_dict": False} | options)
     except Exception as error:  # a template may raise whatever it likes
         raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error

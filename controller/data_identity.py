@@ -1,9 +1,9 @@
-"""Whether a run that goes on has the training data of its checkpoint, whose place in the stream of prompts it takes.
+"""Identity of the training data: a resumed run continues in the stream of prompts only if its data are the same.
 
     records, tokenizer, settings of the order --data_identity--> Progress.data of every checkpoint
-    that and the identity of now --differences--> what is other, in words; controller.checkpoint refuses it
+    that and the present identity --differences--> differences in words, which controller.checkpoint refuses
 
-Paths are no part of it: data may be moved. Neither are run.steps, learning rates and the like, which users change.
+Paths are not part of it, because data may be moved; nor are run.steps, learning rates and the like, which users change.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIden
 
 
 def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
-    """What is other, in words; parts that one of them lacks, as of a checkpoint of an earlier version, are equal."""
+    """The differences, in words. A part that one of them lacks, as an older checkpoint may, counts as equal."""
     found = [
         f"{key}={settings_now} was {settings_then!r}"
         for key, settings_then in then.get("settings", {}).items()

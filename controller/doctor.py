@@ -3,8 +3,8 @@
     settings --> Ray --> every node --> the run's place --> all-reduce --> one engine and one rank, new weights
                           a line each: ok, warn or FAIL, what was found, what to change
 
-On the cluster that resources.ray_address or RAY_ADDRESS names, else on this machine. Exit code: 0, or 1 if anything
-failed. A check that fails does not stop those after it, and all that was started ends.
+Examines the cluster that resources.ray_address or RAY_ADDRESS names, else this machine. Exit code: 0, or 1 if a check
+failed. A check that fails does not stop those after it; everything that was started is stopped again.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from controller.preflight.checks import check
 from controller.session import interrupt, ray_session
 from workers.errors import BallastError
 
-ANYWHERE = ("model.path=tiny", "run.name=doctor")  # stands for what a configuration must say and nothing here reads
+ANYWHERE = ("model.path=tiny", "run.name=doctor")  # settings without default, which nothing here reads
 
 
 @dataclass(frozen=True)

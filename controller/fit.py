@@ -1,6 +1,6 @@
 """`python -m controller.fit --config FILE [key.sub=value ...]`: a configuration in, an exit code out.
 
-    0 the run ended    1 it failed or was stopped    2 the configuration or the data is wrong; nothing was started
+    0 the run ended    1 it failed or was stopped    2 configuration, data or cluster were refused; nothing was started
 
 Nothing heavy is imported before the configuration has been checked.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from controller.roles import Roles
     from controller.trainer import Trainer
     from controller.watching.console import Console
-    from controller.watching.live import Live
+    from controller.watching.live_metrics import LiveMetrics
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,18 +73,18 @@ def run(config: Config, inputs: Inputs) -> None:
 
     console = Console()
     for warning in warnings(config):
-        console.say(f"warning: {warning}")
+        console.log(f"warning: {warning}")
     for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
             if count:
-                console.say(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
+                console.log(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
 
     def attempt(config: Config, budget: RestartBudget) -> None:
         with training(config, inputs, console, budget) as trainer:
-            trainer.writer.summary(trainer.fit().summary())
+            trainer.fit()
 
     with ray_session(config, console), naming_what_is_left(config):
-        recovering(attempt, config, console.say)
+        recovering(attempt, config, console.log)
     report(config, console)
 
 
@@ -92,31 +92,21 @@ def run(config: Config, inputs: Inputs) -> None:
 def training(
     config: Config, inputs: Inputs, console: "Console", budget: RestartBudget | None = None
 ) -> Iterator["Trainer"]:
-    """The roles of a run on a connected Ray, its folder, and a trainer that stands where run.resume says; all end.
+    """Start the roles of a run on a connected Ray and yield its trainer, resumed as run.resume says; then end them.
 
-    budget: what the run has restarted before; None is nothing.
+    budget: restarts of the run so far; None is a fresh budget.
     """
     from controller.roles import start_roles
     from controller.trainer import Trainer
 
     budget = budget or RestartBudget(config.run.max_restarts)
 
-    def start(live: "Live") -> AbstractContextManager["Roles"]:
+    def start(live: "LiveMetrics") -> AbstractContextManager["Roles"]:
         functions = inputs.reward_functions
         return start_roles(config, functions, console, budget, live=live, environment=inputs.environment)
 
     with session(config, start, console, inputs.identity) as started:
-        yield Trainer(
-            config,
-            started.roles,
-            inputs.prompts,
-            inputs.validation,
-            cost_model=inputs.cost_model,
-            writer=started.writer,
-            console=console,
-            live=started.live,
-            progress=started.progress,
-        )
+        yield Trainer(config, started, inputs.prompts, inputs.validation, cost_model=inputs.cost_model)
 
 
 if __name__ == "__main__":

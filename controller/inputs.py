@@ -1,4 +1,4 @@
-"""What a run needs beside its configuration: read, tried and checked before anything starts.
+"""Inputs of a run besides its configuration: read, tried and checked before anything starts.
 
     files --> records | users' code --process of its own--> packed, tried once | first prompts --process--> rendered
     these are Tried, with which a dry run ends --tokenizer--> Inputs, with which a run starts
@@ -15,7 +15,7 @@ from typing import Any
 
 from balancing import CostModel
 from controller.checkpoint import check_same_data
-from controller.config import Config
+from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import check_environment, check_rewards, requested_columns
 from controller.config.model_files import read_model_files
@@ -34,7 +34,7 @@ from controller.data_identity import DataIdentity, data_identity
 from controller.preflight.validation_checks import check_keep_best
 from controller.records import Record, check_loss_columns, read_records
 from controller.watching.shown_text import counted
-from workers.chat_template import template_of, try_template
+from workers.chat_template import render_isolated, template_of, time_limit
 from workers.errors import DataError
 from workers.reward_process import RewardFunction
 from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_function
@@ -42,14 +42,14 @@ from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_func
 Say = Callable[[str], None]
 Records = dict[str, list[Record]]
 
-TRIED_PROMPTS = 32  # of each data set; the others are rendered by the run itself, as they are tokenized
-SILENT_SECONDS = 2.0  # of a trial, after which it is said what is waited for
+TRIED_PROMPTS = 32  # of each data set; the run itself renders the others as it tokenizes them
+SILENT_SECONDS = 2.0  # of a trial, before a line tells what is waited for
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What needs no tokenizer. train, held_out: records by path. environment: the packed class of rollout.environment,
-    empty without one."""
+    """Inputs that need no tokenizer. train, held_out: records by path. environment: the pickled class of
+    rollout.environment, empty without one."""
 
     train: Records
     held_out: Records
@@ -62,7 +62,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run starts with. identity: of the training data, for its checkpoints. environment: as of `Tried`."""
+    """Inputs of a run. identity: of the training data, for its checkpoints. environment: as in `Tried`."""
 
     sources: list[PromptDataset]
     validation: PromptDataset | None
@@ -79,9 +79,9 @@ class Inputs:
 
 
 def try_inputs(config: Config, say: Say = print) -> Tried:
-    """Read all data, try users' code and the chat template in processes of their own.
+    """Read all data, and try users' code and the chat template in processes of their own.
 
-    say: told what is waited for, where that takes long. Raises ConfigError or DataError for what cannot be used.
+    say: gets a line about a trial that takes long. Raises ConfigError or DataError for inputs that cannot be used.
     """
     data = config.data
     train = {path: read_records(path, data.prompt_key) for path in data.weights}
@@ -94,7 +94,7 @@ def try_inputs(config: Config, say: Say = print) -> Tried:
         _check_lengths(config, path, rows)
     for path, rows in train.items():
         check_loss_columns(path, rows, config.loss_columns)
-    _try_template(config, train | held_out, say)
+    try_template(config, _first_chats(config, train | held_out), say)
     environment = _environment(config, next(iter(train.values()))[0], say)
     curriculum = _curriculum(config, train, say)
     if config.algorithm.loss.name == "custom":
@@ -106,7 +106,7 @@ def try_inputs(config: Config, say: Say = print) -> Tried:
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
-    """What was tried, in words, and what only a run finds."""
+    """Lines of a dry run about what was tried."""
     code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
     return [
         *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
@@ -116,12 +116,10 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
 
 
 def read_inputs(config: Config, say: Say = print) -> Inputs:
-    """`try_inputs`, tokenized; raises as that does, and for prompts that do not become tokens."""
+    """The tokenized inputs; raises as `try_inputs` does, and for prompts that cannot be tokenized."""
     tried, data = try_inputs(config, say), config.data
 
-    from workers.model.model import load_tokenizer
-
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = limited_tokenizer(config)
     if config.rollout.environment:
         _check_continuing(config, tokenizer, tried.train)
     rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
@@ -145,7 +143,7 @@ def read_inputs(config: Config, say: Say = print) -> Inputs:
 
 
 def _reward_functions(config: Config, example: Record, say: Say) -> list[RewardFunction]:
-    """The reward functions, tried on the first record and an empty response: one that cannot work stops here."""
+    """The reward functions, tried on the first record and an empty response."""
     functions = []
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
@@ -194,7 +192,7 @@ def _check_records(path: str, rows: list[Record], prompt_key: str, functions: Se
 
 
 def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
-    """What can be said of lengths without a tokenizer: which prompts are too long with any."""
+    """Raise DataError for prompts that are too long with any tokenizer, as data.over_long says."""
     data = config.data
     short = [not is_too_long(row[data.prompt_key], data.max_prompt_tokens) for row in rows]
     if data.over_long != "truncate" and not any(short):
@@ -210,15 +208,23 @@ def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
         )
 
 
-def _try_template(config: Config, data: Mapping[str, list[Record]], say: Say) -> None:
-    """Render the first prompts of every data set that are chat messages."""
-    tried: list[Any] = []
+def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
+    """The first prompts of every data set that are chat messages."""
+    found: list[Any] = []
     for path, rows in data.items():
         chats = [row[config.data.prompt_key] for row in rows if isinstance(row[config.data.prompt_key], list)]
-        tried += chats[:TRIED_PROMPTS]
+        found += chats[:TRIED_PROMPTS]
         if config.data.system_prompt:
-            tried = [with_system_prompt(prompt, config.data.system_prompt, path) for prompt in tried]
-    if not tried:
+            found = [with_system_prompt(prompt, config.data.system_prompt, path) for prompt in found]
+    return found
+
+
+def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print, *, answered: bool = False) -> None:
+    """Render `chats`, lists of messages, by the template of model.path in a process of its own; none needs none.
+
+    answered: whether they end with a response. Raises DataError without a template, ConfigError for one that fails.
+    """
+    if not chats:
         return
     template = template_of(read_model_files(config.model.path, "model.path").folder)
     if template is None:
@@ -227,7 +233,27 @@ def _try_template(config: Config, data: Mapping[str, list[Record]], say: Say) ->
         )
     timeout_s = config.resources.user_code_timeout_s
     with _waiting(say, f"the chat template of model.path={config.model.path}", config):
-        try_template(template, tried, config.model.path, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
+        render_isolated(
+            template, chats, config.model.path, answered=answered, timeout_s=timeout_s, setting=TIMEOUT_SETTING
+        )
+
+
+def limited_tokenizer(config: TrainingConfig) -> Any:
+    """The tokenizer of model.path; its chat template raises TimeoutError after resources.user_code_timeout_s.
+
+    For the main thread alone, which takes signals.
+    """
+    from workers.model.model import load_tokenizer
+
+    tokenizer, timeout_s = load_tokenizer(config.model.path), config.resources.user_code_timeout_s
+    render = tokenizer.apply_chat_template
+
+    def render_in_time(*messages: Any, **options: Any) -> Any:
+        with time_limit(timeout_s, TIMEOUT_SETTING):
+            return render(*messages, **options)
+
+    tokenizer.apply_chat_template = render_in_time
+    return tokenizer
 
 
 def _check_continuing(config: Config, tokenizer: Any, train: Records) -> None:
@@ -239,8 +265,8 @@ def _check_continuing(config: Config, tokenizer: Any, train: Records) -> None:
 
 
 @contextmanager
-def _waiting(say: Say, what: str, config: Config, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
-    """Say what is waited for, and which setting ends that, unless it is there in a moment."""
+def _waiting(say: Say, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
+    """Print what is waited for, and the setting of its time limit, if the block takes more than SILENT_SECONDS."""
     timer = threading.Timer(
         SILENT_SECONDS, say, [f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"]
     )

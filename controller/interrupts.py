@@ -1,4 +1,4 @@
-"""Interrupts: Ctrl-C, and the SIGTERM of `ray job stop`, stop a run where it can go on from later.
+"""Interrupts: Ctrl-C, and the SIGTERM of `ray job stop`, stop a run at a point from which it can resume.
 
 rollout, log-probs | update, weights, metrics, checkpoint |
   stops at once    |       hold: stops at its end         | release      a second interrupt always stops at once
@@ -19,19 +19,19 @@ class Interrupts:
     Outside of the main thread, where Python delivers no signals, it changes nothing.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say`: told, once, that the run will stop."""
+    def __init__(self, log: Callable[[str], None]) -> None:
+        """`log`: receives one line when a run will stop at the end of its step."""
         self.held = False
         self._pending = False
-        self._say = say
+        self._log = log
         self._handlers: dict[signal.Signals, Any] = {}
 
     def hold(self) -> None:
-        """From here on the policy's state is between two steps, and no checkpoint of it would be one of a step."""
+        """Call before the first model changes: until `release` the state is between two steps, not for checkpoints."""
         self.held = True
 
     def release(self) -> None:
-        """A step is complete. Raises KeyboardInterrupt if one has waited."""
+        """Call when a step is complete. Raises KeyboardInterrupt if one arrived meanwhile."""
         self.held = False
         if self._pending:
             self._pending = False
@@ -52,4 +52,4 @@ class Interrupts:
         if not self.held or self._pending:
             raise KeyboardInterrupt
         self._pending = True
-        self._say("stopping when this step is complete; once more stops at once")
+        self._log("stopping when this step is complete; once more stops at once")

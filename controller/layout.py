@@ -1,4 +1,4 @@
-"""Layout: what a run asks of Ray, as data. `--dry-run` prints it, `controller.roles` starts it; neither repeats it.
+"""Layout: the resources that a run asks of Ray, as data. `--dry-run` prints it, `controller.roles` starts it.
 
 training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
 rollout pool     one bundle for each engine             with GPUs of its own where rollout.placement is apart
@@ -93,7 +93,7 @@ def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
 
 
 def reserved(config: TrainingConfig, resource: str) -> float:
-    """How much of a Ray resource ("CPU", "GPU") all pools and the actors outside them take."""
+    """Total of a Ray resource ("CPU", "GPU") over all pools and the actors outside them."""
     in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
     outside = [request for request in role_requests(config) if not request.pool]
     return in_pools + sum(r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside)

@@ -1,14 +1,13 @@
-"""Do engines and trainer give the same tokens the same log-probs? Judged in every step, before weights are given out.
+"""Compares the log-probs of engines and trainer in every step, before new weights are sent.
 
     first step after a start            samples of the weights that were just sent          --> rounding, or stop
     first step of changed weights       samples of weights that an update has changed       --> rounding, or stop
     every step                          also samples of older weights, after the update     --> policy.max_mismatch
 
-The second is not the first again. A transfer that loses a weight, or an engine that keeps an arrangement of the old one
-(as vLLM on a CPU keeps packed linear layers and experts), gives equal log-probs as long as no weight has changed. Both
-are judged before the optimiser takes its step; where the algorithm has no pass of log-probs before it, one is made.
-Samples of older weights differ from the trainer by what the policy has learned since, so that rounding says nothing of
-them.
+The second check finds what the first cannot: a transfer that loses a weight, or an engine that keeps a packed copy of
+the old one (as vLLM on a CPU does for linear layers and experts), gives equal log-probs as long as no weight changes.
+Both are made before the optimiser's step; an algorithm without a pass of log-probs before it gets one. Samples of older
+weights also differ by what the policy has learned since, so that the bound of rounding does not hold for them.
 """
 
 import math
@@ -28,7 +27,7 @@ COARSER = ("quantization", "kv_cache_dtype")
 
 
 class Proof(Enum):
-    """What a step's samples show beyond `policy.max_mismatch`, in the words of an error."""
+    """The comparison at equal weights that a step's samples allow, in the words of an error."""
 
     FIRST = "at the weights that the engines were sent at the start"
     CHANGED = "at the first weights that an update has changed"
@@ -36,7 +35,7 @@ class Proof(Enum):
 
 
 class MismatchWatch:
-    """Decides over the steps of one attempt of a run."""
+    """Judges the mismatch in the steps of one attempt of a run."""
 
     def __init__(self, config: Config, first_version: int) -> None:
         """first_version: of the weights that the attempt starts with."""
@@ -45,9 +44,10 @@ class MismatchWatch:
         self._pending: set[Proof] = {Proof.FIRST, Proof.CHANGED} if compares_exactly(config) else set()
 
     def proof(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> Proof:
-        """What samples [B] of weight versions `oldest` to `newest` can still show of the trainer's, version `current`.
+        """The comparison at equal weights that samples [B] of weight versions `oldest` to `newest` allow, if it was not
+        made before. current: version of the trainer's weights.
 
-        A sample may have begun with older weights than it ended with. NONE where it was shown before.
+        A sample may have begun with older weights than it ended with.
         """
         of_current = bool(np.all(oldest == current) and np.all(newest == current))
         found = Proof.FIRST if current == self._first else Proof.CHANGED
@@ -76,7 +76,7 @@ def compares_exactly(config: Config) -> bool:
 
 
 def beyond(mean: float, largest: float, limit: float, dtype: str, proof: Proof) -> str:
-    """What is wrong with a mismatch, nats a token, or an empty string. limit: policy.max_mismatch."""
+    """The problem with a mismatch, in nats a token, or an empty string. limit: policy.max_mismatch."""
     told = f"log-probs of engines and trainer differ by {mean:.2g} nats a token (largest {largest:.2g})"
     if math.isnan(mean):
         return (

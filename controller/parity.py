@@ -1,9 +1,9 @@
-"""`--dry-run`, its last lines: every model of the run that is small enough is loaded here, and measured.
+"""The last lines of `--dry-run`: every model of the run that is small enough is loaded and measured.
 
 Config --models--> weights of up to 2 GiB --workers.model.parity, one process--> "parity: packed rows match ..."
 
-Ranks and engines are the run's own to measure, as is what is too large here. Importing torch takes seconds, so that
-this comes after the plan, and not at all where no model has weights to be measured.
+Larger models, ranks and engines are measured when the run starts. Importing torch takes seconds, so this comes after
+the plan, and not at all if no model has weights to measure.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ SHARE_OF_MEMORY = 1 / 6  # weights in bfloat16 take twice their files in float32
 
 @dataclass(frozen=True)
 class Role:
-    """A model that the run trains or reads. key: the setting that names it. head: as in `Engine`."""
+    """A model that the run trains or reads. key: the setting that names it. head: as in `TrainingEngine`."""
 
     key: str
     model: ModelConfig
@@ -80,7 +80,7 @@ def _measured(role: Role) -> tuple[float, str]:
     from workers.model.parity import check_parity
 
     logging.disable_progress_bar()
-    # A kernel of GPUs is none of this machine's; what it computes is measured where it runs.
+    # A GPU's kernel cannot run here; it is measured where it runs.
     layout = role.model.attention_layout()
     attention = role.model.attention if layout == "padded" else "auto"
     model = replace(role.model, attention=attention, layout=layout, forward_layout="same", activation_offload=False)

@@ -1,4 +1,4 @@
-"""Which bundle every rank lives in: ranks that talk in every layer, and the GPUs of one engine, on one node.
+"""Assigns ranks to bundles: ranks that communicate in every layer, and the GPUs of one engine, share a node.
 
     Pool --Ray reserves--> node of every bundle --bundle_of_rank--> bundle of every rank, the same for all roles
 
@@ -70,7 +70,7 @@ def _deal(rooms: list[int], sizes: list[int]) -> list[int]:
 
 
 def _split(pool: Pool, nodes: list[int]) -> list[int]:
-    """How many engines, and how many groups of each size, the smallest first, lie on several nodes."""
+    """Numbers of engines, and of groups of each size from the smallest, that span several nodes."""
     groups = [len(groups_on_several_nodes(nodes, size)) for size in sorted(pool.groups)]
     return [len(_split_engines(pool, nodes)), *groups]
 

@@ -1,14 +1,68 @@
-"""Planner: the global plan of a batch, as the settings of a run ask for it."""
+"""Planner: which sequences share an optimiser step, and which rank computes each of them when.
+
+    number of sequences, seed --draw_mini_batches--> mini-batches --Planner.plan--> Plan of every rank's micro-batches
+
+Mini-batches are a random choice, made before balancing and never changed by it, but for balance.redeal_groups.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from balancing import CostModel, Plan, plan_batch
+from balancing.alignment import group_cap
 from balancing.errors import CountError
 from balancing.redeal import redealt
 from controller.config import TrainingConfig
-from controller.plan_arguments import plan_arguments
 from workers.errors import ConfigError
-from workers.remote_batch import RemoteBatch
+
+if TYPE_CHECKING:
+    from workers.remote_batch import RemoteBatch
+
+MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
+
+
+def draw_mini_batches(sequences: int, mini_batches: int, seed: int, step: int, epoch: int = 0) -> list[np.ndarray]:
+    """A random split of row numbers into mini-batches whose sizes differ by at most one; fewer where rows are few.
+
+    The same for the same `seed`, that of the run, `step` and `epoch`, the pass over the step's samples, from 0. Returns
+    int64 arrays, each ascending.
+    """
+    rng = np.random.default_rng((seed, MINI_BATCHES, step, epoch))
+    parts = np.array_split(rng.permutation(sequences), min(mini_batches, sequences))
+    return [np.sort(part) for part in parts]
+
+
+def with_group_tokens(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -> "RemoteBatch":
+    """The batch with the column `group_tokens`: loss tokens of each sequence's group in its mini-batch, int64 [B].
+
+    batch: light columns `uid`, equal within a group, and `response_tokens`. A group that is spread over several
+    mini-batches counts in each of them for what it has there.
+    """
+    counts = np.zeros(len(batch), dtype=np.int64)
+    for rows in mini_batches:
+        names, group = np.unique(batch["uid"][rows], return_inverse=True)
+        totals = np.zeros(len(names), dtype=np.int64)
+        np.add.at(totals, group, batch["response_tokens"][rows])
+        counts[rows] = totals[group]
+    return batch.with_columns(group_tokens=counts)
+
+
+def plan_arguments(config: TrainingConfig, of: str) -> dict[str, Any]:
+    """Arguments of `balancing.plan_batch` that follow from the settings alone. of: a pass in `config.limits`."""
+    limits, policy, balance = config.limits[of], config.policy, config.balance
+    return {
+        "ranks": policy.ranks,
+        "max_tokens": group_cap(limits.max_tokens, policy.parallel.context_parallel),
+        "max_sequences": limits.max_sequences or None,
+        "min_count": limits.min_micro_batches,
+        "multiple_of": balance.count_multiple,
+        "algorithm": balance.algorithm,
+        "order": balance.order,
+        "layout": limits.layout,
+        "length_multiple": limits.length_multiple,
+    }
 
 
 class Planner:
@@ -18,12 +72,12 @@ class Planner:
         """`cost_model`: FLOPs of a sequence, which a plan balances."""
         self.config, self.cost_model = config, cost_model
 
-    def whole(self, batch: RemoteBatch, of: str) -> Plan:
+    def whole(self, batch: "RemoteBatch", of: str) -> Plan:
         """One forward-only pass over the batch; see `plan`."""
         return self.plan(batch, [np.arange(len(batch))], of)
 
-    def plan(self, batch: RemoteBatch, mini_batches: list[np.ndarray], of: str) -> Plan:
-        """Who computes what and when; mini-batches stay as drawn.
+    def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], of: str) -> Plan:
+        """Assign every sequence to a rank and a micro-step; mini-batches stay as drawn.
 
         batch: light columns `length`, `response_tokens` and `uid`. of: a pass in `config.limits`, such as
         `policy.update`. Raises ConfigError where the batch has too few sequences for the counts of micro-batches.
@@ -42,7 +96,7 @@ class Planner:
                 f"{of}: {error} (policy.min_micro_batches or forward_min_micro_batches, and balance.count_multiple)"
             ) from None
 
-    def redealt(self, batch: RemoteBatch, drawn: list[np.ndarray]) -> list[np.ndarray]:
+    def redealt(self, batch: "RemoteBatch", drawn: list[np.ndarray]) -> list[np.ndarray]:
         """Mini-batches of equal workload, of whole groups, with balance.redeal_groups; else `drawn` as it is.
 
         There are fewer than were drawn where groups are fewer. batch: light columns `length` and `uid`.
@@ -55,7 +109,7 @@ class Planner:
         return redealt(drawn, groups, self.cost_model.workload(batch["length"]))
 
 
-def _group_numbers(batch: RemoteBatch) -> np.ndarray:
+def _group_numbers(batch: "RemoteBatch") -> np.ndarray:
     """int64 [B], 0, 1, ... by `uid`."""
     numbers: np.ndarray = np.unique(batch["uid"], return_inverse=True)[1]
     return numbers

@@ -1,4 +1,4 @@
-"""Records of a data set: one mapping a prompt, from files of the usual kinds.
+"""Records of a data set, one mapping each, from files of the usual kinds.
 
     .jsonl, .json | .parquet | .arrow | a folder of these --iter_records--> {"prompt": ..., "answer": ...}, ...
 

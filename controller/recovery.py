@@ -1,9 +1,9 @@
-"""Recovery: a run that lost an actor which it cannot do without goes on from its last checkpoint, in the same process.
+"""Recovery: a run that loses an actor it needs resumes from its last checkpoint, in the same process.
 
-    attempt --LostError--> all roles end --> attempt with run.resume=auto --> the steps since that checkpoint come again
+    attempt --LostError--> all roles end --> attempt with run.resume=auto --> repeats the steps since that checkpoint
 
-Everything is started anew, because ranks that shared a process group with the lost one cannot use it any more. Prompts,
-samples and mini-batches follow from the seed, so that the repeated steps are those that were lost.
+All roles restart, because the surviving ranks cannot use a process group that lost a member. Prompts, samples and
+mini-batches follow from the seed, so the repeated steps equal the lost ones.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ Settings = TypeVar("Settings", bound=TrainingConfig)
 
 
 def recovering(
-    attempt: Callable[[Settings, RestartBudget], Result], config: Settings, say: Callable[[str], None]
+    attempt: Callable[[Settings, RestartBudget], Result], config: Settings, log: Callable[[str], None]
 ) -> Result:
-    """What `attempt(config, budget)` returns; it is made again after a LostError, with a config that resumes.
+    """Returns `attempt(config, budget)`; after a LostError it is called again, with a config that resumes.
 
     Raises LostError, the cause first, where run.checkpoint_every is 0 or run.max_restarts are used up.
     """
@@ -38,11 +38,11 @@ def recovering(
                 raise LostError(f"{clause(error)}; all of run.max_restarts={budget.limit} are used up.") from error
             budget.recoveries += 1
             config = resuming(config)
-            say(f"{clause(error)}; starting all roles anew")
+            log(f"{clause(error)}; starting all roles anew")
 
 
 def resuming(config: Settings) -> Settings:
-    """The configuration that goes on with this run: from its own last checkpoint or, while it has none, as it began."""
+    """The configuration to resume this run with: from its own last checkpoint or, if it has none, as it started."""
     if not checkpoints_at(config.run_folder):
         return config
     going_on = copy(config)
@@ -51,7 +51,7 @@ def resuming(config: Settings) -> Settings:
 
 
 def what_is_left(config: TrainingConfig) -> str:
-    """What a run that could not go on leaves behind, in words: its last checkpoint and its saved models."""
+    """Describes the last checkpoint and the saved models of a run that stopped."""
     checkpoints = checkpoints_at(config.run_folder)
     models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))
     kept = f"saved are {', '.join(models)}" if models else "no model is saved"

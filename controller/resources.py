@@ -1,4 +1,4 @@
-"""Reserving what the layout asks for, with a clear word when the cluster cannot give it.
+"""Reserves the bundles of the layout; the error says what is missing if the cluster does not have them.
 
 Pool --reserve--> Reservation.strategy(rank) --> the actors of that rank, of every role in the pool
 """
@@ -30,7 +30,7 @@ class Reservation:
     bundle_of_rank: tuple[int, ...]
 
     def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Where an actor of this rank goes, of whatever role."""
+        """Scheduling strategy of an actor of this rank, of any role."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle_of_rank[rank])
 
     def release(self) -> None:
@@ -72,7 +72,7 @@ def _placed(pool: Pool, timeout_s: float) -> PlacementGroup:
 
 
 def shortage(pool: Pool, available: Mapping[str, Any]) -> Bundle:
-    """What of the pool's total is missing in `available`, by resource."""
+    """Amounts that the pool needs beyond `available`, by resource."""
     total: Bundle = {}
     for bundle in pool.bundles:
         for resource, amount in bundle.items():

@@ -1,4 +1,4 @@
-"""RewardPool: reward actors that score finished samples while generation goes on.
+"""RewardPool: reward actors that score finished samples while others are still generated.
 
 block of finished samples --submit--> actor --collect--> {(uid, sample): Score}
 """
@@ -17,7 +17,7 @@ from workers.reward_process import RewardFunction
 from workers.rollout.requests import SampleResult
 from workers.score import Score, beside_environment
 
-# Scoring holds no state and blocks outlive the actor: Ray may start it anew and ask it again.
+# Scoring is stateless and blocks outlive the actor: Ray may restart the actor and retry the call.
 AGAIN = {"max_restarts": 3, "max_task_retries": 3}
 
 
@@ -66,7 +66,7 @@ class RewardPool:
         self._pending.append((finished, actor.score.options(name="reward.score").remote(block, requests)))
 
     def collect(self) -> dict[tuple[str, int], Score]:
-        """Scores of everything submitted since the last call, by (uid, sample); failed ones say so in `failure`.
+        """Scores of all samples submitted since the last call, by (uid, sample); see `Score.failure` for failed ones.
 
         Raises WorkerError for a failed one with reward.on_failure=stop, LostError if a reward actor was lost too often.
         """

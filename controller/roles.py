@@ -1,4 +1,4 @@
-"""Roles: every actor of a run, started together and ended together.
+"""Roles: all actors of a run, which start and end together.
 
 layout (pure) -> reserve pools -> engines | policy, reference, critic, reward model | reward -> Roles -> one end for all
 """
@@ -17,14 +17,14 @@ from ray.exceptions import RayError
 from balancing import Plan
 from controller.config import Config, TrainingConfig
 from controller.config.training import ReferenceSettings
-from controller.layout import Pool, RoleRequest, pools, role_requests
+from controller.layout import Pool, pools, role_requests
 from controller.resources import Reservation, reserve
 from controller.rewards import RewardPool
 from controller.rollout.engines import MakeActor
 from controller.rollout.fleet import RestartBudget
 from controller.rollout.rounds import Rollouts
 from controller.watching.console import Console
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from controller.watching.shown_text import counted
 from controller.worker_group import Share, WorkerGroup
 from workers.base import Worker
@@ -45,12 +45,11 @@ from workers.reference import ReferenceWorker
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.reward_model import RewardModelWorker
 from workers.reward_process import RewardFunction
+from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker
 
-Requests = dict[str, RoleRequest]
-Bundles = dict[str, Reservation]
-ANSWER_SECONDS = 5.0  # for what is nice to know
+ANSWER_SECONDS = 5.0  # for facts that are only recorded
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class TrainingRoles:
         return self.policy.reference_sequence_log_probs(batch, plan)
 
     def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
-        """What every micro-step since the last call took, in order, by the name of the rank's actor."""
+        """Times of every micro-step since the last call, in order, by the name of the rank's actor."""
         taken = [(group, group.take_micro_step_times.remote()) for group in self.groups]
         return {
             name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
@@ -103,7 +102,7 @@ class Roles(TrainingRoles):
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """Those that hold a model and compute under plans."""
+        """The roles that hold a model and compute under plans."""
         others = (self.critic, self.reward_model)
         return super().groups + [group for group in others if group is not None]
 
@@ -119,27 +118,27 @@ class Roles(TrainingRoles):
         self.rollouts.update_weights(weights, version)
 
     def sleep_engines(self) -> None:
-        """Before a pass of a training role: engines that share its GPUs give them up, weights and KV cache."""
+        """Call before a pass of a training role: engines that share its GPUs free their weights and KV caches."""
         self.rollouts.sleep()
 
     def wake_engines(self) -> None:
-        """Before generation: engines that sleep wake, with the weights that they had."""
+        """Call before generation: engines that sleep wake up with the weights of their version."""
         if self.rollouts.asleep:
-            self.send_weights(self.rollouts.version)
+            self.send_weights(self.rollouts.fleet.version)
 
     def connect_engines(self, placement: str, tensor_parallel: int) -> None:
         """Let the policy's ranks meet the engines, for `send_weights` between GPUs. Raises LostError as that does."""
-        self._beside_engines("connect_engines", self.rollouts.actors, placement, tensor_parallel)
+        self._beside_engines("connect_engines", list(self.rollouts.actors.values()), placement, tensor_parallel)
 
     def _beside_engines(self, method: str, *args: Any) -> None:
         """Call a method of the policy in which ranks and engines wait for each other.
 
-        What they exchange has no watchdog: when an engine dies a rank would wait for ever. Therefore the engines are
-        asked meanwhile whether they live.
+        The transfer has no watchdog of its own: a rank would wait for a dead engine for ever. Engines are therefore
+        polled during the call.
         """
         deadline = time.monotonic() + self.transfer_timeout_s
 
-        def look() -> None:
+        def poll() -> None:
             self.rollouts.check_alive()
             if time.monotonic() > deadline:
                 raise LostError(
@@ -148,9 +147,9 @@ class Roles(TrainingRoles):
                 )
 
         try:
-            getattr(self.policy, method).remote(*args).result(meanwhile=look)
+            getattr(self.policy, method).remote(*args).result(meanwhile=poll)
         except WorkerError:
-            self.rollouts.check_alive()  # the death of an engine comes first: what a rank says may be what came of it
+            self.rollouts.check_alive()  # a dead engine is the cause, the error of a rank its consequence
             raise
 
     def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> TokenColumn:
@@ -159,12 +158,12 @@ class Roles(TrainingRoles):
         return passed(batch, plan).tokens["log_probs"]
 
     def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
-        """The engines' updates of weights since the last call, by actor; one that does not answer is left out."""
-        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in enumerate(self.rollouts.actors)}
+        """Weight updates of the engines since the last call, by actor; without engines that do not answer in time."""
+        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
         loads = {}
         for ref in answered:
-            with suppress(RayError):  # whoever next needs the engine says so
+            with suppress(RayError):  # the next call that needs the engine reports it
                 loads[asked[ref]] = ray.get(ref)
         return loads
 
@@ -176,48 +175,45 @@ def start_roles(
     console: Console,
     budget: RestartBudget,
     *,
-    live: Live,
+    live: LiveMetrics,
     environment: bytes = b"",
 ) -> Iterator[Roles]:
-    """Start every role, yield them, end every actor and give every bundle back, whatever happens.
+    """Start every role and yield them; end every actor and release every bundle in any case.
 
-    live: told what the engines do. environment: see `workers.environment_process`; empty where samples are one turn.
+    live: receives states and queues of the engines. environment: see `workers.environment_process`; empty for samples
+    of one turn.
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
     with ExitStack() as stack:
-        bundles = {pool.name: _reserve(stack, pool, config) for pool in pools(config)}
-        requests = {request.role: request for request in role_requests(config)}
-        console.say("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
+        starter = _Starter(stack, config, console)
         colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
-        policy = _policy(stack, config, requests, bundles) if colocated else None
-        # Engines take longest to start: where they can, they come up while the training roles load.
+        policy = _policy(starter, config) if colocated else None
+        # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         devices = _shared_devices(policy.facts(), config.rollout) if policy else []
         rollouts = Rollouts(
-            _engine_maker(config, requests["rollout"], bundles, devices, environment),
+            _engine_maker(config, starter, devices, environment),
             config.rollout,
             budget,
             live,
             replaceable=not config.uses_gpus,  # between GPUs, sender and engines have met once and for all
             colocated=colocated,
             start_timeout_s=timeout_s,
-            say=console.say,
+            log=console.log,
         )
         stack.callback(rollouts.stop)
         started = rollouts.start()
-        cpus = requests["reward"].cpus
-        rewards = RewardPool(reward_functions, config.model.path, config.reward, cpus)
+        rewards = RewardPool(reward_functions, config.model.path, config.reward, starter.requests["reward"].cpus)
         stack.callback(rewards.stop)
         if colocated:
-            # An engine sizes its cache by the memory that is free: on a GPU it shares, it must be the first to look.
-            # It sleeps until the first round of generation, for which the policy sends its weights.
+            # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.
+            # It sleeps until the policy sends its weights for the first round of generation.
             started.result(timeout_s)
             rollouts.sleep()
-        policy = policy or _policy(stack, config, requests, bundles)
-        _build_policy(policy, config, console)
-        reference = _reference(stack, config, requests, bundles) if config.starts_reference else None
-        critic = _critic(stack, config, requests, bundles) if config.uses_critic else None
-        reward_model = _reward_model(stack, config, requests, bundles) if config.uses_reward_model else None
+        policy = starter.built_policy(policy or _policy(starter, config))
+        reference = _reference(starter, config) if config.starts_reference else None
+        critic = _critic(starter, config) if config.uses_critic else None
+        reward_model = _reward_model(starter, config) if config.uses_reward_model else None
         rewards.wait_ready(timeout_s)
         started.result(timeout_s)
         roles = Roles(
@@ -235,10 +231,51 @@ def start_roles(
         yield roles
 
 
-def _reserve(stack: ExitStack, pool: Pool, config: TrainingConfig) -> Reservation:
-    bundles = reserve(pool, config.resources.placement_timeout_s)
-    stack.callback(bundles.release)
-    return bundles
+class _Starter:
+    """Starts the training roles of one run, each in its bundles; `stack` ends them."""
+
+    def __init__(self, stack: ExitStack, config: TrainingConfig, console: Console) -> None:
+        """Reserve all bundles. Raises ResourceError as `reserve` does."""
+        self.stack, self.config, self.console = stack, config, console
+        self.bundles = {pool.name: self._reserve(pool) for pool in pools(config)}
+        self.requests = {request.role: request for request in role_requests(config)}
+        console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
+
+    def _reserve(self, pool: Pool) -> Reservation:
+        bundles = reserve(pool, self.config.resources.placement_timeout_s)
+        self.stack.callback(bundles.release)
+        return bundles
+
+    def group(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
+        """Start the actors and their process group; `build`, which loads the model, is left to the caller."""
+        config, request = self.config, self.requests[role]
+        group = WorkerGroup(
+            role,
+            worker_class,
+            self.bundles[request.pool],
+            Share(request.cpus, request.gpus),
+            dp=config.policy.ranks,
+            cp=config.policy.parallel.context_parallel,
+            tp=config.policy.parallel.tensor_parallel,
+            arguments=arguments,
+            timeout_s=config.resources.start_timeout_s,
+            collective_timeout_s=config.resources.collective_timeout_s,
+        )
+        self.stack.callback(group.stop)
+        return group
+
+    def built(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
+        """`group` with its model loaded."""
+        group = self.group(role, worker_class, arguments)
+        group.build.remote().result(self.config.resources.start_timeout_s)
+        return group
+
+    def built_policy(self, policy: WorkerGroup) -> WorkerGroup:
+        """Load the policy's model and log its size."""
+        parameters = policy.build.remote().result(self.config.resources.start_timeout_s)[0]
+        ranks = counted(self.config.policy.ranks, "rank")
+        self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
+        return policy
 
 
 def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list[str]:
@@ -246,23 +283,20 @@ def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list
 
     ranks: `Worker.facts` of every policy rank.
     """
-    size = rollout.tensor_parallel
-    engines = [ranks[replica * size : (replica + 1) * size] for replica in range(rollout.replicas)]
-    return [",".join(rank["gpus"] for rank in shared) for shared in engines]
+    engines = [ranks_of_engine(replica, rollout.tensor_parallel) for replica in range(rollout.replicas)]
+    return [",".join(ranks[rank]["gpus"] for rank in shared) for shared in engines]
 
 
-def _engine_maker(
-    config: Config, request: RoleRequest, bundles: Bundles, devices: list[str], environment: bytes
-) -> MakeActor:
-    """Makes the actor of a replica, and another in its place; see `Engines`.
+def _engine_maker(config: Config, starter: _Starter, devices: list[str], environment: bytes) -> MakeActor:
+    """Makes the actor of a replica, and another in its place; see `RolloutEngines`.
 
     `devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none.
     """
-    actor_class = ray.remote(RolloutWorker)
+    actor_class, request = ray.remote(RolloutWorker), starter.requests["rollout"]
 
     def make(replica: int, attempt: int) -> Any:
-        rank = replica * config.rollout.tensor_parallel if devices else replica
-        # An actor without GPUs of its own would see none: Ray is told to leave the variable alone.
+        rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica
+        # Ray hides all GPUs from an actor that reserves none, unless this variable is set.
         variables = {
             "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -272,7 +306,7 @@ def _engine_maker(
             "num_cpus": request.cpus,
             "num_gpus": request.gpus,
             "max_concurrency": 1000,
-            "scheduling_strategy": bundles[request.pool].strategy(rank),
+            "scheduling_strategy": starter.bundles[request.pool].strategy(rank),
         } | ({"runtime_env": {"env_vars": variables}} if devices else {})
         return actor_class.options(**options).remote(
             config.model,
@@ -292,55 +326,41 @@ def _engine_maker(
 def start_training_roles(
     config: TrainingConfig, worker_class: type[Worker], console: Console, *, total_steps: int
 ) -> Iterator[TrainingRoles]:
-    """Start the roles of a run that trains on given sequences, yield them, end them; as `start_roles`.
+    """Start the roles of a run that trains on given sequences and yield them; otherwise as `start_roles`.
 
     worker_class: the policy's. total_steps: optimiser steps of the run.
     """
     with ExitStack() as stack:
-        bundles = {pool.name: _reserve(stack, pool, config) for pool in pools(config)}
-        requests = {request.role: request for request in role_requests(config)}
-        console.say("starting " + ", ".join(f"{r.actors} {r.role}" for r in requests.values()))
+        starter = _Starter(stack, config, console)
         arguments = _model_arguments(config, config.model, config.policy)
         arguments |= _learning(config, config.policy.optimizer, total_steps)
-        policy = _training_group(stack, config, requests["policy"], worker_class, bundles, arguments)
-        _build_policy(policy, config, console)
+        policy = starter.built_policy(starter.group("policy", worker_class, arguments))
         reference = None
         if isinstance(config, ReferenceSettings) and config.starts_reference:
-            reference = _reference(stack, config, requests, bundles)
+            reference = _reference(starter, config)
         yield TrainingRoles(policy, reference)
 
 
-def _build_policy(policy: WorkerGroup, config: TrainingConfig, console: Console) -> None:
-    parameters = policy.build.remote().result(config.resources.start_timeout_s)[0]
-    console.say(f"policy: {parameters:,} parameters over {counted(config.policy.ranks, 'rank')} on {config.device}")
-
-
-def _policy(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
+def _policy(starter: _Starter, config: Config) -> WorkerGroup:
     arguments = _model_arguments(config, config.model, config.policy)
     arguments |= _learning(config, config.policy.optimizer, config.total_optimizer_steps)
-    return _training_group(stack, config, requests["policy"], PolicyWorker, bundles, arguments)
+    return starter.group("policy", PolicyWorker, arguments)
 
 
-def _reference(stack: ExitStack, config: ReferenceSettings, requests: Requests, bundles: Bundles) -> WorkerGroup:
+def _reference(starter: _Starter, config: ReferenceSettings) -> WorkerGroup:
     arguments = _model_arguments(config, config.reference_model, config.reference)
-    group = _training_group(stack, config, requests["reference"], ReferenceWorker, bundles, arguments)
-    group.build.remote().result(config.resources.start_timeout_s)
-    return group
+    return starter.built("reference", ReferenceWorker, arguments)
 
 
-def _critic(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
+def _critic(starter: _Starter, config: Config) -> WorkerGroup:
     arguments = _model_arguments(config, config.critic_model, config.critic)
     arguments |= _learning(config, config.critic.optimizer, config.critic_optimizer_steps)
-    group = _training_group(stack, config, requests["critic"], CriticWorker, bundles, arguments)
-    group.build.remote().result(config.resources.start_timeout_s)
-    return group
+    return starter.built("critic", CriticWorker, arguments)
 
 
-def _reward_model(stack: ExitStack, config: Config, requests: Requests, bundles: Bundles) -> WorkerGroup:
+def _reward_model(starter: _Starter, config: Config) -> WorkerGroup:
     arguments = _model_arguments(config, config.reward_model, config.reward.model)
-    group = _training_group(stack, config, requests["reward_model"], RewardModelWorker, bundles, arguments)
-    group.build.remote().result(config.resources.start_timeout_s)
-    return group
+    return starter.built("reward_model", RewardModelWorker, arguments)
 
 
 def _model_arguments(
@@ -363,28 +383,3 @@ def _learning(config: TrainingConfig, optimizer: OptimizerConfig, total_steps: i
     """Arguments of a `TrainedWorker` beside these."""
     reshard = config.policy.reshard_after_forward
     return {"optimizer": optimizer, "total_steps": total_steps, "reshard_after_forward": reshard}
-
-
-def _training_group(
-    stack: ExitStack,
-    config: TrainingConfig,
-    request: RoleRequest,
-    worker_class: type[Worker],
-    bundles: Bundles,
-    arguments: dict[str, Any],
-) -> WorkerGroup:
-    """Start the actors and their process group; `build`, which loads the model, is left to the caller."""
-    group = WorkerGroup(
-        request.role,
-        worker_class,
-        bundles[request.pool],
-        Share(request.cpus, request.gpus),
-        dp=config.policy.ranks,
-        cp=config.policy.parallel.context_parallel,
-        tp=config.policy.parallel.tensor_parallel,
-        arguments=arguments,
-        timeout_s=config.resources.start_timeout_s,
-        collective_timeout_s=config.resources.collective_timeout_s,
-    )
-    stack.callback(group.stop)
-    return group

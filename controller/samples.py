@@ -1,10 +1,11 @@
-"""Rollout: what came back from the engines, scored, as a RemoteBatch.
+"""Rollout: the samples that the engines returned, with their scores, as a RemoteBatch.
 
 RolloutRound (light results, block references) + scores --assemble--> Rollout
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from controller.data import Prompt
 from controller.rollout.rounds import RolloutRound
-from controller.validation import Graded
+from controller.validation_metrics import ScoredResponse
 from controller.watching.shown_text import shortened
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
@@ -28,24 +29,29 @@ COUNTS = ("prompt_tokens", "response_tokens", "length", "turns", "weight_version
 class Rollout:
     """The samples of one round of generation, or of several.
 
-    batch: columns uid, sample, prompt_tokens, response_tokens (the policy's), length (of all), turns (int64), truncated
-    (bool), weight_version, newest_weight_version (int64), reward, seconds (float64, of generation); tokens input_ids,
-    loss_mask, rollout_log_probs. `by_sample`: scores in the batch's order. `failures`: why samples have no score of
-    their own. `rounds`: rounds of generation that it joins.
+    samples: columns uid, sample, prompt_tokens, response_tokens (the policy's), length (of all), turns (int64),
+    truncated (bool), weight_version, newest_weight_version (int64), seconds (float64, of generation); tokens input_ids,
+    loss_mask, rollout_log_probs. by_sample: scores with their rewards, in the order of `samples`. failures: why samples
+    have no score of their own. rounds: rounds of generation that it joins.
     """
 
-    batch: RemoteBatch
+    samples: RemoteBatch
     by_sample: dict[tuple[str, int], Score]
     dropped: int
     retried: int
     failures: tuple[str, ...] = ()
     rounds: int = 1
 
+    @cached_property
+    def batch(self) -> RemoteBatch:
+        """`samples` with the column `reward`, float64 [B]."""
+        return self.samples.with_columns(reward=np.array([score.reward for score in self.by_sample.values()]))
+
     @staticmethod
     def concat(rounds: Sequence["Rollout"]) -> "Rollout":
         """Several rounds of one step as one."""
         return Rollout(
-            RemoteBatch.concat([found.batch for found in rounds]),
+            RemoteBatch.concat([found.samples for found in rounds]),
             {key: score for found in rounds for key, score in found.by_sample.items()},
             sum(found.dropped for found in rounds),
             sum(found.retried for found in rounds),
@@ -59,25 +65,24 @@ class Rollout:
             key: replace(score, reward=score.reward + weight * value, parts=score.parts | {name: value})
             for (key, score), value in zip(self.by_sample.items(), values.tolist(), strict=True)
         }
-        rewards = self.batch["reward"] + weight * values
-        return replace(self, batch=self.batch.with_columns(reward=rewards), by_sample=by_sample)
+        return replace(self, by_sample=by_sample)
 
-    def against(self, greedy: "Rollout") -> "Rollout":
+    def with_baseline(self, greedy: "Rollout") -> "Rollout":
         """With the reward of the greedy response to the same prompt as the column `greedy_reward`.
 
         greedy: one sample a prompt. Samples whose prompt has none, because it failed, are dropped and counted. Raises
         RolloutError if that leaves nothing.
         """
-        rewards = dict(zip(greedy.batch["uid"].tolist(), greedy.batch["reward"].tolist(), strict=True))
-        kept = np.array([uid in rewards for uid in self.batch["uid"].tolist()])
+        rewards = {uid: score.reward for (uid, _), score in greedy.by_sample.items()}
+        kept = np.array([uid in rewards for uid in self.samples["uid"].tolist()])
         if not kept.any():
             raise RolloutError("no prompt of this round has both samples and a greedy response to compare them with.")
-        batch = self.batch.select(kept)
-        batch = batch.with_columns(greedy_reward=np.array([rewards[uid] for uid in batch["uid"].tolist()]))
+        samples = self.samples.select(kept)
+        samples = samples.with_columns(greedy_reward=np.array([rewards[uid] for uid in samples["uid"].tolist()]))
         by_sample = {key: score for key, score in self.by_sample.items() if key[0] in rewards}
         return replace(
             self,
-            batch=batch,
+            samples=samples,
             by_sample=by_sample,
             dropped=self.dropped + int(np.sum(~kept)),
             retried=self.retried + greedy.retried,
@@ -92,10 +97,10 @@ class Rollout:
             means[name] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
         return means
 
-    def graded(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[Graded]:
-        """Every sample with its prompt and scores, for validation."""
+    def scored_responses(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[ScoredResponse]:
+        """Every sample with its prompt and scores, for `summarize`."""
         return [
-            Graded(
+            ScoredResponse(
                 uid,
                 prompts[uid].source,
                 {"reward": score.reward} | score.parts,
@@ -188,7 +193,6 @@ def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score], *,
         "sample": np.array([result.sample for result in found], dtype=np.int64),
         **{name: np.array([getattr(result, name) for result in found], dtype=np.int64) for name in COUNTS},
         "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
-        "reward": np.array([score.reward for score in by_sample.values()]),
         "seconds": np.array([result.seconds for result in found]),
     }
     tokens = {name: TokenColumn(name, tuple(blocks), block, row) for name in TOKEN_COLUMNS}

@@ -1,4 +1,4 @@
-"""What every training command does around its training: exit codes, Ray, the run's folder.
+"""The parts of every training command around its training: exit codes, Ray, the run's folder.
 
 read, check --wrong: 2--> Ray --> roles, trackers, folder --> train --failed, stopped: 1--> 0
 """
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from controller.checkpoint import Progress
     from controller.roles import TrainingRoles
     from controller.watching.console import Console
-    from controller.watching.live import Live
-    from controller.watching.metrics import RunWriter
+    from controller.watching.live_metrics import LiveMetrics
+    from controller.watching.run_record import RunRecord
 
 Roles = TypeVar("Roles", bound="TrainingRoles")
 
 
 def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
-    """Run a command: 0 it ended, 1 it failed or was stopped, 2 its configuration or data is wrong.
+    """Run a command: 0 it ended, 1 it failed or was stopped, 2 it was refused before anything was started.
 
     prepare: reads and checks, and returns what starts the run; None where there is nothing to start.
     """
@@ -47,7 +47,7 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
     try:
         try:
             start = prepare()
-        except (ConfigError, DataError, UnsupportedModelError, BalancingError, OSError) as error:
+        except (ConfigError, DataError, ResourceError, UnsupportedModelError, BalancingError, OSError) as error:
             return _fail(error, 2)
         if start is not None:
             start()
@@ -61,45 +61,45 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
 
 @dataclass(frozen=True)
 class Session(Generic[Roles]):
-    """What a trainer works with: the roles, the folder, and where the run stands."""
+    """The surroundings of a trainer: its roles, its progress, and the record of its run."""
 
     roles: Roles
     progress: "Progress"
-    writer: "RunWriter"
-    live: "Live"
+    record: "RunRecord"
 
 
 @contextmanager
 def session(
     config: TrainingConfig,
-    start: Callable[["Live"], AbstractContextManager[Roles]],
+    start: Callable[["LiveMetrics"], AbstractContextManager[Roles]],
     console: "Console",
     data: dict[str, Any],
 ) -> Iterator[Session[Roles]]:
-    """The roles of a run on a connected Ray, where run.resume says, and its folder; all end.
+    """Start the roles on a connected Ray, resume as run.resume says, open the run's folder; end all of it afterwards.
 
     start: starts the roles. data: identity of the training data, see `controller.data_identity`.
     """
-    from controller.checkpoint import go_on
-    from controller.watching.live import Live
+    from controller.checkpoint import resume
+    from controller.watching.live_metrics import LiveMetrics
     from controller.watching.metrics import RunWriter
+    from controller.watching.run_record import RunRecord
     from controller.watching.trackers.opening import open_trackers
     from controller.watching.trackers.ray_metrics import RayMetrics
 
     exported = RayMetrics(config.run.name)
-    live = Live(exported.export)
+    live = LiveMetrics(exported.export)
     with exported, live.entering("start", start(live)) as roles:
-        progress = go_on(config, roles, console, data)
-        trackers = open_trackers(config, progress, console.say, exported)
-        # A run that goes on under its own name keeps what it has recorded; under a new name nothing is there.
+        progress = resume(config, roles, console, data)
+        trackers = open_trackers(config, progress, console.log, exported)
+        # A run that resumes under its own name keeps its records; under a new name there are none.
         with RunWriter(
             config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
         ) as writer:
-            yield Session(roles, progress, writer, live)
+            yield Session(roles, progress, RunRecord(console, live, writer))
 
 
 def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
-    """What to say instead of resuming a run that has made all its steps; empty where there is something to do.
+    """The message for a run to resume that has made all its steps; empty if there are steps left.
 
     setting: `key=value` that `last_step` follows from.
     """
@@ -111,7 +111,7 @@ def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
 
 @contextmanager
 def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
-    """Inside, an error that a file could not be written says what the run leaves behind."""
+    """Add to an OutputError of the block what the run leaves behind."""
     try:
         yield
     except OutputError as error:
@@ -119,14 +119,14 @@ def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
 
 
 def report(config: TrainingConfig, console: "Console") -> None:
-    """The run's report; a run that has ended well does not fail for the lack of it."""
+    """Write the run's report; a failure is logged, and the run has succeeded all the same."""
     from controller.watching.report import write_report
 
     try:
         write_report(config.run_folder)
     except (BallastError, OSError) as error:
-        console.say(f"no report was written: {error}")
-    console.say(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
+        console.log(f"no report was written: {error}")
+    console.log(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
-    console.say("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
+    console.log("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
     try:
         context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
@@ -152,7 +152,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
         ) from error
     signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
     if context.dashboard_url:
-        console.say(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
+        console.log(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
     try:
         yield
     finally:

@@ -12,31 +12,28 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from balancing import CostModel, Plan
-from controller.checkpoint import Progress
+from balancing import CostModel, Plan, plan_statistics
+from controller.advantage_computer import AdvantageComputer
 from controller.collector import Collector
 from controller.config import Config
-from controller.credit import Credit
 from controller.data import PromptDataset, Prompts
 from controller.lookahead import Lookahead
-from controller.mini_batches import draw_mini_batches, with_group_tokens
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
+from controller.planner import draw_mini_batches, with_group_tokens
 from controller.roles import Roles
 from controller.samples import Rollout
+from controller.session import Session
 from controller.training_loop import TrainingLoop, prefixed
-from controller.validation import summarize
-from controller.watching.console import Console
-from controller.watching.live import Live
-from controller.watching.metrics import RunWriter, Stopwatch, staleness, throughput
+from controller.validation_metrics import summarize
+from controller.watching.metrics import staleness, throughput
 from controller.worker_group import WorkerGroup
 from workers.config import LossConfig, ValueLossConfig
 from workers.errors import ConfigError
 from workers.metrics import Metric, Metrics, merge, results
 from workers.remote_batch import RemoteBatch
 
-# The other metrics of a critic's update are of values that have seen the returns; `Credit` has those from before.
+# `AdvantageComputer` gives those of the values before the update; after it they have seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
-RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
 VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
 
 
@@ -46,38 +43,30 @@ class Trainer(TrainingLoop):
     def __init__(
         self,
         config: Config,
-        roles: Roles,
+        session: Session[Roles],
         prompts: Prompts,
         validation: PromptDataset | None,
         *,
         cost_model: CostModel,
-        writer: RunWriter,
-        console: Console,
-        live: Live,
-        progress: Progress | None = None,
     ) -> None:
-        """The others as for `TrainingLoop`."""
+        """cost_model: see `TrainingLoop`."""
         super().__init__(
             config,
-            roles,
+            session,
             steps=config.run.steps,
             validate_every=config.validation.every,
             cost_model=cost_model,
-            writer=writer,
-            console=console,
-            live=live,
-            progress=progress,
         )
-        self.config, self.roles, self.validation = config, roles, validation
-        self.collector = Collector(config, roles, prompts, self.planner, console, self.timeline)
+        self.config, self.roles, self.validation = config, session.roles, validation
+        self.collector = Collector(config, self.roles, prompts, self.planner, self.record)
         self.lookahead = Lookahead(self.collector.collect)
-        self.credit = Credit(config, roles, self.planner, self.progress)
+        self.advantages = AdvantageComputer(config, self.roles, self.planner, self.progress)
         self.mismatch = MismatchWatch(config, self.progress.weight_version)
 
     def begin(self) -> None:
-        """The policy's weights go to the engines.
+        """Send the policy's weights to the engines.
 
-        Also those that the engines have from the files: what does not go over, or goes over wrongly, shows now.
+        Also if they are those of the files, which the engines have: a transfer that fails or corrupts shows at once.
         """
         self.roles.send_weights(self.progress.weight_version)
 
@@ -85,61 +74,58 @@ class Trainer(TrainingLoop):
         """The policy, and the critic where there is one."""
         super().save_models()
         if self.roles.critic is not None:
-            self.roles.critic.save_pretrained(str((self.writer.folder / "critic").resolve()))
+            self.roles.critic.save_pretrained(str(self.folder / "critic"))
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the picture above; returns its metrics."""
-        watch = Stopwatch(self.live.phase)
-        self.console.begin_step(step, self.config.run.steps)
-        with watch.phase("step"):
-            with watch.phase("rollout"), self.console.phase("rollout"):
+        record = self.record
+        with record.step(step, self.config.run.steps):
+            with record.phase("rollout"):
                 collected = self.lookahead.take(step, self.progress.position)
                 rollout, batch, self.progress.position = collected.rollout, collected.batch, collected.position
             if self.looks_ahead(step):
                 self.lookahead.begin(step + 1, self.progress.position)
             metrics = rollout.metrics() | staleness(rollout.batch["weight_version"], self.progress.weight_version)
-            self.writer.samples(step, rollout.examples(RECORDED_SAMPLES))
-            self.live.samples(rollout.batch)
+            record.samples(step, rollout)
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
             if len(batch):
-                metrics |= self.learn(rollout, batch, step, watch)
+                metrics |= self.learn(rollout, batch, step)
             else:
-                self.console.completions(rollout, self.config.run.log_completions, batch)
-        self.timeline.phases(watch.spans)
-        self.timeline.weight_loads(self.roles.take_weight_loads())
-        metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
-        metrics |= throughput(rollout.batch, batch, watch.seconds, self.config.batch.epochs)
+                record.console.completions(rollout, self.config.run.log_completions, batch)
+        record.timeline.weight_loads(self.roles.take_weight_loads())
+        metrics |= record.times() | throughput(rollout.batch, batch, record.seconds, self.config.batch.epochs)
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)
-        return metrics | self.roles.rollouts.budget.metrics()
+        return metrics | self.roles.rollouts.fleet.budget.metrics()
 
-    def learn(self, rollout: Rollout, batch: RemoteBatch, step: int, watch: Stopwatch) -> dict[str, float]:
+    def learn(self, rollout: Rollout, batch: RemoteBatch, step: int) -> dict[str, float]:
         """Plan, log-probs, advantages, update with `batch` of the rollout, weights to the engines."""
-        self.writer.lengths(step, batch["length"])
+        record = self.record
+        record.writer.lengths(step, batch["length"])
         batch = batch.with_meta(step=step, steps=self.config.run.steps)
-        with watch.phase("plan"):
+        with record.phase("plan"):
             drawn = [self.planner.redealt(batch, epoch) for epoch in self.draw_epochs(len(batch), step)]
             plans = [self.planner.plan(batch, epoch, "policy.update") for epoch in drawn]
-        with watch.phase("log_probs"), self.console.phase("log-probs"):
+        with record.phase("log_probs"):
             self.roles.sleep_engines()
             batch, mismatch = self.with_log_probs(batch, step)
-        with watch.phase("advantages"), self.console.phase("advantages"):
-            batch, metrics = self.credit.assign(batch)
-        self.console.completions(rollout, self.config.run.log_completions, batch)
+        with record.phase("advantages"):
+            batch, metrics = self.advantages.compute(batch)
+        record.console.completions(rollout, self.config.run.log_completions, batch)
         self.interrupts.hold()
-        with watch.phase("update"), self.console.phase("update"):
+        with record.phase("update"):
             metrics |= self.update_critic(batch, drawn)
             learns = step > self.config.critic.warmup_steps
             updated = update(self.roles.policy, batch, drawn, plans, self.config.algorithm.loss) if learns else {}
         if not mismatch:
             self.mismatch.judge(step, updated)
-        with watch.phase("rollout"), self.console.phase("rollout"):
+        with record.phase("rollout"):
             self.lookahead.wait()
         metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
-        with watch.phase("weights"), self.console.phase("weights"):
+        with record.phase("weights"):
             if learns:
                 self.send_weights()
-        # With a pass of its own for old log-probs, that pass alone compares sampler and trainer at the same weights.
+        # Of a separate log-prob pass and the updates, only the pass compares sampler and trainer at equal weights.
         statistics = mean_statistics(plans, self.config.longest_sequence)
         return metrics | prefixed("balance", statistics) | prefixed("policy", results(updated | mismatch))
 
@@ -159,21 +145,20 @@ class Trainer(TrainingLoop):
         return prefixed("critic", {name: value for name, value in results(updated).items() if name in CRITIC_METRICS})
 
     def looks_ahead(self, step: int) -> bool:
-        """Whether the next step's samples are generated during this one.
+        """True if the next step's samples are generated during this one.
 
-        Not across a checkpoint: they would be lost with the run, and those made in their place be a version younger.
+        Not across a checkpoint: a resumed run would generate them again, with weights that are a version newer.
         """
         run = self.config.run
         due = run.checkpoint_every and step % run.checkpoint_every == 0
         return self.config.rollout.overlap and step < run.steps and not due
 
     def with_log_probs(self, batch: RemoteBatch, step: int) -> tuple[RemoteBatch, Metrics]:
-        """Old log-probs, where they are needed before the first update, and the reference's, where there is a KL.
+        """Add old log-probs if they are needed before the first update, and the reference's if there is a KL.
 
-        With one optimiser step the only update starts from the very policy that sampled: the old log-probs are those
-        of the update's own forward pass, and a separate one would compute the same numbers again, but for the first
-        steps (`controller.mismatch`). Samples that are a version old come with the log-probs of the policy that sampled
-        them.
+        With one optimiser step, old log-probs are those of the update's own forward pass: a separate pass would compute
+        the same numbers, so there is none but in the first steps, for `controller.mismatch`. Samples that are one
+        version old carry the log-probs of the policy that sampled them.
 
         Raises MismatchError if a pass shows that engines and trainer differ by more than they may.
         """
@@ -200,8 +185,7 @@ class Trainer(TrainingLoop):
         return batch, mismatch
 
     def save(self, name: str) -> None:
-        """The model, and adapters also by themselves, beside it: `model-30`, `adapters-30`. Whole weights are gathered
-        for it, so that engines which share its GPUs sleep."""
+        """As `TrainingLoop.save`; it gathers whole weights, so engines that share the policy's GPUs sleep before."""
         self.roles.sleep_engines()
         super().save(name)
 
@@ -211,18 +195,18 @@ class Trainer(TrainingLoop):
         self.roles.send_weights(self.progress.weight_version)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Grade responses to the held-out prompts, record and show them; empty without data.validation."""
+        """Score responses to the held-out prompts, record and show them; empty without data.validation."""
         if self.validation is None:
             return {}
-        self.lookahead.wait()  # a step without anything to learn from has not waited
+        self.lookahead.wait()  # a step without signal has not waited
         settings = self.config.validation
         prompts = list(self.validation)[: settings.prompts or None]
-        with self.timeline.phase("validation"), self.console.phase("validation"):
+        with self.record.phase("validation"):
             rollout = self.collector.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
-        responses = rollout.graded({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
+        responses = rollout.scored_responses({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
         metrics = summarize(responses, settings.success, settings.success_threshold)
-        self.writer.validation(step, responses)
-        self.console.validation(step, metrics)
+        self.record.writer.validation(step, responses)
+        self.record.console.validation(step, metrics)
         self._keep_best(step, metrics)
         return metrics
 
@@ -257,5 +241,5 @@ def update(
 
 def mean_statistics(plans: Sequence[Plan], width: int) -> dict[str, float]:
     """The statistics of an epoch's plan, mean over epochs. width: tokens of the longest possible sequence."""
-    found = [plan.statistics(width) for plan in plans]
+    found = [plan_statistics(plan, width) for plan in plans]
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}

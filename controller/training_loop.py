@@ -1,4 +1,4 @@
-"""The loop that every training command shares: what comes before, between and after its steps.
+"""The loop that all training commands share: everything before, between and after steps.
 
 weights to who samples | validate --> step, step, ... --> model
                                        each: metrics --> console, trackers --> what is due: validation, checkpoint
@@ -11,24 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from balancing import CostModel
-from controller.checkpoint import Progress
 from controller.checkpoint_writer import CheckpointWriter
 from controller.config import TrainingConfig
+from controller.cost_model_fitting import CostModelFitter
 from controller.interrupts import Interrupts
 from controller.planner import Planner
-from controller.refit import Refit
-from controller.roles import TrainingRoles
-from controller.watching.console import Console
-from controller.watching.live import Live
-from controller.watching.metrics import RunWriter
-from controller.watching.spans import TimelineRecorder
+from controller.session import Session
 from workers.model.timing import MicroStepTime
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a whole run came to: validation before and after, the metrics of every step that this process made, and the
-    number of the last step."""
+    """The result of a run. before, after: validation metrics. steps: metrics of the steps that this process made.
+    last_step: the number of the last one."""
 
     before: dict[str, float]
     after: dict[str, float]
@@ -53,60 +48,56 @@ class TrainingLoop(ABC):
     def __init__(
         self,
         config: TrainingConfig,
-        roles: TrainingRoles,
+        session: Session[Any],
         *,
         steps: int,
         validate_every: int,
         cost_model: CostModel,
-        writer: RunWriter,
-        console: Console,
-        live: Live,
-        progress: Progress | None = None,
     ) -> None:
         """steps: of the whole run. validate_every: 0 validates before and after training alone. cost_model: FLOPs of a
-        sequence, which the plan balances. live: told what happens as it does. progress: that of the checkpoint which
-        the policy has loaded, if any."""
-        self._run, self._trained, self.last_step, self._validate_every = config.run, roles, steps, validate_every
-        self._lora = bool(config.model.lora.rank)
-        self.writer, self.console, self.live = writer, console, live
-        self.progress = progress or Progress()
+        sequence, which the plan balances."""
+        self._run, self.last_step, self._validate_every = config.run, steps, validate_every
+        self._policy, self._lora = session.roles.policy, bool(config.model.lora.rank)
+        self.record, self.progress = session.record, session.progress
         self.complete = replace(self.progress)  # as it was after the last complete step
-        self.timeline = TimelineRecorder(live.phase)
-        self.refit = Refit(cost_model, enabled=config.refits_cost_model)
-        self.refit.load_state(self.progress.refit)
-        self.planner = Planner(config, self.refit.cost_model)
-        self.interrupts = Interrupts(console.say)
-        self.checkpoints = CheckpointWriter(roles, writer.folder, config.run.keep_checkpoints, console.say)
+        self.cost_fitter = CostModelFitter(cost_model, enabled=config.refits_cost_model)
+        self.cost_fitter.load_state(self.progress.refit)
+        self.planner = Planner(config, self.cost_fitter.cost_model)
+        self.folder, log = session.record.writer.folder.resolve(), session.record.console.log
+        self.interrupts = Interrupts(log)
+        self.checkpoints = CheckpointWriter(session.roles, self.folder, config.run.keep_checkpoints, log)
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:
-        """One step; returns its metrics. It holds `interrupts` from the first change of a model on."""
+        """Make one step and return its metrics. Calls `interrupts.hold` before the first change of a model."""
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
         """Measure the policy on held-out data, record and show it; empty where there is none."""
 
     def fit(self) -> Outcome:
-        """Validate, train for all steps, validate; or do what is left of that.
+        """Validate, train for all steps, validate, write summary.json; or do what is left of that.
 
         An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
         """
         with self.interrupts:
             try:
-                return self._train()
+                outcome = self._train()
             except KeyboardInterrupt:
                 if self._run.checkpoint_every and not self.interrupts.held:
                     self.checkpoints.at_stop(self.complete)
                 raise
+        self.record.writer.summary(outcome.summary())
+        return outcome
 
     def _train(self) -> Outcome:
-        """`fit`, to its end; `fit` alone holds interrupts off, and leaves a checkpoint when one stops the run."""
+        """All steps of `fit`, which adds the handling of interrupts."""
         progress, last = self.progress, self.last_step
         self.begin()
         if not progress.step:
             progress.before = progress.latest = self.validate(0)
-            self.writer.step(0, prefixed("validation", progress.before))
-            self.writer.timeline(0, self.timeline.take())
+            self.record.writer.step(0, prefixed("validation", progress.before))
+            self.record.write_timeline(0)
         steps = []
         for step in range(progress.step + 1, last + 1):
             metrics = self.step(step)
@@ -114,52 +105,48 @@ class TrainingLoop(ABC):
                 progress.latest = self.validate(step)
                 metrics |= prefixed("validation", progress.latest)
             progress.step = step
-            # Recorded before it is shown: what was seen on the terminal is in the file.
-            self.writer.step(step, metrics)
-            self.console.step(step, last, metrics)
+            self.record.end_step(step, last, metrics)
             steps.append(metrics)
             self.complete = replace(progress)
             self.save_what_is_due(step)
-            self.writer.timeline(step, self.timeline.take())
+            self.record.write_timeline(step)
             self.interrupts.release()
         self.save_models()
         if self._run.checkpoint_every:
             self.checkpoints.finish()
-        self.writer.timeline(progress.step, self.timeline.take())
+        self.record.write_timeline(progress.step)
         return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
 
-    def begin(self) -> None:  # noqa: B027 - most have nothing to do
-        """Before the first validation of a run, or before the first step of one that goes on."""
+    def begin(self) -> None:  # noqa: B027 - optional
+        """Called before the first validation, or before the first step of a run that resumes."""
 
     def save_models(self) -> None:
-        """After the last step."""
+        """Called after the last step."""
         self.save("model")
 
     def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
-        """Record what the micro-steps took, by actor, and plan from now on with what they teach."""
-        self.timeline.micro_steps(times, self.planner.cost_model)
-        self.live.micro_steps(times, self.planner.cost_model)
+        """Record the times of micro-steps, by actor, and fit the cost model of the next plans to them."""
+        self.record.micro_steps(times, self.planner.cost_model)
         policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
-        error = self.refit.observe(policy)
-        self.planner.cost_model, self.progress.refit = self.refit.cost_model, self.refit.state()
+        error = self.cost_fitter.observe(policy)
+        self.planner.cost_model, self.progress.refit = self.cost_fitter.cost_model, self.cost_fitter.state()
         return prefixed("balance", error)
 
     def save_what_is_due(self, step: int) -> None:
-        """A model or a checkpoint, where one is to be saved after this step."""
+        """Save a model or a checkpoint if one is due after this step."""
         if self._run.save_every and step % self._run.save_every == 0:
             self.save(f"model-{step}")
         if self._run.checkpoint_every and step % self._run.checkpoint_every == 0:
-            with self.timeline.phase("checkpoint"), self.console.phase("checkpoint"):
+            with self.record.phase("checkpoint"):
                 self.checkpoints.begin(self.complete)
 
     def save(self, name: str) -> None:
-        """The model and tokenizer in Hugging Face format, in the run's folder; adapters also by themselves, beside it:
+        """Save model and tokenizer in Hugging Face format as `name` in the run's folder, and LoRA adapters beside it:
         `model-30`, `adapters-30`."""
-        with self.timeline.phase("save"), self.console.phase("saving"):
-            self._trained.policy.save_pretrained(str((self.writer.folder / name).resolve()))
+        with self.record.phase("save"):
+            self._policy.save_pretrained(str(self.folder / name))
             if self._lora:
-                adapters = name.replace("model", "adapters", 1)
-                self._trained.policy.save_adapters(str((self.writer.folder / adapters).resolve()))
+                self._policy.save_adapters(str(self.folder / name.replace("model", "adapters", 1)))
 
 
 def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -37,7 +37,7 @@ MEANWHILE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Share:
-    """What one actor takes of its bundle."""
+    """Resources of one actor within its bundle."""
 
     cpus: float
     gpus: float = 0.0
@@ -49,7 +49,7 @@ class GroupFuture:
     def __init__(
         self, label: str, names: Sequence[str], refs: Sequence[ray.ObjectRef], join: Callable[[], Any]
     ) -> None:
-        """`refs`: one light result of each rank, whose arrival or error stands for the whole call."""
+        """`refs`: a small result of each rank; the call of a rank is done, or has failed, when it arrives."""
         self._label, self._names, self._join = label, dict(zip(refs, names, strict=True)), join
 
     def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> Any:
@@ -100,7 +100,7 @@ class GroupFuture:
             raise LostError(f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}") from error
 
     def _raise_lost(self, refs: list[ray.ObjectRef]) -> None:
-        """Raise LostError for a rank that was lost: then a collective that broke elsewhere is what came of it."""
+        """Raise LostError if another rank was lost: the error of this one is then a broken collective."""
         deadline = time.monotonic() + LOST_SECONDS
         while refs and time.monotonic() < deadline:
             done, refs = ray.wait(refs, num_returns=1, timeout=deadline - time.monotonic())
@@ -136,7 +136,7 @@ class GroupMethod:
         ]
         if not mode.join.keeps_first:
             return GroupFuture(label, group.names, calls, lambda: self._join(args, calls))
-        # The first return stays where it was made; the second, light one tells when it is there.
+        # The first return value stays in the object store; the second, small one shows that it is complete.
         kept, metrics = [call[0] for call in calls], [call[1] for call in calls]
         return GroupFuture(label, group.names, metrics, lambda: self._join_kept(args, kept, metrics))
 

@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
+    from tests.controller.stand_ins.run import StandIns
     from tests.workers.model.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,6 +50,25 @@ def documentation_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     write_documentation_workspace(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def stand_in_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the configurations of runs on stand-ins name; shared, so that no test changes it."""
+    from tests.controller.stand_ins.run import write_stand_in_workspace
+
+    path = tmp_path_factory.mktemp("stand-ins")
+    write_stand_in_workspace(path)
+    return path
+
+
+@pytest.fixture
+def stand_ins(stand_in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> "StandIns":
+    """In their places until the test ends."""
+    from tests.controller.stand_ins.run import StandIns
+
+    monkeypatch.chdir(stand_in_folder)
+    return StandIns(monkeypatch)
 
 
 @pytest.fixture(scope="session")

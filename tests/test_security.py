@@ -39,9 +39,8 @@ EXECUTING = {
 ALLOWED = {
     ("workers/reward_process.py", "cloudpickle.loads"),
     ("workers/user_code.py", "cloudpickle.loads"),
-    ("workers/user_code.py", "pickle.loads"),
     ("workers/environment_process.py", "cloudpickle.loads"),
-    ("workers/environment_process.py", "pickle.loads"),
+    ("workers/isolation/forks.py", "pickle.loads"),
 }
 """What a worker has pickled a moment before, in the process of its own that exists to run it."""
 

@@ -1,4 +1,4 @@
-"""Worker: what every rank of a training role has - its place, its process group, its threads, its device."""
+"""Worker: base of every rank of a training role, with its coordinates, process group, threads and device."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ class Worker:
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
     def address(self) -> tuple[str, int]:
-        """This node's address as Ray knows it and a port that was free a moment ago."""
+        """This node's address as Ray knows it, and a port that was free when it was probed."""
         import ray
 
         with socket.socket() as probe:
@@ -42,7 +42,7 @@ class Worker:
     def join_group(self, address: str, port: int, timeout_s: float) -> None:
         """Start the process group of this role: gloo on CPU, nccl with gloo for host tensors on GPU.
 
-        timeout_s: for which a rank waits for the others in a collective.
+        timeout_s: seconds that a rank waits for the others in a collective.
         """
         os.environ.update(
             MASTER_ADDR=address,
@@ -57,8 +57,8 @@ class Worker:
 
     @dispatch(Split.ALL)
     def facts(self) -> dict[str, Any]:
-        """Process id, visible GPUs, resident memory and the most that was allocated on the GPU: for placement,
-        `controller.doctor` and tests."""
+        """Process id, visible GPUs, resident memory and peak allocation on the GPU, for placement, `controller.doctor`
+        and tests."""
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
         return {
             "pid": os.getpid(),

@@ -1,26 +1,29 @@
-"""First prompts rendered by a chat template in a process of its own: templates are programs, and may never end.
+"""Chat templates are programs, which may never end: the first prompts are rendered in a process of their own.
 
-    tokenizer files --template_of--> Template     try_template --process--> rendered, or ConfigError
+    tokenizer files --template_of--> Template --render_isolated, process--> nothing, or ConfigError
 
-transformers' own renderer, without a tokenizer and without torch: it is there in a second.
+transformers' own renderer, without a tokenizer and without torch, is imported in a second.
 """
 
 import json
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workers.errors import ConfigError
-from workers.isolation import NoAnswerError, ask
+from workers.isolation.asking import NoAnswerError, ask
 
 Messages = list[dict[str, Any]]
+RENDER = "workers.isolation.trials:render_prompts"  # with transformers, which this module does not import
 DEFAULT = "default"  # of several templates, the one for prompts without tools
 
 
 @dataclass(frozen=True)
 class Template:
-    """text: in Jinja. special_tokens: what it may name beside the messages, such as bos_token."""
+    """text: in Jinja. special_tokens: variables of the template beside the messages, such as bos_token."""
 
     text: str
     special_tokens: dict[str, str]
@@ -42,20 +45,36 @@ def template_of(folder: Path) -> Template | None:
     return Template(text, _special_tokens(folder, settings)) if isinstance(text, str) and text else None
 
 
-def try_template(
-    template: Template, prompts: Sequence[Messages], model: str, *, timeout_s: float, setting: str
+def render_isolated(
+    template: Template, prompts: Sequence[Messages], model: str, *, answered: bool, timeout_s: float, setting: str
 ) -> None:
-    """Render `prompts`, each a list of chat messages. Raises ConfigError, naming `model`, if that fails or takes more
-    than `timeout_s` seconds, which `setting` limits."""
-    question = {"template": template.text, "special_tokens": template.special_tokens}
+    """Render `prompts`, each a list of chat messages, in a process of its own.
+
+    answered: whether the messages end with a response. Raises ConfigError, naming `model`, if that fails or takes more
+    than `timeout_s` seconds, which `setting` limits.
+    """
     which = f"the chat template of model.path={model}"
     try:
-        payload = json.dumps(list(prompts), default=str).encode()
-        answer, _ = ask("workers.chat_template_process", question, payload, timeout_s=timeout_s, setting=setting)
+        options = template.special_tokens | {"add_generation_prompt": not answered}
+        ask(RENDER, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=setting)
     except NoAnswerError as error:
         raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts; mend the template.") from None
-    if "failure" in answer:
-        raise ConfigError(f"{which} {answer['failure']}.")
+
+
+@contextmanager
+def time_limit(seconds: float, setting: str) -> Iterator[None]:
+    """Raise TimeoutError inside, naming `setting`, after so many seconds; in the main thread, for Python code alone."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it took more than {setting}={seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:

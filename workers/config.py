@@ -1,6 +1,6 @@
 """Settings of the worker roles: plain dataclasses, importable without torch, Ray or vLLM.
 
-A field's documentation, default and range stand where it is declared: `setting(default, "what it does", ...)`.
+Each field declares its default, documentation and range: `setting(default, "What it does.", ...)`.
 `controller.config` composes these into the whole schema and checks them.
 """
 
@@ -25,46 +25,50 @@ class OptimizerConfig:
     schedule: str = setting("constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine"))
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
     total_steps: int = setting(
-        0, "Optimiser steps until `linear` or `cosine` end; 0 takes those that run.steps and batch make.", minimum=0
+        0,
+        "Optimiser steps after which `linear` and `cosine` end; 0 takes the number that follows from run.steps and "
+        "batch.",
+        minimum=0,
     )
     final_learning_rate_ratio: float = setting(
-        0.0, "Share of the peak learning rate at which `linear` and `cosine` end and stay.", minimum=0, maximum=1
+        0.0, "Final learning rate of `linear` and `cosine`, as a share of the peak.", minimum=0, maximum=1
     )
     max_skipped_steps: int = setting(
         10,
-        "Optimiser steps skipped in a row, because loss or gradient was NaN or infinite, after which the run stops.",
+        "The run stops after this many optimiser steps in a row were skipped because loss or gradient was NaN or "
+        "infinite.",
         minimum=1,
     )
 
 
 @dataclass
 class ParallelConfig:
-    """How the ranks of a training role share one model: ranks = dp * context_parallel * tensor_parallel.
+    """Parallelism of a training role: ranks = dp * context_parallel * tensor_parallel.
 
-    Methods and their costs stand in `workers.model.context_parallel` and `workers.model.tensor_parallel`.
+    `workers.model.context_parallel` and `workers.model.tensor_parallel` describe the methods and their costs.
     """
 
     context_parallel: int = setting(
-        1, "Ranks that share each sequence; the token caps then count for the group, cap * context_parallel.", minimum=1
+        1, "Ranks that share each sequence; the token caps then hold for the group: cap * context_parallel.", minimum=1
     )
     context_parallel_method: str = setting(
         "ulysses",
         "`ulysses` exchanges heads for tokens (needs attention heads divisible by context_parallel * tensor_parallel); "
-        "`ring` passes keys and values round, for any number of heads.",
+        "`ring` passes keys and values from rank to rank, for any number of heads.",
         choices=("ulysses", "ring"),
     )
     tensor_parallel: int = setting(1, "Ranks that share each layer's matrices, heads and vocabulary.", minimum=1)
     replicate: int = setting(
         1,
-        "Copies of the sharded model (HSDP): parameters are gathered within dp / replicate ranks, and only gradients "
-        "travel between the copies. 1 shards over all ranks.",
+        "Copies of the sharded model (HSDP): parameters are gathered within dp / replicate ranks, and copies exchange "
+        "gradients only. 1 shards over all ranks.",
         minimum=1,
     )
     defer_gradient_reduction: bool = setting(
         False,
-        "Reduce gradients over ranks in the last micro-step of a mini-batch alone, not in each: less traffic, but "
-        "every rank then keeps whole gradients in float32, 4 bytes a parameter / tensor_parallel. Copies (replicate) "
-        "reduce over one another in the last alone in any case.",
+        "Reduce gradients over ranks only in the last micro-step of a mini-batch: less traffic, but every rank then "
+        "keeps whole gradients in float32, 4 bytes a parameter / tensor_parallel. Copies (replicate) always reduce "
+        "over one another in the last micro-step only.",
     )
 
 
@@ -85,21 +89,23 @@ class PolicyConfig:
     )
     min_micro_batches: int = setting(
         1,
-        "Least number of micro-batches of a rank in each mini-batch, of the policy and of the critic; raise it where "
-        "memory is short.",
+        "Minimum number of micro-batches of a rank in each mini-batch, of policy and critic; raise it if memory is "
+        "short.",
         minimum=1,
     )
     forward_min_micro_batches: int = setting(
-        1, "Least number of micro-batches of a rank in a forward-only pass of any training role.", minimum=1
+        1, "Minimum number of micro-batches of a rank in a forward-only pass of any training role.", minimum=1
     )
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
-    threads: int = setting(0, "CPU threads of a worker; 0 divides the node's cores by the role's workers.", minimum=0)
+    threads: int = setting(
+        0, "CPU threads of a worker; 0 divides the node's cores among the role's workers.", minimum=0
+    )
     max_mismatch: float = setting(
         0.5,
-        "Mean difference of engines' and trainer's log-probs over a step, nats a token, above which the run stops. At "
-        "equal weights it is about 1e-6 in float32 and 0.01 to 0.1 in bfloat16; samples of older weights add what the "
-        "policy has learned since. A NaN stops the run whatever this is.",
+        "The run stops if the log-probs of engines and trainer differ by more than this over a step: mean, in nats a "
+        "token. At equal weights it is about 1e-6 in float32 and 0.01 to 0.1 in bfloat16; samples of older weights add "
+        "what the policy has learned since. NaN always stops the run.",
         minimum=0,
         exclusive_minimum=True,
     )
@@ -109,7 +115,7 @@ class PolicyConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that a KL compares with, in the loss or in the reward; started only if there is one."""
+    """The frozen policy of a KL penalty in the loss or the reward; started only if there is one."""
 
     path: str = setting(
         "", "Model of the reference; empty takes model.path, or with model.lora the policy without its adapters."
@@ -138,13 +144,13 @@ class RolloutConfig:
     placement: str = setting(
         "auto",
         "`colocated` shares the policy's GPUs (sleep and wake, weights by ipc); `apart` has its own (weights by nccl); "
-        "`shared_memory` is the CPU's. `auto` is shared_memory without GPUs, else colocated.",
+        "`shared_memory` is for CPUs. `auto` is shared_memory without GPUs, else colocated.",
         choices=("auto", "colocated", "apart", "shared_memory"),
     )
     overlap: bool = setting(
         False,
-        "Generate the samples of the next step while this one trains; they are then one weight version old. Ratios "
-        "are taken to the sampler's log-probs, unless algorithm.loss.rollout_correction is set.",
+        "Generate the samples of the next step during training; they are then one weight version old. Ratios are taken "
+        "to the sampler's log-probs, unless algorithm.loss.rollout_correction is set.",
     )
     max_model_tokens: int = setting(
         0,
@@ -153,7 +159,7 @@ class RolloutConfig:
         minimum=0,
     )
     max_concurrent: int = setting(
-        256, "Requests that one engine works on at a time; others wait in the router.", minimum=1
+        256, "Requests that one engine processes at a time; others wait in the router.", minimum=1
     )
     memory_fraction: float = setting(
         0.5,
@@ -170,25 +176,26 @@ class RolloutConfig:
         "docs/rollout-engine.md); those that follow from other settings are refused.",
     )
     max_retries: int = setting(
-        2, "Times that a failed sample is sent again before it is dropped and counted.", minimum=0
+        2, "Number of times that a failed sample is sent again before it is dropped and counted.", minimum=0
     )
     threads: int = setting(0, "CPU threads of an engine; 0 takes all cores of the node.", minimum=0)
     hang_timeout_s: float = setting(
         60.0,
-        "Seconds without a finished sample after which an engine is asked whether it lives, and again so many until it "
-        "must have answered; one that has not is replaced.",
+        "Seconds without a finished sample after which an engine is asked whether it is alive, and seconds that it "
+        "then has to answer; one that does not is replaced.",
         minimum=0,
         exclusive_minimum=True,
     )
     environment: str = setting(
         "",
-        "A class that answers the policy's turns, `module:Class` or `path/file.py:Class` (see docs/environments.md); "
-        "empty: a sample is one turn. reward.timeout_s and reward.on_failure are also its own.",
+        "Environment that answers the policy's turns: a class, `module:Class` or `path/file.py:Class` (see "
+        "docs/environments.md); without it a sample is one turn. reward.timeout_s and reward.on_failure apply to it "
+        "too.",
     )
-    max_turns: int = setting(8, "Turns of the policy in an episode.", minimum=1)
+    max_turns: int = setting(8, "Most turns of the policy in an episode.", minimum=1)
     max_episode_tokens: int = setting(
         0,
-        "Tokens of an episode after its prompt: the policy's, each turn up to sampling.max_new_tokens, and the "
+        "Most tokens of an episode after its prompt: the policy's, each turn up to sampling.max_new_tokens, and the "
         "environment's; 0 takes max_turns * sampling.max_new_tokens.",
         minimum=0,
     )
@@ -202,17 +209,12 @@ class RolloutConfig:
 
 @dataclass
 class SupervisedLossConfig:
-    """Negative log-likelihood of the tokens to learn; formulas stand in `workers.model.losses.supervised`."""
+    """Negative log-likelihood of the tokens to learn; formulas: `workers.model.losses.supervised`."""
 
     aggregation: str = setting(
         "token_mean",
-        "How token losses become one number; every denominator is that of the whole step.",
-        choices=(
-            "token_mean",
-            "sequence_mean_token_mean",
-            "sequence_mean_token_sum",
-            "sequence_mean_token_sum_norm",
-        ),
+        "Aggregation of token losses; every denominator is that of the whole step.",
+        choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"),
     )
     constant_length: int = setting(
         0, "Tokens that sequence_mean_token_sum_norm divides a sequence's sum by.", minimum=0
@@ -234,9 +236,9 @@ POLICY_LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class RolloutCorrectionConfig:
-    """Sampler and trainer differ by rounding and kernels; this weighs each token by how much it matters.
+    """Importance weights and rejection for the difference between the sampler's and the trainer's log-probs.
 
-    Formulas stand in `workers.model.losses.correction`.
+    Formulas: `workers.model.losses.correction`.
     """
 
     weights: str = setting(
@@ -244,14 +246,16 @@ class RolloutCorrectionConfig:
         "Truncated importance weights of trainer over sampler: of each `token`, or of the whole `sequence`.",
         choices=("none", "token", "sequence"),
     )
-    cap: float = setting(2.0, "Where importance weights are truncated.", minimum=0, exclusive_minimum=True)
+    cap: float = setting(2.0, "Upper limit of importance weights.", minimum=0, exclusive_minimum=True)
     rejection: str = setting(
         "none",
-        "Leave out each `token` whose ratio, or each `sequence` whose geometric mean of ratios, is out of bounds.",
+        "Leave out each `token` whose ratio, or each `sequence` whose geometric mean of ratios, is outside the bounds.",
         choices=("none", "token", "sequence"),
     )
-    rejection_low: float = setting(0.5, "Lower bound of what is kept.", minimum=0, maximum=1, exclusive_minimum=True)
-    rejection_high: float = setting(2.0, "Upper bound of what is kept.", minimum=1)
+    rejection_low: float = setting(
+        0.5, "Lower bound of the ratios that are kept.", minimum=0, maximum=1, exclusive_minimum=True
+    )
+    rejection_high: float = setting(2.0, "Upper bound of the ratios that are kept.", minimum=1)
 
     @property
     def is_on(self) -> bool:
@@ -261,40 +265,40 @@ class RolloutCorrectionConfig:
 
 @dataclass
 class ValueLossConfig:
-    """The critic's loss; formulas stand in `workers.model.losses.value`."""
+    """The critic's loss; formulas: `workers.model.losses.value`."""
 
     clip: float = setting(
         0.2, "Values further than this from those before the update give no gradient; 0 is plain regression.", minimum=0
     )
     aggregation: str = setting(
         "token_mean",
-        "How token losses become one number; every denominator is that of the whole mini-batch.",
+        "Aggregation of token losses; every denominator is that of the whole mini-batch.",
         choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"),
     )
 
 
 @dataclass
 class GaeConfig:
-    """Generalised advantage estimation; formulas stand in `workers.model.credit`."""
+    """Generalised advantage estimation; formulas: `workers.model.credit`."""
 
-    gamma: float = setting(1.0, "Discount of what comes a token later.", minimum=0, maximum=1)
+    gamma: float = setting(1.0, "Discount per token.", minimum=0, maximum=1)
     lam: float = setting(
         1.0,
         "Lambda, from 0 (the next value alone: little variance, the critic's bias) to 1 (the whole reward to come).",
         minimum=0,
         maximum=1,
     )
-    whiten: bool = setting(True, "Shift and scale the advantages of a step's tokens to mean 0 and deviation 1.")
+    whiten: bool = setting(True, "Normalise the advantages of a step's tokens to mean 0 and standard deviation 1.")
 
 
 @dataclass
 class RewardModelConfig:
-    """A model whose score of prompt and response is a part of the reward. It shares the policy's ranks, parallelism,
+    """A model whose score of prompt and response is part of the reward. It shares the policy's ranks, parallelism,
     threads and model settings (without adapters)."""
 
     path: str = setting(
         "",
-        "Reward model: a sequence-classification checkpoint in Hugging Face format with one label, that reads the "
+        "Reward model: a sequence-classification checkpoint in Hugging Face format with one label, which reads the "
         "policy's tokens; empty is none.",
     )
     weight: float = setting(1.0, "Weight of its score in the reward.")
@@ -305,9 +309,9 @@ class RewardModelConfig:
 
 @dataclass
 class KlInRewardConfig:
-    """A penalty on the KL to the reference, taken from the rewards: of each token with algorithm.advantage=gae or
-    reinforce_plus_plus (with baseline or not), of the sequence otherwise. Formulas stand in `workers.model.credit` and
-    `controller.kl_control`."""
+    """A penalty on the KL to the reference, subtracted from the rewards: per token with algorithm.advantage=gae or
+    reinforce_plus_plus (with baseline or not), per sequence otherwise. Formulas: `workers.model.credit` and
+    `controller.advantage_computer`."""
 
     coefficient: float = setting(
         0.0, "Weight of the penalty; with a target, that of the first step. 0 is no penalty.", minimum=0
@@ -323,8 +327,8 @@ class KlInRewardConfig:
 
 @dataclass
 class CriticConfig:
-    """The model of a value for every token; started only with algorithm.advantage=gae. It shares the policy's ranks,
-    parallelism, threads and model settings (without adapters)."""
+    """The model that predicts a value for every token; started only with algorithm.advantage=gae. It shares the
+    policy's ranks, parallelism, threads and model settings (without adapters)."""
 
     path: str = setting(
         "",
@@ -343,7 +347,7 @@ class CriticConfig:
     forward_max_sequences: int = setting(
         0, "Cap on sequences of a forward-only micro-batch; 0 takes critic.max_sequences.", minimum=0
     )
-    warmup_steps: int = setting(0, "First steps of a run, in which only the critic learns.", minimum=0)
+    warmup_steps: int = setting(0, "Steps at the start of a run in which only the critic is trained.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)
@@ -351,25 +355,21 @@ class CriticConfig:
 
 @dataclass
 class LossConfig:
-    """The policy loss; formulas stand at the functions in `workers.model.losses`."""
+    """The policy loss; formulas: the functions in `workers.model.losses`."""
 
     name: str = setting(
-        "ppo_clip",
-        "Policy loss; `custom` takes algorithm.loss.function.",
-        choices=(*POLICY_LOSS_SETTINGS, "custom"),
+        "ppo_clip", "Policy loss; `custom` takes algorithm.loss.function.", choices=(*POLICY_LOSS_SETTINGS, "custom")
     )
-    function: str = setting(
-        "", "A loss of your own, `module:function`, decorated with `workers.model.losses.policy_loss`."
-    )
+    function: str = setting("", "A custom loss, `module:function`, decorated with `workers.model.losses.policy_loss`.")
     columns: str = setting(
         "",
-        "Columns of the training records that a loss of your own reads, by name, as in `level,source`: of numbers as "
-        "tensors, of anything else as objects.",
+        "Columns of the training records that a custom loss reads, by name, as in `level,source`: numbers as tensors, "
+        "anything else as objects.",
     )
     old_entropies: bool = setting(
         False,
-        "Give a loss of your own the entropy of every token before the first update, as the column `old_entropies`; a "
-        "forward pass of its own where there is none.",
+        "Give a custom loss the entropy of every token before the first update, as the column `old_entropies`; this "
+        "takes a forward pass if there is none yet.",
     )
     clip_low: float = setting(
         0.2, "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).", minimum=0, maximum=1
@@ -398,8 +398,8 @@ class LossConfig:
     kl_cov_coefficient: float = setting(1.0, "Weight of kl_cov's penalty.", minimum=0)
     aggregation: str = setting(
         "auto",
-        "How token losses become one number; every denominator is that of the whole mini-batch. `auto` is the loss's "
-        "own, as in its paper.",
+        "Aggregation of token losses; every denominator is that of the whole mini-batch. `auto` is that of the loss's "
+        "paper.",
         choices=(
             "auto",
             "token_mean",

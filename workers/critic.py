@@ -1,4 +1,4 @@
-"""CriticWorker: what the policy may expect at every token, and how much better it did.
+"""CriticWorker: predicts the return at every token; computes advantages and returns, and learns from them.
 
 values --GAE, where the tokens are--> advantages, returns        returns --value loss--> critic
 """

@@ -1,4 +1,4 @@
-"""What DataProto needs to know about one column: its rows, whether two are equal, whether they can be joined.
+"""The columns of a DataProto: checks, selection of rows, comparison and concatenation.
 
 A tensor column is a plain tensor [B, ...] or a jagged one [B, j, ...]: `torch.nested`, layout `torch.jagged`, ragged
 in dimension 1, `values` [T, ...] and `offsets` [B + 1]. A non-tensor column is a NumPy array [B, ...].
@@ -24,26 +24,45 @@ def is_jagged(column: torch.Tensor) -> bool:
 
 
 def describe(column: Any) -> str:
-    """`int64[4, 7]`, `int64[4, jagged] with 31 tokens`, `object[4]`: what messages say about a column."""
+    """`int64[4, 7]`, `int64[4, jagged] with 31 tokens` or `object[4]`: a column as messages name it."""
     if not isinstance(column, (torch.Tensor, np.ndarray)):
         return type(column).__name__
     dtype = str(column.dtype).removeprefix("torch.")
-    if isinstance(column, np.ndarray) or not is_jagged(column):
-        return f"{dtype}[{'nested' if getattr(column, 'is_nested', False) else ', '.join(map(str, column.shape))}]"
+    if isinstance(column, np.ndarray) or not column.is_nested:
+        return f"{dtype}[{', '.join(map(str, column.shape))}]"
     sizes = ["jagged" if isinstance(size, torch.SymInt) else str(size) for size in column.shape]
-    return f"{dtype}[{', '.join(sizes)}] with {int(row_lengths(column).sum())} tokens"
+    return f"{dtype}[{', '.join(sizes)}] with {column.values().shape[0]} tokens"
 
 
-def row_lengths(column: torch.Tensor) -> torch.Tensor:
-    """Tokens of each row of a jagged column, [B]."""
-    lengths = column.lengths()
-    return column.offsets().diff() if lengths is None else lengths
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
-# --- consistency ------------------------------------------------------------------------------------------------------
+def make_batch(tensors: Mapping[str, torch.Tensor]) -> TensorDict:
+    """A TensorDict of these columns. Raises DataError unless they are sound and have one row count."""
+    for key, column in tensors.items():
+        _check_tensor_column(key, column)
+    tight = {key: _without_gaps(column) for key, column in tensors.items()}
+    rows = {f"batch[{key!r}]": column.shape[0] for key, column in tight.items()}
+    check_same_rows(rows)
+    return TensorDict(share_offsets(tight), batch_size=[next(iter(rows.values()))])
 
 
-def check_tensor_column(key: Any, column: Any) -> None:
+def _without_gaps(column: torch.Tensor) -> torch.Tensor:
+    """`torch.nested.narrow` gives rows of a table with unused cells between them."""
+    return column.contiguous() if is_jagged(column) and column.lengths() is not None else column
+
+
+def check_batch(batch: Any) -> None:
+    """Raise DataError unless `batch` is a TensorDict of rows with sound columns."""
+    if not isinstance(batch, TensorDict):
+        raise DataError(f"batch is a {type(batch).__name__}, not a TensorDict; from_dict makes one")
+    if batch.batch_dims != 1:
+        raise DataError(f"batch is a TensorDict of batch size {list(batch.batch_size)}, which must be [rows]")
+    for key, column in batch.items():
+        _check_tensor_column(key, column)
+
+
+def _check_tensor_column(key: Any, column: Any) -> None:
     """Raise DataError unless `column` is a plain tensor with rows, or ragged in dimension 1 with sound offsets."""
     if not isinstance(key, str):
         raise DataError(f"column name {key!r} of batch is a {type(key).__name__}; names are strings")
@@ -59,58 +78,21 @@ def check_tensor_column(key: Any, column: Any) -> None:
         raise DataError(f"batch[{key!r}] is a scalar without rows; put it into meta_info")
 
 
-def check_batch(batch: Any) -> None:
-    """Raise DataError unless `batch` is a TensorDict with rows and sound columns."""
-    if not isinstance(batch, TensorDict):
-        raise DataError(f"batch is a {type(batch).__name__}, not a TensorDict; from_dict makes one")
-    if batch.batch_dims == 0:
-        raise DataError("batch is a TensorDict without a batch size, whose first number is the row count")
-    for key, column in batch.items():
-        check_tensor_column(key, column)
-
-
-def make_batch(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
-    """A TensorDict of these columns. Raises DataError unless they agree in their first `num_batch_dims` dimensions."""
-    check_positive("num_batch_dims", num_batch_dims)
-    sizes = {}
-    for key, column in tensors.items():
-        check_tensor_column(key, column)
-        if column.dim() < num_batch_dims or (num_batch_dims > 1 and is_jagged(column)):
-            raise DataError(f"batch[{key!r}] is {describe(column)}, which lacks num_batch_dims={num_batch_dims} sizes")
-        sizes[key] = list(column.shape[:num_batch_dims])
-    first = next(iter(sizes))
-    check_same_rows({f"batch[{key!r}]": size[0] for key, size in sizes.items()})
-    for key, size in sizes.items():
-        if size != sizes[first]:
-            raise DataError(f"batch[{key!r}] begins with sizes {size}, but batch[{first!r}] with {sizes[first]}")
-    return TensorDict(share_offsets(tensors), batch_size=sizes[first])
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise DataError unless `value` is an int above 0."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-        raise DataError(f"{name}={value!r} is not a positive whole number")
-
-
 def _check_jagged(key: str, column: torch.Tensor) -> None:
     if not is_jagged(column):
         raise DataError(f"batch[{key!r}] is a nested tensor of strided layout; make it with layout=torch.jagged")
     if not isinstance(column.shape[1], torch.SymInt):
         raise DataError(f"batch[{key!r}] is ragged in another dimension than 1; transpose it back")
-    offsets, tokens = column.offsets(), column.values().shape[0]
+    offsets, lengths, tokens = column.offsets(), column.lengths(), column.values().shape[0]
     if offsets.dtype not in (torch.int32, torch.int64):
         raise DataError(f"batch[{key!r}] has offsets of {offsets.dtype}; they are whole numbers")
-    starts, lengths = offsets[:-1], row_lengths(column)
+    stops = offsets[1:] if lengths is None else offsets[:-1] + lengths
     # Torch takes any offsets; wrong ones would read other rows or foreign memory later.
-    inside = bool(((starts >= 0) & (lengths >= 0) & (starts + lengths <= tokens)).all())
-    complete = column.lengths() is not None or (offsets[0] == 0 and offsets[-1] == tokens)
-    if not inside or not complete:
-        raise DataError(f"batch[{key!r}] has offsets that do not cut its {tokens} tokens into rows: {_sample(offsets)}")
-
-
-def _sample(tensor: torch.Tensor, shown: int = 8) -> str:
-    listed = ", ".join(str(value) for value in tensor[:shown].tolist())
-    return f"[{listed}{', ...' if len(tensor) > shown else ''}]"
+    inside = bool(((offsets[:-1] >= 0) & (stops >= offsets[:-1]) & (stops <= tokens)).all())
+    if not inside or (lengths is None and (offsets[0] != 0 or offsets[-1] != tokens)):
+        shown = ", ".join(str(offset) for offset in offsets[:8].tolist())
+        dots = ", ..." if len(offsets) > 8 else ""
+        raise DataError(f"batch[{key!r}] has offsets that do not cut its {tokens} tokens into rows: [{shown}{dots}]")
 
 
 def check_array_column(key: Any, column: Any) -> None:
@@ -129,6 +111,12 @@ def check_same_rows(rows: Mapping[str, int]) -> None:
     for name in names[1:]:
         if rows[name] != rows[names[0]]:
             raise DataError(f"{name} has {rows[name]} rows, but {names[0]} has {rows[names[0]]}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise DataError unless `value` is an int above 0."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+        raise DataError(f"{name}={value!r} is not a positive whole number")
 
 
 def object_column(key: str, values: Any) -> np.ndarray:
@@ -162,9 +150,7 @@ def row_numbers(index: Any, rows: int) -> torch.Tensor:
             raise DataError(f"a boolean mask of {len(numbers)} entries cannot select among {rows} rows")
         return numbers.nonzero().flatten()
     if numbers.is_floating_point() or numbers.is_complex():
-        raise DataError(
-            f"rows are selected by integers or booleans, not by {str(numbers.dtype).removeprefix('torch.')}"
-        )
+        raise DataError(f"rows are selected by integers or booleans, not by {describe(numbers).partition('[')[0]}")
     numbers = numbers.to(torch.int64)
     outside = numbers[(numbers < -rows) | (numbers >= rows)]
     if len(outside):
@@ -176,34 +162,11 @@ def _index_tensor(index: Any) -> torch.Tensor:
     if isinstance(index, (list, range)) and len(index) == 0:
         return torch.empty(0, dtype=torch.int64)
     if not isinstance(index, (list, range, np.ndarray, torch.Tensor)):
-        raise DataError(f"rows are selected by int, slice, list, array, tensor or mask, not by {type(index).__name__}")
+        raise DataError(f"rows are selected by slice, list, array, tensor or mask, not by {type(index).__name__}")
     try:
         return torch.as_tensor(index).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"rows cannot be selected by {describe(index)}: {error}") from error
-
-
-def is_row_number(item: Any) -> bool:
-    """True for an int and for a zero-dimensional integer array or tensor; a bool is no row number."""
-    if isinstance(item, np.ndarray) and item.ndim == 0:
-        return item.dtype.kind in "iu"
-    if isinstance(item, torch.Tensor):
-        return item.dim() == 0 and not (item.is_floating_point() or item.is_complex() or item.dtype is torch.bool)
-    return isinstance(item, (int, np.integer)) and not isinstance(item, bool)
-
-
-def batch_row(batch: TensorDict, row: int) -> TensorDict:
-    """One row as views, without the row dimension; a jagged column gives the row's own tokens [L, ...]."""
-    values = {key: _column_row(column, row) for key, column in batch.items()}
-    return TensorDict(values, batch_size=batch.batch_size[1:], device=batch.device)
-
-
-def _column_row(column: torch.Tensor, row: int) -> torch.Tensor:
-    if not is_jagged(column):
-        return column[row]
-    # Not column[row]: torch unbinds all rows for it, which makes iterating over a batch quadratic.
-    start = int(column.offsets()[row])
-    return column.values()[start : start + int(row_lengths(column)[row])]
 
 
 # --- offsets and storage ----------------------------------------------------------------------------------------------
@@ -215,16 +178,15 @@ def share_offsets(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     Torch multiplies two jagged tensors only if their offsets are one object, not merely equal.
     """
     distinct: list[torch.Tensor] = []
-    return {key: _with_known_offsets(column, distinct) for key, column in columns.items()}
+    return {
+        key: _with_known_offsets(column, distinct) if is_jagged(column) else column for key, column in columns.items()
+    }
 
 
 def _with_known_offsets(column: torch.Tensor, distinct: list[torch.Tensor]) -> torch.Tensor:
-    if not is_jagged(column) or column.lengths() is not None:
+    """The column over the offsets of one of `distinct`, to which it is added if none has the same row lengths."""
+    if any(column.offsets() is other.offsets() for other in distinct):
         return column
-    offsets = column.offsets()
-    for other in distinct:
-        if offsets is other.offsets():
-            return column
     for other in distinct:
         if _same_offsets(column, other):
             return torch.nested.nested_tensor_from_jagged(column.values(), other.offsets())
@@ -260,21 +222,19 @@ def _is_view(column: torch.Tensor) -> bool:
 
 def same(left: Any, right: Any) -> bool:
     """Deep equality of tensors, arrays, containers and scalars, in which NaN equals itself."""
-    if left is right:
-        return True
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and _same_tensor(left, right)
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and _same_array(left, right)
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return _same_tensor(left, right)
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return _same_array(left, right)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and type(left) is type(right):
         return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
-    return _is_true(left == right) or (_is_true(left != left) and _is_true(right != right))
+    return left is right or _is_true(left == right) or (_is_true(left != left) and _is_true(right != right))
 
 
 def _is_true(answer: Any) -> bool:
-    """Comparisons of foreign objects may return anything."""
+    """Comparisons of foreign objects, and of a tensor with a number, may return anything."""
     return isinstance(answer, (bool, np.bool_)) and bool(answer)
 
 
@@ -282,76 +242,56 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or is_jagged(left) != is_jagged(right):
         return False
     if is_jagged(left):
-        left, right = left.contiguous(), right.contiguous()
-        return _same_tensor(left.offsets().long(), right.offsets().long()) and _same_tensor(
-            left.values(), right.values()
-        )
+        return same(left.offsets().long(), right.offsets().long()) and same(left.values(), right.values())
     if left.shape != right.shape:
         return False
-    right = right.to(left.device)
-    equal = left == right
-    if left.is_floating_point() or left.is_complex():
-        equal |= left.isnan() & right.isnan()
-    return bool(equal.all())
+    return bool(torch.isclose(left, right.to(left.device), rtol=0, atol=0, equal_nan=True).all())
 
 
 def _same_array(left: np.ndarray, right: np.ndarray) -> bool:
     if left.shape != right.shape:
         return False
-    if left.dtype.kind in "OV" or right.dtype.kind in "OV":
+    kinds = {left.dtype.kind, right.dtype.kind}
+    if kinds & set("OV"):
         return all(same(a, b) for a, b in zip(left.flat, right.flat, strict=True))
-    return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc" and right.dtype.kind in "fc"))
+    return bool(np.array_equal(left, right, equal_nan=kinds <= set("fc")))
 
 
-# --- joining ----------------------------------------------------------------------------------------------------------
+# --- concatenation and union ------------------------------------------------------------------------------------------
 
 
-def join_tensors(parts: Sequence[TensorDict | None]) -> TensorDict | None:
-    """Rows of all parts below one another. Raises DataError if they do not have the same columns and row shapes."""
-    _check_same_keys("batch", [() if part is None else part.keys() for part in parts])
+def concat_tensors(parts: Sequence[TensorDict | None]) -> TensorDict | None:
+    """The rows of all parts, one after another. Raises DataError if columns, dtypes or row shapes differ."""
+    _check_joinable("batch", [{} if part is None else dict(part.items()) for part in parts])
     present = [part for part in parts if part is not None]
     if not present:
         return None
-    for number, part in enumerate(present):
-        if part.batch_size[1:] != present[0].batch_size[1:]:
-            raise DataError(
-                f"batch sizes {list(present[0].batch_size)} of part 0 and {list(part.batch_size)} of part {number} "
-                "differ after the first dimension"
-            )
-        for key, column in part.items():
-            _check_joinable(f"batch[{key!r}]", present[0][key], column, number)
-    joined = torch.cat([part.select(*present[0].keys()) for part in present])
-    return with_shared_offsets(joined)
+    return with_shared_offsets(torch.cat([part.select(*present[0].keys()) for part in present]))
 
 
-def join_arrays(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Rows of all parts below one another. Raises DataError if they do not have the same columns and row shapes."""
-    _check_same_keys("non_tensor_batch", [part.keys() for part in parts])
-    for number, part in enumerate(parts):
-        for key, column in part.items():
-            _check_joinable(f"non_tensor_batch[{key!r}]", parts[0][key], column, number)
+def concat_arrays(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The rows of all parts, one after another. Raises DataError if columns, dtypes or row shapes differ."""
+    _check_joinable("non_tensor_batch", parts)
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def _check_same_keys(place: str, keys: Sequence[Iterable[str]]) -> None:
-    first = set(keys[0])
-    for number, others in enumerate(keys):
-        odd = sorted(first.symmetric_difference(others))
+def _check_joinable(place: str, parts: Sequence[Mapping[str, Any]]) -> None:
+    first = parts[0]
+    for number, part in enumerate(parts):
+        odd = sorted(first.keys() ^ part.keys())
         if odd:
             lacking = number if odd[0] in first else 0
             raise DataError(f"{place}[{odd[0]!r}] is missing in part {lacking} of the parts to be joined")
-
-
-def _check_joinable(name: str, first: Any, column: Any, number: int) -> None:
-    if _row_form(first) != _row_form(column):
-        raise DataError(
-            f"{name} is {describe(first)} in part 0 and {describe(column)} in part {number}; "
-            "joined columns need one dtype, device and row shape"
-        )
+        for key, column in part.items():
+            if _row_form(first[key]) != _row_form(column):
+                raise DataError(
+                    f"{place}[{key!r}] is {describe(first[key])} in part 0 and {describe(column)} in part {number}; "
+                    "joined columns need one dtype, device and row shape"
+                )
 
 
 def _row_form(column: Any) -> tuple[Any, ...]:
-    """What must agree between columns that are joined. Strings of any width join."""
+    """Properties that must agree between joined columns. Strings of any width join."""
     if isinstance(column, np.ndarray):
         return column.dtype.kind if column.dtype.kind in "US" else column.dtype, column.shape[1:]
     jagged = is_jagged(column)
@@ -359,11 +299,9 @@ def _row_form(column: Any) -> tuple[Any, ...]:
 
 
 def union_batches(mine: TensorDict | None, theirs: TensorDict | None) -> TensorDict | None:
-    """Columns of both side by side. Raises DataError if batch sizes or columns of one name differ."""
+    """Columns of both side by side. Raises DataError if columns of one name differ."""
     if mine is None or theirs is None:
         return theirs if mine is None else mine
-    if mine.batch_size != theirs.batch_size:
-        raise DataError(f"batch sizes {list(mine.batch_size)} and {list(theirs.batch_size)} cannot be united")
     united = union_columns("batch", dict(mine.items()), dict(theirs.items()))
     return TensorDict(share_offsets(united), batch_size=mine.batch_size, device=mine.device)
 
@@ -374,9 +312,9 @@ def union_columns(place: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]
         if key in theirs and not same(mine[key], theirs[key]):
             raise DataError(
                 f"{place}[{key!r}] differs in the two batches, {describe(mine[key])} here and "
-                f"{describe(theirs[key])} there; rename or pop one of them"
+                f"{describe(theirs[key])} there; rename one of them"
             )
-    return {**mine, **{key: value for key, value in theirs.items() if key not in mine}}
+    return {**mine, **theirs, **mine}
 
 
 def merge_meta(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -384,11 +322,10 @@ def merge_meta(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
-            if key in merged and not same(merged[key], value):
+            if not same(merged.setdefault(key, value), value):
                 raise DataError(
                     f"meta_info[{key!r}] is {_short(merged[key])} in one part and {_short(value)} in another"
                 )
-            merged.setdefault(key, value)
     return merged
 
 

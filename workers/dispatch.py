@@ -1,4 +1,4 @@
-"""@dispatch: how a worker method's arguments are split over ranks, and how its results are joined.
+"""@dispatch: splits a worker method's arguments over ranks and joins its results.
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
     def log_probs(self, batch, plan): ...         # on the worker: its own rows and its own part of the plan
@@ -6,7 +6,8 @@
     result = policy.log_probs(batch, plan)        # on the driver: a RemoteBatch and the whole Plan
     batch = batch.with_tokens(old_log_probs=result.tokens["log_probs"])
 
-`split_arguments` and `join_results` are pure but for `put`, which a caller passes; they are tested without Ray.
+`split_arguments`, `join_tokens` and `join_rows` are pure except for `put`, which the caller passes; they are tested
+without Ray.
 """
 
 import functools
@@ -26,15 +27,14 @@ DISPATCH_ATTRIBUTE = "dispatch_mode"
 
 
 class Split(Enum):
-    """What each rank receives."""
+    """The arguments that each rank receives."""
 
     ALL = "the same arguments"
-    EACH = "its own entry: every argument is a list with one entry a rank"
     PLAN = "the rows of the batch that the plan gives its dp rank, and its part of the plan"
 
 
 class Join(Enum):
-    """What the caller gets back."""
+    """The value that the caller gets back."""
 
     LIST = "a list with the result of every rank, in rank order"
     RANK_ZERO = "the result of rank zero; the others take part, their results are not fetched"
@@ -58,7 +58,7 @@ class DispatchMode:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A worker's place in its group: `index` counts workers, the others are its place in each dimension."""
+    """A worker's coordinates in its group: `index` counts all workers, the others count within their dimension."""
 
     index: int
     dp: int
@@ -67,13 +67,13 @@ class RankCoordinates:
 
     @property
     def leads_dp_group(self) -> bool:
-        """Whether this worker answers for the ranks that hold the same rows."""
+        """True for the one rank whose result counts among those that hold the same rows."""
         return self.tp == 0 and self.cp == 0
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What a Join.TOKENS call returns: columns in the order of the batch that was passed, and merged metrics."""
+    """Result of a Join.TOKENS call: columns in the order of the batch that was passed, and merged metrics."""
 
     tokens: dict[str, TokenColumn]
     metrics: Metrics
@@ -91,8 +91,6 @@ def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] =
         raise ValueError("Join.TOKENS, and it alone, names the columns that it returns")
     if join is Join.ROWS and split is not Split.PLAN:
         raise ValueError(f"{join} needs Split.PLAN")
-    if join in (Join.TOKENS, Join.METRICS) and split is Split.EACH:
-        raise ValueError(f"{join} needs Split.PLAN or Split.ALL")
 
     def mark(method: Callable) -> Callable:
         @functools.wraps(method)
@@ -124,8 +122,6 @@ def split_arguments(
     """
     if mode.split is Split.ALL:
         return [(args, kwargs)] * len(ranks)
-    if mode.split is Split.EACH:
-        return _split_each(ranks, args, kwargs)
     if len(args) < 2 or not isinstance(args[0], RemoteBatch) or not isinstance(args[1], Plan):
         kinds = [type(argument).__name__ for argument in args]
         raise DataError(f"a method split by plan takes a RemoteBatch and a Plan first, got {kinds}.")
@@ -138,14 +134,6 @@ def split_arguments(
         rank_plan = plan.for_rank(dp)
         shares.append((put(batch.select(rank_plan.rows)), rank_plan))
     return [((*shares[rank.dp], *args[2:]), kwargs) for rank in ranks]
-
-
-def _split_each(ranks: Sequence[RankCoordinates], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
-    for name, argument in [*enumerate(args), *kwargs.items()]:
-        if not isinstance(argument, (list, tuple)) or len(argument) != len(ranks):
-            size = len(argument) if hasattr(argument, "__len__") else "no length"
-            raise DataError(f"argument {name!r} needs one entry for each of {len(ranks)} ranks, it has {size}.")
-    return [(tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()}) for i in range(len(ranks))]
 
 
 def join_tokens(
@@ -172,7 +160,7 @@ def join_rows(plan: Plan, rows: int, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _places(plan: Plan, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each of `rows` sequences the dp rank that the plan gives it to and its row there, int32 [rows] each."""
+    """The dp rank of each of `rows` sequences under the plan, and its row there, int32 [rows] each."""
     block = np.full(rows, -1, dtype=np.int32)
     row = np.zeros(rows, dtype=np.int32)
     for dp in range(plan.ranks):

@@ -1,16 +1,16 @@
 """An environment: the other side of a conversation with the policy. One object plays one episode.
 
     environment = Environment()                            in a process of its own
-    prompt += await environment.reset(record)              what there is to add to the record's prompt, if anything
+    prompt += await environment.reset(record)              may be empty
     while turns and tokens are left:
-        response = await policy(prompt)                    up to and with the end-of-sequence token
+        response = await policy(prompt)                    includes the end-of-sequence token
         observation = await environment.step(response)
         reward += observation.reward
         if observation.done:
             break
         prompt += response + observation.text              token ids: what was sampled is never tokenized again
 
-Users write the class; nothing of Ray, torch or vLLM is in it.
+Users write the class; it needs neither Ray, torch nor vLLM.
 """
 
 import json
@@ -29,9 +29,9 @@ Text = str | list[dict[str, Any]]
 class Observation:
     """An environment's answer to one turn.
 
-    text: what the policy reads next; chat prompts take messages, and a text as one of the user's. Not used when `done`.
-    reward: of this turn; an episode's reward is the sum over its turns. parts: numbers logged beside it, the last of a
-    name over an episode.
+    text: the policy's next input, not used when `done`; with a chat prompt, messages or one user message's text.
+    reward: of this turn; an episode's reward is the sum over its turns. parts: numbers logged beside it; of each name,
+    the last value in an episode counts.
     """
 
     text: Text = ""
@@ -41,22 +41,22 @@ class Observation:
 
 
 class Environment(Protocol):
-    """What a class named by rollout.environment has. Both methods may be coroutine functions."""
+    """Interface of a class named by rollout.environment. Both methods may be coroutine functions."""
 
     def reset(self, record: dict[str, Any]) -> Text | Awaitable[Text | None] | None:
-        """Begin an episode on a record of the data, all columns of it; returns what to add to its prompt."""
+        """Begin an episode on a record of the data, with all its columns; returns text to append to its prompt."""
 
     def step(self, response: str) -> Observation | Awaitable[Observation]:
         """Answer the policy's turn: its text, without special tokens."""
 
 
 def encode_opening(value: Any) -> str:
-    """JSON of what `reset` returned. Raises DataError if it is no text, messages or None."""
+    """JSON of the value that `reset` returned. Raises DataError unless it is text, messages or None."""
     return json.dumps(_checked_text(value or "", "reset"))
 
 
 def encode_observation(value: Any) -> str:
-    """JSON of what `step` returned. Raises DataError if it is no Observation of the promised types."""
+    """JSON of the value that `step` returned. Raises DataError unless it is an Observation with the right types."""
     if not isinstance(value, Observation):
         raise DataError(f"step must return a workers.environment.Observation, it returned {value!r:.80}.")
     if not isinstance(value.done, bool):

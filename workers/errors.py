@@ -1,4 +1,4 @@
-"""Errors of Ballast. Every message is one sentence: what was wrong, where, and which setting changes it."""
+"""Errors of Ballast. Every message is one sentence that says what was wrong, where, and which setting changes it."""
 
 
 class BallastError(Exception):
@@ -13,8 +13,8 @@ class DataError(BallastError):
     """A batch, a file or a record does not have the promised form."""
 
 
-class UnsupportedModelError(BallastError):
-    """The model needs something that the chosen layout or backend cannot compute."""
+class UnsupportedModelError(ConfigError):
+    """The model needs something that the chosen layout, kernel or parallelism cannot compute."""
 
 
 class ResourceError(BallastError):
@@ -26,11 +26,11 @@ class WorkerError(BallastError):
 
 
 class LostError(BallastError):
-    """An actor that the run cannot do without was lost; the run may go on from its last checkpoint."""
+    """An actor that the run needs was lost; the run can be resumed from its last checkpoint."""
 
 
 class RolloutError(BallastError):
-    """Generation cannot go on: no engine is left, or none answers."""
+    """Generation cannot continue: no engine is left, or none answers."""
 
 
 class CheckpointError(BallastError):
@@ -46,13 +46,13 @@ class NonFiniteError(BallastError):
 
 
 class MismatchError(BallastError):
-    """Engines and trainer give the same tokens log-probs that differ by more than they may, or NaN."""
+    """Log-probs of the same tokens differ between engines and trainer by more than the tolerance, or are NaN."""
 
 
 class EpisodeError(BallastError):
-    """An episode's environment raised, hung, died or answered with the wrong type; it costs that sample alone."""
+    """An episode's environment raised, hung, died or answered with the wrong type; only that sample is lost."""
 
 
 def clause(error: BaseException) -> str:
-    """The first line of an error's text without the stop at its end, so that a sentence can go on after it."""
+    """The first line of an error's text without its full stop, to be continued in a longer sentence."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

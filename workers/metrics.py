@@ -1,4 +1,4 @@
-"""Metrics that carry their own reduction, so that merging over micro-batches and ranks is never a guess.
+"""Metrics that carry their own reduction, so that merging over micro-batches and ranks is well defined.
 
 A value is a `Metric`; a pass returns `dict[str, Metric]`; `merge` joins any number of such dicts.
 """
@@ -21,8 +21,8 @@ class Metric:
     """One number and how it joins others.
 
     `value` is the running total for SUM, the weighted total for MEAN (divided by `weight` only when read), and the
-    extreme for MAX and MIN. `weight` is the number of items behind a MEAN and `count` what they are (`tokens`,
-    `sequences`, `steps`; empty where nothing says); 0 and empty otherwise.
+    extreme for MAX and MIN. `weight` is the number of items behind a MEAN and `count` their kind (`tokens`,
+    `sequences`, `steps`; empty if not given); 0 and empty otherwise.
     """
 
     reduction: Reduction

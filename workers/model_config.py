@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from workers.setting import setting
 
+CUDA_KERNELS = ("varlen", "flash3", "flash")
+"""Values of `model.attention` that are kernels of CUDA devices."""
+
 
 @dataclass
 class LoraConfig:
@@ -14,7 +17,7 @@ class LoraConfig:
     target_modules: str = setting(
         "all-linear",
         "Modules that get an adapter, by the last part of their names, as in `q_proj,v_proj`; `all-linear` is every "
-        "linear module but the output layer.",
+        "linear module except the output layer.",
     )
 
 
@@ -35,13 +38,13 @@ class ModelConfig:
     )
     layout: str = setting(
         "packed",
-        "`packed`: a micro-batch is one row without padding. `padded`: a row a sequence, rounded up to the longest, "
-        "for models whose attention cannot be told where sequences begin.",
+        "`packed`: a micro-batch is one row without padding. `padded`: one row per sequence, padded to the longest, "
+        "for models whose attention cannot keep packed sequences apart.",
         choices=("packed", "padded"),
     )
     length_multiple: int = setting(
         1,
-        "Tokens that a sequence (packed) or a row (padded) is padded to a multiple of, for kernels that want it.",
+        "Pad each sequence (packed) or row (padded) to a multiple of this many tokens, for kernels that need it.",
         minimum=1,
     )
     forward_layout: str = setting(
@@ -52,15 +55,15 @@ class ModelConfig:
     forward_length_multiple: int = setting(0, "model.length_multiple of forward-only passes; 0 takes that.", minimum=0)
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     activation_offload: bool = setting(
-        False, "Keep what gradient checkpointing keeps of each layer in host memory until the backward pass (GPU)."
+        False, "Keep the layer inputs of gradient checkpointing in host memory until the backward pass (GPU)."
     )
     compile: bool = setting(
         False, "Compile each decoder layer (torch.compile): fewer and larger kernels, minutes at the first step (GPU)."
     )
     logprob_chunk_tokens: int = setting(
         0,
-        "Tokens whose logits exist at one time; bounds the memory of log-probs (tokens x vocabulary). 0 is 2,048 on a "
-        "GPU, which adds to the output layer's gradient once a chunk, and 256 on a CPU.",
+        "Tokens whose logits exist at the same time, which bounds the memory of log-probs (tokens x vocabulary). 0 is "
+        "2,048 on a GPU, which adds to the output layer's gradient once a chunk, and 256 on a CPU.",
         minimum=0,
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -82,5 +85,5 @@ class ModelConfig:
         shared: whether ranks share sequences or layers, which transformers' attention does not.
         """
         layouts = {self.rows(forward=forward)[0] for forward in (False, True)}
-        ours = shared or "packed" in layouts or self.attention in ("varlen", "flash3", "flash")
+        ours = shared or "packed" in layouts or self.attention in CUDA_KERNELS
         return "packed" if ours else "padded"

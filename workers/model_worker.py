@@ -1,4 +1,4 @@
-"""ModelWorker: a rank that holds a model and computes under a plan. What all roles with a model share."""
+"""ModelWorker: a rank that holds a model and computes under a plan; base of all roles with a model."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from workers.dispatch import Join, RankCoordinates, Split, dispatch
 from workers.errors import DataError
 from workers.metrics import Metrics
 from workers.model.credit import sequence_kl
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.packing import Sequences
 from workers.model.timing import MicroStepTime
 from workers.remote_batch import TokenBlock
@@ -20,7 +20,7 @@ from workers.remote_batch import TokenBlock
 class ModelWorker(Worker):
     """One rank of a role that holds a model. `build` comes after the process group, because it is collective."""
 
-    head = "lm"  # what the role's model gives, see `Engine`
+    head = "lm"  # the output of the role's model, see `TrainingEngine`
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ModelWorker(Worker):
     @dispatch(Split.ALL)
     def build(self) -> int:
         """Load and shard the model; returns its number of parameters."""
-        self.engine = Engine(self._model, **self._engine_arguments)
+        self.engine = TrainingEngine(self._model, **self._engine_arguments)
         self.free_cached_memory()
         return self.engine.num_parameters
 
@@ -90,11 +90,11 @@ class ModelWorker(Worker):
 
     @dispatch(Split.ALL)
     def take_micro_step_times(self) -> list[MicroStepTime]:
-        """What every micro-step since the last call took, in order; from every rank, in rank order."""
+        """Times of every micro-step since the last call, in order."""
         return self.engine.clock.take()
 
     def free_cached_memory(self) -> None:
-        """Give what torch's allocator keeps back to the device, which other roles and a colocated engine share."""
+        """Return memory that torch's allocator caches to the device, which other roles and a colocated engine share."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -1,8 +1,8 @@
-"""Which network interface collectives use: the one with the address by which Ray knows this node.
+"""Selects the network interface of collectives: the one with the address by which Ray knows this node.
 
-Left to themselves, gloo takes the address that the host's name stands for, often 127.0.1.1, and NCCL the first
-interface that is up, maybe a container bridge's: ranks of two nodes then wait for each other until a time-out. At Ray's
-address the nodes of this cluster have reached each other.
+By default gloo takes the address that the host name resolves to, often 127.0.1.1, and NCCL the first interface that is
+up, possibly a container bridge: ranks on two nodes then wait for each other until they time out. Nodes of the cluster
+have already reached each other at Ray's addresses.
 """
 
 import ipaddress
@@ -14,9 +14,9 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def use_rays_interface() -> None:
-    """Set what gloo and NCCL read of this process's environment; call before the first process group is started.
+    """Set the interface variables of gloo and NCCL; call before the first process group is started.
 
-    What the environment or NCCL's own files set is kept.
+    Variables that the environment or NCCL's own files set are kept.
     """
     import psutil
     import ray
@@ -27,9 +27,9 @@ def use_rays_interface() -> None:
 
 
 def socket_variables(address: str, interfaces: Mapping[str, Iterable[str]], given: Container[str]) -> dict[str, str]:
-    """The variables to set, without those in `given`; none where no interface has the address, as behind a NAT.
+    """The variables to set, without those in `given`; none if no interface has the address, as behind a NAT.
 
-    interfaces: addresses of every interface by its name, IPv4, IPv6 or of its hardware, as psutil writes them.
+    interfaces: addresses of every interface by its name (IPv4, IPv6 or hardware), as psutil writes them.
     """
     name = interface_of(address, interfaces)
     if name is None:
@@ -51,19 +51,19 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[str]]) -> str |
 
 
 def nccl_files(environment: Mapping[str, str]) -> list[Path]:
-    """The files in which NCCL looks for variables that the environment does not set."""
+    """The files from which NCCL reads variables that the environment does not set."""
     own = environment.get("NCCL_CONF_FILE")
     return [Path(own) if own else Path.home() / ".nccl.conf", Path("/etc/nccl.conf")]
 
 
 def variables_in(files: Iterable[Path]) -> set[str]:
-    """Names of the variables that files of lines NAME=value set; a file that is not there sets none."""
+    """Names of the variables that files with lines NAME=value set; missing files set none."""
     lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
     return {line.partition("=")[0].strip() for line in lines if "=" in line and not line.lstrip().startswith("#")}
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for what is no IP address. A link-local address may end in its interface's name: fe80::1%eth0."""
+    """None if it is not an IP address. A link-local address may end in its interface's name: fe80::1%eth0."""
     try:
         return ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""OfflinePolicyWorker: a policy that learns from given sequences, which no engine has sampled."""
+"""OfflinePolicyWorker: a policy that learns from given sequences instead of sampled ones."""
 
 import numpy as np
 

@@ -4,7 +4,7 @@
                                        |
     policy worker <---- gather() ------+         (zero-copy on one node, only the rows it needs)
 
-The driver selects, reorders and joins by index arithmetic; it never reads a token.
+The driver selects, reorders and joins rows by index arithmetic; it never reads a token.
 Shapes: B sequences, T tokens of all rows of a block.
 """
 
@@ -52,7 +52,7 @@ class TokenBlock:
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """Where the rows of one token column lie: row i is row `row[i]` of column `name` in `blocks[block[i]]`.
+    """References to the rows of one token column: row i is row `row[i]` of column `name` in `blocks[block[i]]`.
 
     block, row: int32 [B].
     """
@@ -89,8 +89,8 @@ class TokenColumn:
 class RemoteBatch:
     """B sequences: light per-sequence columns in memory, token columns as references.
 
-    columns: name -> array [B] (uid, length, reward, weight_version, ...). tokens: name -> TokenColumn. meta: what is
-    true of the whole batch, such as the step; it travels with every selection.
+    columns: name -> array [B] (uid, length, reward, weight_version, ...). tokens: name -> TokenColumn. meta: facts
+    about the whole batch, such as the step; it travels with every selection.
     Immutable: every method returns a new handle and moves no token.
     """
 
@@ -159,8 +159,8 @@ class RemoteBatch:
         )
 
     def gather(self) -> "DataProto":
-        """Fetch the rows into a DataProto: token columns jagged with one shared ragged axis, numbers as tensors [B],
-        other columns as objects [B], beside the meta data.
+        """Fetch the rows into a DataProto: token columns jagged over one offsets tensor, numbers as tensors [B], other
+        columns as objects [B], and the meta data.
 
         Runs in the worker that needs the tokens. Raises DataError if the token columns disagree about a row's length.
         """
@@ -171,25 +171,22 @@ class RemoteBatch:
 
         refs = list(dict.fromkeys(ref for column in self.tokens.values() for ref in column.blocks))
         fetched = dict(zip(refs, ray.get(refs), strict=True))
-        tensors: dict[str, torch.Tensor] = {}
-        offsets: torch.Tensor | None = None
-        for name, column in self.tokens.items():
-            values, lengths = _collect(column, [fetched[ref] for ref in column.blocks])
-            column_offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-            if offsets is None:
-                offsets, first = column_offsets, name
-            elif not torch.equal(offsets, column_offsets):
-                row = int((offsets != column_offsets).nonzero()[0]) - 1
-                raise DataError(f"token columns {first!r} and {name!r} differ in length at row {row}.")
-            tensors[name] = torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), offsets)
+        packed = {
+            name: _packed(column, [fetched[ref] for ref in column.blocks]) for name, column in self.tokens.items()
+        }
+        offsets = torch.from_numpy(_common_offsets({name: lengths for name, (_, lengths) in packed.items()}))
+        tensors = {
+            name: torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), offsets)
+            for name, (values, _) in packed.items()
+        }
         plain = {name: c for name, c in self.columns.items() if c.dtype.kind in "biuf"}
         tensors |= {name: torch.from_numpy(np.ascontiguousarray(c)) for name, c in plain.items()}
         objects = {name: c.astype(object) for name, c in self.columns.items() if name not in plain}
         return DataProto.from_dict(tensors, objects, self.meta)
 
 
-def _collect(column: TokenColumn, blocks: list[TokenBlock]) -> tuple[np.ndarray, np.ndarray]:
-    """Values [T] of the column's rows, concatenated, and their lengths [B]."""
+def _packed(column: TokenColumn, blocks: list[TokenBlock]) -> tuple[np.ndarray, np.ndarray]:
+    """Values [T] of the column's rows, concatenated, and their lengths, int64 [B]."""
     sources = [(block.columns[column.name], block.offsets) for block in blocks]
     rows = []
     for block, row in zip(column.block, column.row, strict=True):
@@ -197,3 +194,13 @@ def _collect(column: TokenColumn, blocks: list[TokenBlock]) -> tuple[np.ndarray,
         rows.append(values[offsets[row] : offsets[row + 1]])
     empty = sources[0][0][:0]
     return np.concatenate([empty, *rows]), np.array([len(row) for row in rows], dtype=np.int64)
+
+
+def _common_offsets(lengths: Mapping[str, np.ndarray]) -> np.ndarray:
+    """int64 [B + 1] for columns of these row lengths; raises DataError naming the first row that differs."""
+    first = next(iter(lengths), "")
+    for name, column in lengths.items():
+        if not np.array_equal(column, lengths[first]):
+            row = np.flatnonzero(column != lengths[first])[0]
+            raise DataError(f"token columns {first!r} and {name!r} differ in length at row {row}.")
+    return np.concatenate([[0], np.cumsum(lengths[first] if lengths else [])]).astype(np.int64)

@@ -2,8 +2,8 @@
 
 block of tokens (object store) --decode--> response text --RewardProcess--> Score
 
-Of an episode with several turns the functions score the last one, the policy's own words; what is shown and recorded
-is all that follows the prompt.
+In an episode with several turns the functions score the policy's last one; everything after the prompt is shown and
+recorded.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from workers.score import Score
 class ScoreRequest:
     """One sample to score: row `row` of a block, whose first `prompt_tokens` tokens are the prompt.
 
-    `columns`: what the reward functions take by name, beside the response.
+    `columns`: the record's columns that the reward functions take by name, beside the response.
     """
 
     row: int
@@ -63,7 +63,7 @@ class RewardWorker:
 
 
 def last_turn(loss_mask: np.ndarray) -> slice:
-    """Where the policy's last turn lies in a row: its last run of tokens with bool `loss_mask`, which has some."""
+    """Bounds of the policy's last turn in a row: the last run of True in a bool `loss_mask` that has some."""
     marked = np.flatnonzero(loss_mask)
     breaks = np.flatnonzero(np.diff(marked) > 1)
     first = marked[breaks[-1] + 1] if len(breaks) else marked[0]

@@ -1,13 +1,13 @@
-"""Reward functions to use as they are, by name: `reward.function: workers.reward_functions:math`.
+"""Built-in reward functions, named in the settings as `reward.function: workers.reward_functions:math`.
 
-Each gets the `response` and the columns of the record that it names. They combine under `reward.functions`.
+Each takes the `response` and the record's columns that its parameters name. `reward.functions` combines several.
 """
 
 import re
 
 
 def exact_match(response: str, answer: str) -> dict[str, float | str]:
-    """1 if the response is the answer, but for white space around both."""
+    """1 if the response equals the answer, apart from surrounding white space."""
     given = response.strip()
     return {"reward": float(given == answer.strip()), "answer": given}
 
@@ -33,5 +33,5 @@ def format_tags(response: str) -> float:
 
 
 def length(response: str) -> float:
-    """Minus the response's length in thousands of characters: with a small weight, a price on words."""
+    """Minus the response's length in thousands of characters; with a small weight, a penalty on long responses."""
     return -len(response) / 1000

@@ -1,10 +1,10 @@
-"""A process of its own for users' reward functions: one that raises, hangs or dies costs a sample, not the run.
+"""Users' reward functions in a process of their own: one that raises, hangs or dies costs a sample, not the run.
 
-    RewardProcess.run(calls) --calls--> serve(): functions, sample by sample --(number, Score)--> RewardProcess
+    RewardProcess.run(calls) --calls--> serve(): functions, sample by sample --(number, score)--> RewardProcess
             |                                                                                  |
             +-- nothing within timeout_s, or the process is gone: started again for the rest <-+
 
-It knows neither Ray nor torch, so that it starts in a moment and what a function does stays in it.
+The process imports neither Ray nor torch, so it starts in a moment.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 
 from workers.errors import DataError
-from workers.isolation import enter_isolation, how_it_ended, named, start_isolated
+from workers.isolation.process import RAISED, EndedError, Process, named, reply
 from workers.score import Score, as_score, weighted
 
 START_SECONDS = 60.0
@@ -57,7 +57,7 @@ class Unpacked:
 
     @property
     def batched(self) -> bool:
-        """Whether it takes all samples at once."""
+        """True if it takes all samples at once."""
         return "responses" in inspect.signature(self.function).parameters
 
 
@@ -76,13 +76,12 @@ class RewardProcess:
     def __init__(
         self, functions: Sequence[RewardFunction], *, timeout_s: float, concurrency: int, silent: bool = False
     ) -> None:
-        """timeout_s: what one call may take. concurrency: samples under way at a time, of coroutine functions. silent:
-        whether what the functions write to stderr is thrown away."""
+        """timeout_s: seconds that one call may take. concurrency: samples under way at a time, of coroutine functions.
+        silent: whether what the functions write to stderr is thrown away."""
         self._functions, self._timeout_s, self._concurrency = list(functions), timeout_s, concurrency
         self._errors = subprocess.DEVNULL if silent else None
         self._one_at_a_time = False  # the process says so when it is ready
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._process: Process | None = None
 
     def run(self, calls: Sequence[Call]) -> dict[int, Score]:
         """A score for every call, by number, or with the reason in `failure`. Never raises for what a function does."""
@@ -107,56 +106,48 @@ class RewardProcess:
 
     def _try(self, group: list[Call]) -> tuple[dict[int, Score], str]:
         """Scores until all are there, or until the process ends or stays silent, and why."""
+        responses = {call.number: call.response for call in group}
         done: dict[int, Score] = {}
         try:
-            connection = self._started()
-            connection.send(group)
+            process = self._started()
+            process.send(group)
             while len(done) < len(group):
                 # The process itself ends what takes too long, unless it hangs: then it is late by more than a second.
-                if not connection.poll(self._timeout_s + 1.0):
-                    self.stop()
-                    return done, f"it took more than reward.timeout_s={self._timeout_s:g} s"
-                number, score = connection.recv()
-                done[number] = score
-        except (EOFError, ConnectionError):
-            code = self._exit_code()
-            return done, f"it ended its process ({code})"
+                number, score = process.receive(self._timeout_s + 1.0)
+                done[number] = Score(response=responses[number], **score)
+        except TimeoutError:
+            self.stop()
+            return done, f"it took more than reward.timeout_s={self._timeout_s:g} s"
+        except EndedError as end:
+            self.stop()
+            return done, f"it ended its process ({end})"
         return done, ""
 
-    def _started(self) -> Connection:
-        if self._connection is not None:
-            return self._connection
-        self._process, ours = start_isolated("workers.reward_process", errors=self._errors)
-        self._connection = Connection(ours.detach())
-        self._connection.send((self._functions, self._timeout_s, self._concurrency))
-        if not self._connection.poll(START_SECONDS):
-            raise EOFError
-        self._one_at_a_time = self._connection.recv()
-        return self._connection
-
-    def _exit_code(self) -> str:
-        process = self._process
-        self.stop()
-        return how_it_ended(process) if process is not None else "it was not started"
+    def _started(self) -> Process:
+        if self._process is None:
+            process = self._process = Process("workers.reward_process:serve", errors=self._errors)
+            process.send((self._functions, self._timeout_s, self._concurrency))
+            try:
+                self._one_at_a_time = process.receive(START_SECONDS)
+            except TimeoutError:
+                raise EndedError(process.end()) from None
+        return self._process
 
     def stop(self) -> None:
         """End the process; `run` starts a new one."""
-        connection, process = self._connection, self._process
-        self._connection = self._process = None
-        if connection is not None:
-            connection.close()
+        process, self._process = self._process, None
         if process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(0.05)  # one that died by itself has an exit code to tell
-            process.kill()
-            process.wait()
+            process.end()
+
+
+# The functions below run in the process.
 
 
 def serve(connection: Connection) -> None:
-    """Score what comes until the other side is gone."""
+    """Score samples until the other side is gone."""
     packed, timeout_s, concurrency = connection.recv()
     functions = [Unpacked.of(function) for function in packed]
-    connection.send(not any(f.batched or inspect.iscoroutinefunction(f.function) for f in functions))
+    reply(connection, not any(f.batched or inspect.iscoroutinefunction(f.function) for f in functions))
     loop = asyncio.new_event_loop()
     with suppress(EOFError):
         while True:
@@ -165,10 +156,7 @@ def serve(connection: Connection) -> None:
 
 
 class _FunctionError(Exception):
-    """What a function did in place of returning a score, in words."""
-
-
-RAISED = (Exception, KeyboardInterrupt, SystemExit)  # of a function: nobody else's, Ctrl-C is left to the parent
+    """Why a function returned no score, in words."""
 
 
 async def _score_all(
@@ -180,7 +168,8 @@ async def _score_all(
     async def score(position: int, call: Call) -> None:
         async with room:
             given = {name: values[position] for name, values in batches.items()}
-            connection.send((call.number, await _score(functions, call, given, timeout_s)))
+            scored = vars(await _score(functions, call, given, timeout_s))
+            reply(connection, (call.number, {name: value for name, value in scored.items() if name != "response"}))
 
     await asyncio.gather(*(score(position, call) for position, call in enumerate(calls)))
 
@@ -230,15 +219,3 @@ async def _result(function: Unpacked, arguments: dict[str, Any], timeout_s: floa
         raise _FunctionError(f"took more than reward.timeout_s={timeout_s:g} s") from None
     except RAISED as error:
         raise _FunctionError(f"raised {named(error)}") from None
-
-
-def main() -> None:
-    """Serve the connection whose file descriptor is the only argument."""
-    serve(Connection(enter_isolation()))
-
-
-if __name__ == "__main__":
-    # By its importable name: what is pickled here must be found under the same name on the other side.
-    from workers.reward_process import main as run
-
-    run()

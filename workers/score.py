@@ -1,4 +1,4 @@
-"""Score: what reward functions said of one sample.
+"""Score: the reward of one sample and the numbers beside it.
 
 values of each function --as_score--> Score of each --weighted--> Score of the sample
 """
@@ -15,9 +15,9 @@ from workers.errors import DataError
 class Score:
     """The reward of one sample.
 
-    `parts`: further numbers by name, logged beside the reward. `response`: the text, with all its turns. `answer`: what
-    was read from it, if the function says so; responses with the same answer vote together in validation. `failure`:
-    why there is no score, and then the reward is 0.
+    `parts`: further numbers by name, logged beside the reward. `response`: the text, with all its turns. `answer`: the
+    answer that the function read from it, if any; responses with the same answer vote together in validation.
+    `failure`: why there is no score; the reward is then 0.
     """
 
     reward: float
@@ -28,8 +28,8 @@ class Score:
 
 
 def as_score(value: Any, response: str) -> Score:
-    """A Score from what a reward function returned: a number, or a mapping with `reward`, other numbers and, if it
-    likes, the text `answer`.
+    """A Score from a reward function's return value: a number, or a mapping with `reward`, other numbers and
+    optionally the text `answer`.
 
     Raises DataError if it is neither or the reward is not finite.
     """
@@ -48,9 +48,9 @@ def as_score(value: Any, response: str) -> Score:
 
 
 def beside_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:
-    """The sample's score: what the environment gave, plus what reward functions said, if there are any.
+    """The sample's score: the environment's reward plus that of the reward functions, if there are any.
 
-    Beside them the environment's reward is a part of its own. A failure of either is the sample's.
+    With reward functions the environment's reward is also logged as a part. A failure of either fails the sample.
     """
     if failure := environment.failure or score.failure:
         return Score(0.0, score.response, failure=failure)

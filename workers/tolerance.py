@@ -1,6 +1,6 @@
-"""How far two computations of the same log-probs may differ by rounding: one rule for load, runs and the doctor.
+"""Tolerance for two computations of the same log-probs, shared by model loading, runs and the doctor.
 
-It imports nothing, so that the driver may read it.
+This module imports nothing, so the driver can read it.
 """
 
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 1e-1}

@@ -1,4 +1,4 @@
-"""TrainedWorker: a rank of a model that learns. What policy and critic share: the update loop, checkpoints, export."""
+"""TrainedWorker: a rank with an optimiser; the update loop, checkpoints and export that policy and critic share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,12 +27,12 @@ class TrainedWorker(ModelWorker):
         return merge(parts)
 
     @dispatch(Split.ALL)
-    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any], score: float | None = None) -> None:
-        """Begin to save what training needs to go on, beside the driver's own `extra`; see `Engine.save_checkpoint`.
+    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any]) -> None:
+        """Start saving a checkpoint for resuming, with the driver's `extra`; see `TrainingEngine.save_checkpoint`.
 
         Raises CheckpointError if the save before this one failed.
         """
-        self.engine.save_checkpoint(path, step=step, extra=extra, score=score)
+        self.engine.save_checkpoint(path, step=step, extra=extra)
 
     @dispatch(Split.ALL)
     def wait_for_checkpoint(self) -> None:
@@ -41,14 +41,14 @@ class TrainedWorker(ModelWorker):
 
     @dispatch(Split.ALL, Join.RANK_ZERO)
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Go on from a checkpoint; returns the driver's `extra`. Raises CheckpointError if it is torn or foreign."""
+        """Resume from a checkpoint; returns the driver's `extra`. Raises CheckpointError if it is torn or foreign."""
         return self.engine.load_checkpoint(path)
 
     @dispatch(Split.ALL)
     def save_pretrained(self, path: str) -> None:
         """Write the model and tokenizer in Hugging Face format; ranks share the writing.
 
-        Raises CheckpointError if a rank cannot write.
+        Raises OutputError if a rank cannot write.
         """
         self.engine.save_pretrained(path)
         self.free_cached_memory()

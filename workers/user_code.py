@@ -1,4 +1,4 @@
-"""Users' functions and classes, found, described and pickled in a process of their own: ours never imports them.
+"""Users' functions and classes are imported, described and pickled in a process of their own, never in ours.
 
     find_function(key, "module:function" or "path/file.py:function") --process--> import, signature, cloudpickle
         --> UserFunction(packed, signature), which only the processes that run it unpickle
@@ -7,10 +7,10 @@
 An import that raises, hangs, exits, reads the command line or kills its process is a ConfigError in one sentence.
 """
 
+import base64
 import importlib
 import importlib.util
 import inspect
-import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,8 +20,9 @@ from typing import Any, cast
 
 import cloudpickle
 
-from workers.errors import BallastError, ConfigError
-from workers.isolation import Answer, NoAnswerError, answering, ask, named
+from workers.errors import ConfigError
+from workers.isolation.asking import NoAnswerError, ask
+from workers.isolation.process import RAISED, named
 
 TIMEOUT_SETTING = "resources.user_code_timeout_s"
 AS_A_PROGRAM = 'keep what only a program does behind `if __name__ == "__main__":`'
@@ -48,39 +49,36 @@ class UserFunction:
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
     """The function that `module:function` or `path/file.py:function`, the value of setting `key`, names.
 
-    timeout_s: what its import may take. Raises ConfigError with what was wrong.
+    timeout_s: seconds that its import may take. Raises ConfigError with what was wrong.
     """
-    answer, packed = _asked(__name__, key, name, timeout_s)
-    return UserFunction(packed, Signature(tuple(answer["names"]), tuple(answer["required"]), answer["takes_all"]))
+    found = _imported("workers.user_code:describe", key, name, timeout_s)
+    signature = Signature(tuple(found["names"]), tuple(found["required"]), found["takes_all"])
+    return UserFunction(base64.b64decode(found["packed"]), signature)
 
 
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:
     """The class that setting `key` names, pickled by value. Raises ConfigError, also if it lacks one of `methods`."""
-    answer, packed = _asked(__name__, key, name, timeout_s)
-    if not answer["is_class"] or not set(methods) <= set(answer["methods"]):
+    found = _imported("workers.user_code:describe", key, name, timeout_s)
+    if not found["is_class"] or not set(methods) <= set(found["methods"]):
         raise ConfigError(f"{key}={name!r} must be a class with the methods {' and '.join(methods)}.")
-    return packed
+    return base64.b64decode(found["packed"])
 
 
 def check_loss(key: str, name: str, *, timeout_s: float) -> None:
     """Raise ConfigError if the workers could not take the policy loss `module:function` that setting `key` names."""
-    _asked("workers.loss_process", key, name, timeout_s)
+    _imported("workers.isolation.trials:bind_loss", key, name, timeout_s)
 
 
 def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
-    """What a packed function returns, as JSON gives it back; NumPy arrays and tensors are lists.
+    """The value of a packed function, as JSON gives it back; NumPy arrays and tensors are lists.
 
     Raises ConfigError if it raises, ends its process, or takes more than `timeout_s` seconds.
     """
+    run = "workers.user_code:run"
     try:
-        answer, _ = ask(
-            __name__, {"task": "call"}, pickle.dumps((packed, arguments)), timeout_s=timeout_s, setting=TIMEOUT_SETTING
-        )
+        return ask(run, packed, arguments, key, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
         raise ConfigError(f"{key} {error}.") from None
-    if "failure" in answer:
-        raise ConfigError(f"{key} {answer['failure']}.")
-    return answer["value"]
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
@@ -91,50 +89,34 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     return Signature(tuple(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
-def _asked(module: str, key: str, name: str, timeout_s: float) -> tuple[Answer, bytes]:
-    question = {"task": "find", "key": key, "name": name}
+def _imported(function: str, key: str, name: str, timeout_s: float) -> Any:
     try:
-        answer, packed = ask(module, question, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
+        return ask(function, key, name, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
         raise ConfigError(f"{key}={name!r}: its import {error}; {AS_A_PROGRAM}.") from None
-    if "failure" in answer:
-        raise ConfigError(answer["failure"])
-    return answer, packed
 
 
-# What follows runs in the process.
+# The functions below run in the process.
 
 
-def respond(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
-    """The answer to a question of `_asked` or `call`. SystemExit passes: it ends the process, and its code is told."""
-    task = {"find": _found, "call": _called}[question["task"]]
-    try:
-        return task(question, payload)
-    except BallastError as error:
-        return {"failure": str(error)}, b""
-
-
-def _found(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
-    del payload
-    key, name = question["key"], question["name"]
+def describe(key: str, name: str) -> dict[str, Any]:
+    """The function or class that `name` names: its signature, methods and `packed`, its pickle in base 64."""
     module, found = load(key, name)
-    packed = _packed(f"{key}={name!r}", module, found)
+    packed = base64.b64encode(_packed(f"{key}={name!r}", module, found)).decode()
     methods = [method for method in dir(found) if callable(getattr(found, method, None))]
     try:
         signature = asdict(signature_of(found))
     except (TypeError, ValueError):
         raise ConfigError(f"{key}={name!r} has no signature that can be read; name a Python function.") from None
-    return signature | {"is_class": isinstance(found, type), "methods": methods}, packed
+    return signature | {"is_class": isinstance(found, type), "methods": methods, "packed": packed}
 
 
-def _called(question: Answer, payload: bytes) -> tuple[Answer, bytes]:
-    del question
-    packed, arguments = pickle.loads(payload)
+def run(packed: bytes, arguments: tuple[Any, ...], key: str) -> Any:
+    """The value of a packed function, in a form for JSON. Raises ConfigError, naming setting `key`, if it raises."""
     try:
-        value = cloudpickle.loads(packed)(*arguments)
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        return {"failure": f"raised {named(error)}"}, b""
-    return {"value": _plain(value)}, b""
+        return _plain(cloudpickle.loads(packed)(*arguments))
+    except RAISED as error:
+        raise ConfigError(f"{key} raised {named(error)}.") from None
 
 
 def load(key: str, name: str) -> tuple[ModuleType, Callable[..., Any]]:
@@ -189,7 +171,7 @@ def _packed(which: str, module: ModuleType, found: Any) -> bytes:
 
 
 def _not_picklable(module: ModuleType) -> list[str]:
-    """Names of the module's own values that cannot be pickled, such as a thread pool or an open file."""
+    """Names of values in the module that cannot be pickled, such as a thread pool or an open file."""
     code = (ModuleType, type)
     return [
         f"{name} ({type(value).__name__})"
@@ -208,15 +190,8 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it; what it cannot hold is shown as text, which no caller takes for a number."""
+    """`value` for JSON; a value that JSON cannot hold becomes its repr, which no caller takes for a number."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple, range)):
         return [_plain(item) for item in value]
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
-
-
-if __name__ == "__main__":
-    # By its importable name: what is pickled here must be found under the same name on the other side.
-    from workers.user_code import respond as respond_here
-
-    answering(respond_here)

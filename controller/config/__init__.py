@@ -1,4 +1,4 @@
-"""What a user can set, read and typed; imports nothing else of `controller`, and neither torch nor Ray.
+"""The settings of a run: their schema, and how they are read. Imports neither torch nor Ray, nor other rooms.
 
     workers.config, sections --> schema: Config, its properties <--load-- file: YAML, key.sub=value
     training: what the settings of all commands share               offline: those of controller.sft and .preferences

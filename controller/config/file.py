@@ -212,12 +212,12 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    """What another system's key is called here; else the nearest known key, by its whole name or by its last part; or
-    what is known where `key` was sought.
+    """The name here of another system's key; else the nearest known key, by its whole name or by its last part; else
+    the keys of the section where `key` was sought.
 
-    Of keys with the same last part the least deep one, and of these the first.
+    Of keys with the same last part, the least nested one counts, and of these the first.
     """
-    if here := name_here(key):
+    if here := name_here(key, known):
         return f"here it is {here} (see docs/migration.md)."
     last_parts: dict[str, str] = {}
     for other in sorted(known, key=lambda name: name.count(".")):

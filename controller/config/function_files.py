@@ -33,7 +33,7 @@ def check_function(key: str, name: str, *, in_file: bool = True) -> None:
 
 
 def _module_file(name: str) -> Path | None:
-    """Where a module's source lies, found as `import` would, but without running its packages."""
+    """The source file of a module, found as `import` finds it but without running the packages it is in."""
     path: list[str] | None = [str(Path.cwd()), *sys.path]
     for part in name.split("."):
         # By its last name alone: of a dotted one, a namespace package would look its parent up in sys.modules.

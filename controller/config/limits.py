@@ -1,4 +1,4 @@
-"""Limits: the caps, counts and rows that the micro-batches of one pass keep.
+"""Limits: the caps, counts and rows that hold for the micro-batches of one pass.
 
 policy.update, critic.values, ... --Config.limits--> Limits --> the planner, the checks, the dry run
 """
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one pass of a role over a batch.
+    """Limits of one pass of a role over a batch.
 
-    cap: key of the setting that `max_tokens` comes from. max_tokens: of a micro-batch of one rank. max_sequences: of a
-    micro-batch; 0 is no cap. min_micro_batches: of a rank in each mini-batch. length_multiple: tokens that lengths are
-    rounded up to, for kernels and for the ranks that share a sequence.
+    cap: key of the setting that gives `max_tokens`. max_tokens, max_sequences: of a micro-batch of one rank; 0
+    sequences is no cap. min_micro_batches: of a rank in each mini-batch. length_multiple: lengths are rounded up to a
+    multiple of this many tokens, for kernels and for the ranks that share a sequence.
     """
 
     cap: str

@@ -1,4 +1,4 @@
-"""What a model's files say of it before anything is loaded: reads config.json, imports no transformers.
+"""Facts about a model from its files, before it is loaded: reads config.json, does not import transformers.
 
 model.path --folder or hub cache--> ModelFiles(description, positions, heads, vocabulary)      weights: weight_files
 """
@@ -17,10 +17,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "t
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What settings must agree with; a size is None where config.json does not say.
+    """Facts that settings must agree with; a size is None if config.json does not give it.
 
-    folder: where they are. description: config.json. positions: longest sequence the model takes. chat_template:
-    whether the tokenizer has one. end_of_sequence: whether a file names a token that ends a response.
+    folder: the model's. description: config.json. positions: longest sequence the model takes. chat_template: whether
+    the tokenizer has one. end_of_sequence: whether a file names a token that ends a response.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ def read_model_files(path: str, key: str) -> ModelFiles:
 
 
 def weight_bytes(path: str, key: str) -> int:
-    """Of the weight files of model `path`, which setting `key` names. Raises ConfigError if there is no model."""
+    """Size of the weight files of model `path`, which setting `key` names. Raises ConfigError if there is no model."""
     folder = _folder(path, key)
     return sum(file.stat().st_size for pattern in WEIGHTS for file in folder.glob(pattern))
 

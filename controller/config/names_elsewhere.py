@@ -1,7 +1,9 @@
-"""What settings of other systems are called here, for whoever brings their configuration: docs/migration.md in short.
+"""The names here of other systems' settings, for users who bring their configuration: docs/migration.md in short.
 
-trainer.total_epochs --name_here--> run.steps
+trainer.total_epochs --name_here--> run.steps, or run.epochs in a schema that has it
 """
+
+from collections.abc import Collection
 
 NAMES_ELSEWHERE = {
     "data.train_files": "data.train",
@@ -32,8 +34,39 @@ NAMES_ELSEWHERE = {
     "tensor_model_parallel_size": "rollout.tensor_parallel",
     "adv_estimator": "algorithm.advantage",
     "norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
-    "algorithm.gamma": "algorithm.gae.gamma",
-    "algorithm.lam": "algorithm.gae.lam",
+    "gamma": "algorithm.gae.gamma",
+    "lam": "algorithm.gae.lam",
+    "lambd": "algorithm.gae.lam",
+    "rollout_is": "algorithm.loss.rollout_correction.weights",
+    "rollout_is_threshold": "algorithm.loss.rollout_correction.cap",
+    "rollout_rs": "algorithm.loss.rollout_correction.rejection",
+    "use_importance_sampling_correction": "algorithm.loss.rollout_correction.weights",
+    "seq_logprob_error_threshold": "policy.max_mismatch",
+    "use_bias_correction_kl": "algorithm.loss.kl_correction",
+    "ppo_epochs": "batch.epochs",
+    "num_ppo_epochs": "batch.epochs",
+    "num_iterations": "batch.epochs",
+    "max_epochs": "batch.epochs",
+    "max_num_seqs": "rollout.max_concurrent",
+    "engine_kwargs": "rollout.engine",
+    "enable_activation_offload": "model.activation_offload",
+    "use_torch_compile": "model.compile",
+    "fsdp_size": "policy.parallel.replicate",
+    "min_num_micro_batches_train": "policy.min_micro_batches",
+    "min_num_micro_batches_forward": "policy.forward_min_micro_batches",
+    "max_tokens_per_microbatch_in_train": "policy.max_tokens",
+    "max_tokens_per_microbatch_in_infer": "policy.forward_max_tokens",
+    "train_max_tokens_per_gpu": "policy.max_tokens",
+    "rollout_max_tokens_per_gpu": "policy.forward_max_tokens",
+    "train_mb_tokens": "policy.max_tokens",
+    "logprob_mb_tokens": "policy.forward_max_tokens",
+    "use_dynamic_batching_in_infer": "model.forward_layout",
+    "sequence_length_round_in_train": "model.length_multiple",
+    "sequence_length_round_in_infer": "model.forward_length_multiple",
+    "sequence_length_round": "model.length_multiple",
+    "ignore_data_skip": "run.other_data",
+    "max_actor_ckpt_to_keep": "run.keep_checkpoints",
+    "save_total_limit": "run.keep_checkpoints",
     "critic.model.path": "critic.path",
     "critic.optim.lr": "critic.optimizer.learning_rate",
     "critic.cliprange_value": "critic.loss.clip",
@@ -52,7 +85,14 @@ NAMES_ELSEWHERE = {
     "multi_turn": "rollout.environment",
     "param_offload": "policy.cpu_offload",
     "optimizer_offload": "policy.cpu_offload",
-    "total_epochs": "run.steps",
+    "total_epochs": "run.epochs run.steps",
+    "num_train_epochs": "run.epochs run.steps",
+    "max_steps": "run.steps",
+    "max_length": "data.max_tokens",
+    "eval_steps": "validation.every",
+    "loss_type": "loss.name algorithm.loss.name",
+    "simpo_gamma": "loss.margin",
+    "ref_model": "reference.path",
     "total_training_steps": "run.steps",
     "project_name": "tracking.project",
     "experiment_name": "run.name",
@@ -71,11 +111,16 @@ NAMES_ELSEWHERE = {
     "num_prompts_per_step": "batch.prompts_per_step",
     "num_generations_per_prompt": "rollout.samples_per_prompt",
 }
-"""Setting here by its name elsewhere, which is the end of a full key: as much of it as tells it from others."""
+"""By the end of another system's key, as much of it as tells it from others: the setting or section here. Of several
+names, which are those of different commands, the first that the schema has counts."""
 
 
-def name_here(key: str) -> str:
-    """The setting, or section, that another system's `key` is here; the longest known end of it decides. Or ""."""
+def name_here(key: str, known: Collection[str]) -> str:
+    """The setting, or section, of `known` that another system's `key` is here; "" if there is none.
+
+    The longest known end of `key` decides.
+    """
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((NAMES_ELSEWHERE[end] for end in ends if end in NAMES_ELSEWHERE), "")
+    names = next((NAMES_ELSEWHERE[end] for end in ends if end in NAMES_ELSEWHERE), "").split()
+    return next((name for name in names if any(f"{other}.".startswith(f"{name}.") for other in known)), "")

@@ -5,23 +5,17 @@ PreferencesConfig     controller.preferences    pairs of a chosen and a rejected
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from controller.config.limits import Limits
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from controller.config.training import ReferenceSettings, TrainingConfig
-from workers.config import (
-    ModelConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    ReferenceConfig,
-    SupervisedLossConfig,
-    setting,
-)
+from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, SupervisedLossConfig, setting
 
 
 @dataclass
 class OfflineRunConfig(BaseRunConfig):
-    steps: int = setting(0, "Optimiser steps; 0 takes run.epochs passes over data.train.", minimum=0)
+    steps: int = setting(0, "Optimiser steps; 0 trains for run.epochs.", minimum=0)
     epochs: int = setting(1, "Passes over data.train.", minimum=1)
 
 
@@ -39,18 +33,18 @@ class OfflineDataConfig:
     max_tokens: int = setting(2048, "Longest sequence, in tokens.", minimum=2)
     over_long: str = setting(
         "drop",
-        "What happens to a record with a longer sequence: `drop` leaves it out and counts it, `error` stops the run.",
+        "What to do with a record that has a longer sequence: `drop` removes and counts it, `error` stops the run.",
         choices=("drop", "error"),
     )
-    shuffle: bool = setting(True, "Draw a new order of the records for every epoch.")
+    shuffle: bool = setting(True, "Shuffle the records anew in every epoch.")
 
 
 @dataclass
 class SftDataConfig(OfflineDataConfig):
     messages_key: str = setting(
         "messages",
-        "Column of a conversation, a list of chat messages, whose assistant turns are learned. A record without it has "
-        "a prompt and a response.",
+        "Column of a conversation, a list of chat messages; its assistant turns are learned. A record without it has a "
+        "prompt and a response.",
     )
     response_key: str = setting("response", "Column of the response, which is learned: a string.")
 
@@ -65,23 +59,23 @@ class PreferencesDataConfig(OfflineDataConfig):
 
 @dataclass
 class SequenceBatchConfig:
-    sequences_per_step: int = setting(32, "Sequences of an optimiser step.", minimum=1)
+    sequences_per_step: int = setting(32, "Sequences in an optimiser step.", minimum=1)
 
 
 @dataclass
 class PairBatchConfig:
-    pairs_per_step: int = setting(32, "Pairs of an optimiser step.", minimum=1)
+    pairs_per_step: int = setting(32, "Pairs in an optimiser step.", minimum=1)
 
 
 @dataclass
 class OfflineValidationConfig:
     every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
-    records: int = setting(0, "Held-out records taken, from the first; 0 takes all.", minimum=0)
+    records: int = setting(0, "Number of held-out records to use, from the first; 0 uses all.", minimum=0)
 
 
 @dataclass
 class PreferenceLossConfig:
-    """The loss of a pair; formulas stand in `controller.offline.preference_losses`."""
+    """The loss of a pair; formulas: `controller.offline.preference_losses`."""
 
     name: str = setting(
         "dpo",
@@ -90,20 +84,16 @@ class PreferenceLossConfig:
         choices=("dpo", "ipo", "simpo"),
     )
     beta: float = setting(
-        0.1, "How strongly log-probs count; papers take 0.1 for dpo, 2 for simpo.", minimum=0, exclusive_minimum=True
+        0.1, "Scale of log-probs in the loss; papers take 0.1 for dpo, 2 for simpo.", minimum=0, exclusive_minimum=True
     )
     log_probs: str = setting(
         "auto",
-        "Log-prob of a response: the `sum` over its tokens, or their `mean` (length-normalised). `auto` is the loss's "
-        "own: mean for simpo, else sum.",
+        "Log-prob of a response: the `sum` over its tokens, or their `mean` (length-normalised). `auto` is that of the "
+        "loss's paper: mean for simpo, else sum.",
         choices=("auto", "sum", "mean"),
     )
     label_smoothing: float = setting(
-        0.0,
-        "Share of pairs taken to be labelled the wrong way round (dpo, simpo).",
-        minimum=0,
-        maximum=0.5,
-        exclusive_maximum=True,
+        0.0, "Assumed share of pairs with swapped labels (dpo, simpo).", minimum=0, maximum=0.5, exclusive_maximum=True
     )
     margin: float = setting(0.0, "Margin by which the chosen response should win (simpo's gamma).", minimum=0)
 
@@ -113,12 +103,20 @@ class PreferenceLossConfig:
         return self.log_probs == "mean" or (self.log_probs == "auto" and self.name == "simpo")
 
 
+@dataclass
 class OfflineConfig(TrainingConfig):
-    """Base of both; not a dataclass, as `TrainingConfig`."""
+    """Settings of both commands. Each command declares its own batch and loss; here they only get their place."""
 
-    run: OfflineRunConfig
-    data: OfflineDataConfig
-    validation: OfflineValidationConfig
+    run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: OfflineDataConfig = field(default_factory=OfflineDataConfig)
+    batch: Any = None
+    loss: Any = None
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    validation: OfflineValidationConfig = field(default_factory=OfflineValidationConfig)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
     def records_per_step(self) -> int:
@@ -153,16 +151,10 @@ class OfflineConfig(TrainingConfig):
 class SftConfig(OfflineConfig):
     """All settings of supervised fine-tuning."""
 
-    run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
     data: SftDataConfig = field(default_factory=SftDataConfig)
     batch: SequenceBatchConfig = field(default_factory=SequenceBatchConfig)
     loss: SupervisedLossConfig = field(default_factory=SupervisedLossConfig)
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(optimizer=OptimizerConfig(learning_rate=1e-5)))
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
-    validation: OfflineValidationConfig = field(default_factory=OfflineValidationConfig)
-    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
     def headline(self) -> str:
@@ -179,7 +171,7 @@ class SftConfig(OfflineConfig):
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """What the micro-batches of every pass of this run keep; `policy.log_probs` is that of validation."""
+        """Limits of the micro-batches of every pass of this run; `policy.log_probs` is that of validation."""
         there = ("policy.update", "policy.log_probs") if self.data.validation else ("policy.update",)
         return {name: self.policy_limits[name] for name in there}
 
@@ -188,17 +180,10 @@ class SftConfig(OfflineConfig):
 class PreferencesConfig(OfflineConfig, ReferenceSettings):
     """All settings of preference optimisation."""
 
-    run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
     data: PreferencesDataConfig = field(default_factory=PreferencesDataConfig)
     batch: PairBatchConfig = field(default_factory=PairBatchConfig)
     loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    balance: BalanceConfig = field(default_factory=BalanceConfig)
-    validation: OfflineValidationConfig = field(default_factory=OfflineValidationConfig)
-    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
     def headline(self) -> str:
@@ -215,7 +200,7 @@ class PreferencesConfig(OfflineConfig, ReferenceSettings):
 
     @property
     def sequences_per_record(self) -> int:
-        """The chosen and the rejected one."""
+        """Two: the chosen and the rejected one."""
         return 2
 
     @property
@@ -225,5 +210,5 @@ class PreferencesConfig(OfflineConfig, ReferenceSettings):
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """What the micro-batches of every pass of this run keep."""
+        """Limits of the micro-batches of every pass of this run."""
         return self.policy_limits | self.reference_limits

@@ -2,8 +2,8 @@
 
     FILE, key.sub=value --load--> Config --preflight.checks--> a run, or one line that says what to change
 
-Every key is documented where it is declared, in `controller.config.sections` and `workers.config`. What follows from
-several keys is a property of `Config`, so that nobody repeats the rule. Relative paths are relative to the working
+Keys are declared, with their documentation, in `controller.config.sections` and `workers.config`. A value that follows
+from several keys is a property of `Config`, so that the rule is written once. Relative paths start at the working
 directory.
 """
 
@@ -36,7 +36,7 @@ Schema = TypeVar("Schema", bound=TrainingConfig)
 
 @dataclass
 class Config(ReferenceSettings):
-    """All settings of a run, and what follows from them."""
+    """All settings of a run, and the values that follow from them."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -69,7 +69,7 @@ class Config(ReferenceSettings):
 
     @property
     def temperature(self) -> float:
-        """That of the sampler, so that log-probs are of the distribution that was sampled from."""
+        """The sampler's temperature, so that log-probs are of the distribution that was sampled from."""
         return self.rollout.sampling.temperature
 
     @property
@@ -119,11 +119,10 @@ class Config(ReferenceSettings):
 
     @property
     def old_log_probs(self) -> str:
-        """Whose log-probs the policy loss takes its ratios to: the `sampler`'s, those of a `forward_pass` before the
-        first update, or, equal to these where there is one update, those of the `update` itself. A KL in the reward is
-        that of the same policy.
+        """Source of the old log-probs in the policy loss's ratios, and in a KL in the reward: the `sampler`, a
+        `forward_pass` before the first update, or, where there is only one update, the `update` itself.
 
-        Samples a version old need a ratio to the policy that sampled them; where algorithm.loss.rollout_correction
+        Samples of an older version need a ratio to the policy that sampled them. If algorithm.loss.rollout_correction
         gives it, the other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
         """
         loss = self.algorithm.loss
@@ -144,7 +143,7 @@ class Config(ReferenceSettings):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimiser steps of a step: those of every pass over its samples."""
+        """Optimiser steps of a training step, over all passes over its samples."""
         return self.batch.mini_batches * self.batch.epochs
 
     @property
@@ -159,7 +158,7 @@ class Config(ReferenceSettings):
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """What the micro-batches of every pass of this run keep, by role and pass, as in `policy.update`."""
+        """Limits of the micro-batches of every pass of this run, by role and pass, as in `policy.update`."""
         critic, most = self.critic, self.policy.max_sequences
         found = self.policy_limits | self.reference_limits
         if self.uses_critic:
@@ -206,7 +205,7 @@ class Config(ReferenceSettings):
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether a model says the reward, or a part of it."""
+        """Whether a model's score is the reward, or part of it."""
         return bool(self.reward.model.path)
 
     @property

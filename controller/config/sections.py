@@ -1,62 +1,54 @@
-"""The sections of a configuration: settings of the run as a whole; those of the roles stand in `workers.config`."""
+"""Sections of a configuration: settings of the run as a whole. Those of the roles are in `workers.config`."""
 
 from dataclasses import dataclass, field
 from typing import cast
 
-from workers.config import (
-    GaeConfig,
-    KlInRewardConfig,
-    LossConfig,
-    RewardModelConfig,
-    SamplingConfig,
-    setting,
-)
+from workers.config import GaeConfig, KlInRewardConfig, LossConfig, RewardModelConfig, SamplingConfig, setting
 
 
 @dataclass
 class BaseRunConfig:
-    """What every command's run has."""
+    """Settings of every command's run."""
 
     name: str = setting(
         "",
-        "Name of the run: its folder below run.dir. Empty takes the name of the configuration file, or of its folder "
-        "if that is config.yaml, and, unless run.resume=auto, the next free number where runs of that name are there.",
+        "Name of the run and of its folder in run.dir. Empty takes the name of the configuration file, or of its "
+        "folder if that is config.yaml, and adds the next free number if such a run exists and run.resume is not auto.",
     )
     dir: str = setting("runs", "Folder of all runs.")
-    steps: int = setting(100, "Steps: rounds of generation and training.", minimum=1)
+    steps: int = setting(100, "Training steps; each generates samples and trains on them.", minimum=1)
     seed: int = setting(
         0, "Seed of data order, mini-batches and sampling; a run with the same seed repeats.", minimum=0
     )
     save_every: int = setting(0, "Steps between saved models; 0 saves only at the end.", minimum=0)
     checkpoint_every: int = setting(
-        0,
-        "Steps between checkpoints, from which a run goes on as if never stopped; 0 writes none.",
-        minimum=0,
+        0, "Steps between checkpoints, from which a run resumes exactly; 0 writes none.", minimum=0
     )
-    keep_checkpoints: int = setting(2, "Checkpoints that are kept: the last so many.", minimum=1)
+    keep_checkpoints: int = setting(2, "Number of latest checkpoints to keep; older ones are deleted.", minimum=1)
     resume: str = setting(
         "never",
-        "`auto` goes on from the last good checkpoint of run.name, or starts where there is none; a path goes on from "
-        "that checkpoint, or the last one of that run, under a new name; `never` starts from the beginning.",
+        "`auto` resumes from the last complete checkpoint of run.name, or starts from the beginning if there is none; "
+        "a path resumes from that checkpoint, or from the last one of that run, under a new name; `never` starts from "
+        "the beginning.",
     )
     other_data: str = setting(
         "refuse",
-        "What run.resume does where the training prompts, or their order, are not those of the checkpoint: `refuse` to "
-        "go on, take the new ones from the first (`restart`), or from the place that the run had reached "
+        "If the training prompts, or their order, are not those of the checkpoint that run.resume names: `refuse` to "
+        "resume, take the new prompts from the first (`restart`), or from the place that the run had reached "
         "(`keep_place`).",
         choices=("refuse", "restart", "keep_place"),
     )
     max_restarts: int = setting(
         10,
-        "What is lost during the run is started anew so many times, a rollout engine alone and a training worker with "
-        "the run from its last checkpoint; the next loss stops the run.",
+        "Number of losses that a run survives. A lost engine is replaced alone; after the loss of a training worker "
+        "the run starts again from its last checkpoint. The next loss stops the run.",
         minimum=0,
     )
 
 
 @dataclass
 class RunConfig(BaseRunConfig):
-    log_completions: int = setting(0, "Samples printed at every step with their rewards; 0 prints none.", minimum=0)
+    log_completions: int = setting(0, "Samples printed at every step, with their rewards; 0 prints none.", minimum=0)
 
 
 @dataclass
@@ -67,7 +59,7 @@ class DataConfig:
         "a hub repository); other columns go to the reward function.",
     )
     sources: dict[str, float] = setting(
-        {}, "Several of these in place of data.train, each with its weight: prompts are dealt in this proportion."
+        {}, "Several sources in place of data.train, each with its weight; prompts are drawn in this proportion."
     )
     validation: str = setting("", "Held-out prompts, as data.train; empty validates nothing.")
     prompt_key: str = setting("prompt", "Column of the prompt: a string, or a list of chat messages.")
@@ -78,14 +70,14 @@ class DataConfig:
     max_prompt_tokens: int = setting(1024, "Longest prompt, in tokens.", minimum=1)
     over_long: str = setting(
         "drop",
-        "What happens to longer prompts: `drop` leaves them out and counts them, `truncate` keeps their last tokens "
-        "and counts them, `error` stops the run.",
+        "What to do with longer prompts: `drop` removes and counts them, `truncate` keeps their last tokens and counts "
+        "them, `error` stops the run.",
         choices=("drop", "truncate", "error"),
     )
-    shuffle: bool = setting(True, "Draw a new order of the prompts for every epoch.")
+    shuffle: bool = setting(True, "Shuffle the prompts anew in every epoch.")
     curriculum: str = setting(
         "",
-        "`module:function` or `path/file.py:function` that orders an epoch in place of the shuffle: "
+        "Function that orders each epoch in place of the shuffle, `module:function` or `path/file.py:function`: "
         "f(records, epoch) returns record numbers.",
     )
 
@@ -101,12 +93,12 @@ class BatchConfig:
         32, "Prompts of a step; each is sampled rollout.samples_per_prompt times.", minimum=1
     )
     mini_batches: int = setting(
-        1, "Optimiser steps of a pass over a step's samples; each takes its share of the sequences.", minimum=1
+        1, "Optimiser steps in a pass over a step's samples; each takes an equal share of the sequences.", minimum=1
     )
     epochs: int = setting(
         1,
-        "Passes over a step's samples, of the policy and the critic, each in mini-batches that are drawn anew; old "
-        "log-probs and values are those from before the first.",
+        "Passes of policy and critic over a step's samples, each in newly drawn mini-batches; old log-probs and values "
+        "are those from before the first pass.",
         minimum=1,
     )
 
@@ -115,9 +107,10 @@ class BatchConfig:
 class RewardConfig:
     function: str = setting("", "Reward function: `module:function` or `path/file.py:function`.")
     functions: dict[str, float] = setting(
-        {}, "Several of these in place of reward.function, each with its weight; the reward is their weighted sum."
+        {},
+        "Several reward functions in place of reward.function, each with its weight; the reward is their weighted sum.",
     )
-    workers: int = setting(1, "Processes that score samples beside generation.", minimum=1)
+    workers: int = setting(1, "Processes that score samples during generation.", minimum=1)
     timeout_s: float = setting(
         30.0,
         "Seconds that one call of a reward function, or of rollout.environment, may take.",
@@ -125,22 +118,22 @@ class RewardConfig:
         exclusive_minimum=True,
     )
     concurrency: int = setting(
-        16, "Samples that one worker scores at a time, where a reward function is a coroutine function.", minimum=1
+        16, "Samples that one worker scores at a time, if a reward function is a coroutine function.", minimum=1
     )
     on_failure: str = setting(
         "zero",
-        "What becomes of a sample whose reward function, or environment, raised, hung, died or returned no number: its "
-        "reward is `zero`, it is left out (`drop`), or the run ends (`stop`). It is counted in any case.",
+        "What to do with a sample whose reward function or environment raised, hung, died or returned no number: give "
+        "it the reward `zero`, leave it out (`drop`), or end the run (`stop`). It is counted in any case.",
         choices=("zero", "drop", "stop"),
     )
     overlong_tokens: int = setting(
         0,
-        "Soft punishment of long responses (DAPO): over the last so many tokens before sampling.max_new_tokens (of an "
-        "episode: before rollout.max_episode_tokens) the reward falls linearly, by reward.overlong_penalty in all; 0 "
-        "punishes none.",
+        "Soft punishment of long responses (DAPO): the reward falls linearly over this many tokens before "
+        "sampling.max_new_tokens (of an episode: before rollout.max_episode_tokens), by reward.overlong_penalty in "
+        "all; 0 punishes none.",
         minimum=0,
     )
-    overlong_penalty: float = setting(1.0, "What a response of that length loses.", minimum=0)
+    overlong_penalty: float = setting(1.0, "Reward that a response of full length loses.", minimum=0)
 
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
@@ -155,7 +148,7 @@ class RewardConfig:
 class AlgorithmConfig:
     advantage: str = setting(
         "grpo",
-        "Advantage estimator; formulas stand in `controller.advantages`. `gae` is PPO's, with a critic.",
+        "Advantage estimator; formulas: `controller.advantages`. `gae` is PPO's, with a critic.",
         choices=(
             "gae",
             "grpo",
@@ -172,12 +165,14 @@ class AlgorithmConfig:
     normalize_by_std: bool = setting(True, "Divide a group's centred rewards by their standard deviation (grpo).")
     gamma: float = setting(
         1.0,
-        "Discount of what comes a token later, in the returns of reinforce_plus_plus and reinforce_plus_plus_baseline; "
-        "that of gae is algorithm.gae.gamma.",
+        "Discount per token in the returns of reinforce_plus_plus and reinforce_plus_plus_baseline; gae has "
+        "algorithm.gae.gamma.",
         minimum=0,
         maximum=1,
     )
-    pass_k: int = setting(4, "Responses of which pass_at_k rewards the best; below samples_per_prompt.", minimum=1)
+    pass_k: int = setting(
+        4, "The k of pass_at_k, which rewards the best of k responses; below samples_per_prompt.", minimum=1
+    )
     groups_without_signal: str = setting(
         "keep",
         "Groups of equal rewards, whose advantages are 0: `keep` them, `drop` them, or `replace` them by new prompts "
@@ -185,7 +180,9 @@ class AlgorithmConfig:
         choices=("keep", "drop", "replace"),
     )
     max_sampling_rounds: int = setting(
-        10, "Rounds of generation of a step with `replace`; after the last it trains on what has signal.", minimum=2
+        10,
+        "Most rounds of generation in a step with `replace`; after the last it trains on the groups that have signal.",
+        minimum=2,
     )
     gae: GaeConfig = field(default_factory=GaeConfig)
     kl_in_reward: KlInRewardConfig = field(default_factory=KlInRewardConfig)
@@ -196,29 +193,31 @@ class AlgorithmConfig:
 class BalanceConfig:
     algorithm: str = setting(
         "karmarkar_karp",
-        "How sequences are dealt to ranks and micro-batches: `karmarkar_karp` (or `load_balance`, another name of "
-        "it) shares them by largest differencing and refines that over all ranks and micro-steps under the caps; "
-        "`none` keeps the order drawn; the others balance rank by rank as those systems do, with the caps kept.",
+        "Assignment of sequences to ranks and micro-batches. `karmarkar_karp` (also named `load_balance`) takes "
+        "largest differencing and refines it over all ranks and micro-steps within the caps; `none` keeps the order "
+        "drawn; the others balance rank by rank as the systems of that name do, within the caps.",
         choices=("karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"),
     )
     count_multiple: int = setting(
-        1, "Micro-batches of a rank in each mini-batch are a multiple of this, as pipelines need.", minimum=1
+        1,
+        "The number of micro-batches of a rank in each mini-batch is a multiple of this, as pipelines need.",
+        minimum=1,
     )
     order: str = setting(
         "descending",
         "Order of micro-steps: `descending`, the heaviest first, or `small_ends`, light ones first and last, where a "
-        "pipeline fills and empties.",
+        "pipeline fills and drains.",
         choices=("descending", "small_ends"),
     )
     redeal_groups: bool = setting(
         False,
-        "Move whole groups between the mini-batches of a step until these weigh the same. This changes which sequences "
-        "share an optimiser step: mini-batches are no longer random draws.",
+        "Move whole groups between the mini-batches of a step until their workloads are equal. This changes which "
+        "sequences share an optimiser step: mini-batches are no longer random.",
     )
     refit: str = setting(
         "auto",
-        "Fit the cost model that plans follow to the measured times of micro-steps, every ten steps. `auto` does it on "
-        "GPUs; on CPU plans then follow config.json alone, so that a run repeats exactly.",
+        "Fit the cost model of the planner to the measured times of micro-steps, every ten steps. `auto` does so on "
+        "GPUs; on CPUs plans follow config.json alone, so that a run repeats exactly.",
         choices=("auto", "always", "never"),
     )
 
@@ -231,13 +230,14 @@ def _validation_sampling() -> SamplingConfig:
 class ValidationConfig:
     every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
     samples: int = setting(1, "Responses sampled for each held-out prompt.", minimum=1)
-    prompts: int = setting(0, "Held-out prompts taken, from the first; 0 takes all.", minimum=0)
+    prompts: int = setting(0, "Number of held-out prompts to use, from the first; 0 uses all.", minimum=0)
     success: str = setting(
-        "reward", "Score by which a response counts as right, for pass@k and maj@n: `reward`, or a part of it by name."
+        "reward",
+        "Score that decides whether a response is right, for pass@k and maj@n: `reward`, or a part of it by name.",
     )
-    success_threshold: float = setting(1.0, "A response is right from this value of validation.success on.")
+    success_threshold: float = setting(1.0, "A response is right if validation.success is at least this.")
     keep_best: str = setting(
-        "", "Validation metric, such as `reward` or `pass@8`, by whose highest value the model is kept as model-best."
+        "", "Validation metric, such as `reward` or `pass@8`; the model with its highest value is saved as model-best."
     )
     sampling: SamplingConfig = field(default_factory=_validation_sampling)
 
@@ -246,41 +246,43 @@ class ValidationConfig:
 class ResourcesConfig:
     device: str = setting(
         "auto",
-        "Where models run. `auto` is cuda if this machine has an NVIDIA GPU and vLLM is not its CPU build; "
-        "set it where the driver's machine is unlike the workers'.",
+        "Device of all models. `auto` is cuda if this machine has an NVIDIA GPU and vLLM is not its CPU build; set it "
+        "if the workers' machines differ from the driver's.",
         choices=("auto", "cpu", "cuda"),
     )
     ray_address: str = setting(
         "",
-        "Cluster: `host:port`, or `auto` for the one of this machine; empty takes RAY_ADDRESS or starts a local one.",
+        "Ray cluster: `host:port`, or `auto` for the one on this machine; empty takes RAY_ADDRESS or starts a local "
+        "Ray.",
     )
     cpus_per_worker: float = setting(
         0.25,
-        "CPUs that an actor reserves in Ray; roles work in turn, so fractions are fine.",
+        "CPUs that each actor reserves in Ray; roles take turns, so that fractions are fine.",
         minimum=0,
         exclusive_minimum=True,
     )
     placement_timeout_s: float = setting(
-        120.0, "Seconds to wait for the cluster to have room.", minimum=0, exclusive_minimum=True
+        120.0, "Seconds to wait until the cluster has room.", minimum=0, exclusive_minimum=True
     )
     start_timeout_s: float = setting(
         600.0, "Seconds to wait for actors to load their models.", minimum=0, exclusive_minimum=True
     )
     collective_timeout_s: float = setting(
         1800.0,
-        "Seconds for which ranks wait for each other, for instance while one of them reads or writes files, and for "
-        "which new weights may take to reach the engines between GPUs.",
+        "Seconds that ranks wait for each other, for instance while one of them reads or writes files, and that the "
+        "transfer of new weights to engines on GPUs may take.",
         minimum=0,
         exclusive_minimum=True,
     )
     user_code_timeout_s: float = setting(
         60.0,
-        "Seconds that each of these may take in its process: the import of a reward function, environment, loss or "
-        "curriculum, an epoch of data.curriculum, and the first prompts of a chat template, tried before a run.",
+        "Time limit in seconds of each of these, which run before training starts: the import of a reward function, "
+        "environment, loss or curriculum; the chat template on the first prompts, and on each later one; an epoch of "
+        "data.curriculum, in training too.",
         minimum=0,
         exclusive_minimum=True,
     )
-    dashboard: bool = setting(False, "Start Ray's dashboard where the run starts a local Ray.")
+    dashboard: bool = setting(False, "Start Ray's dashboard if the run starts a local Ray.")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Settings that the commands which train a policy share, and what follows from them.
+"""Settings that all training commands share, and the values that follow from them.
 
 TrainingConfig <-- Config (controller.fit), SftConfig (controller.sft), PreferencesConfig (controller.preferences)
 """
@@ -39,7 +39,7 @@ class TrainingConfig:
 
     @property
     def temperature(self) -> float:
-        """What divides the logits, in log-probs and loss alike."""
+        """Divisor of the logits, in log-probs and loss alike."""
         return 1.0
 
     @property
@@ -59,7 +59,7 @@ class TrainingConfig:
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """What the micro-batches of every pass of this run keep, by role and pass, as in `policy.update`."""
+        """Limits of the micro-batches of every pass of this run, by role and pass, as in `policy.update`."""
         raise NotImplementedError
 
     @property
@@ -102,24 +102,24 @@ class TrainingConfig:
 
     @property
     def run_folder(self) -> Path:
-        """Where the run writes: run.dir / run.name."""
+        """The folder of the run: run.dir / run.name."""
         return Path(self.run.dir) / self.run.name
 
     @property
     def training_workers(self) -> int:
-        """Worker actors of the policy, and of the reference: those that share a model, for each data-parallel rank."""
+        """Worker actors of a training role: data-parallel ranks times the ranks that share a model."""
         parallel = self.policy.parallel
         return self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
 
     @property
     def compute_dtype(self) -> str:
-        """model.dtype with `auto` resolved, that of trainer and engines."""
+        """model.dtype with `auto` resolved, for trainer and engines."""
         automatic = "bfloat16" if self.uses_gpus else "float32"
         return automatic if self.model.dtype == "auto" else self.model.dtype
 
     @property
     def length_multiple(self) -> int:
-        """Tokens that a sequence is padded to a multiple of in training, for kernels and the ranks that share it."""
+        """Sequences are padded to a multiple of this many tokens in training, for kernels and ranks that share one."""
         return self._multiple(self.model.length_multiple)
 
     def _multiple(self, of_kernels: int) -> int:
@@ -150,7 +150,7 @@ class TrainingConfig:
 
     @property
     def device(self) -> str:
-        """Where models run: "cuda" or "cpu"."""
+        """The device of all models: "cuda" or "cpu"."""
         return "cuda" if self.uses_gpus else "cpu"
 
     @property

@@ -24,7 +24,7 @@ REPEATS = 5
 
 
 class LinkWorker(Worker):
-    """A rank that holds nothing but its place in the process group."""
+    """A rank without a model: only a member of the process group."""
 
     @dispatch(Split.ALL)
     def time_all_reduce(self, byte_count: int, repeats: int) -> tuple[float, float]:
@@ -64,7 +64,7 @@ def time_all_reduce(config: Config, ranks: int) -> Finding:
 
 
 def judged(ranks: int, measured: list[tuple[float, float]], device: str) -> Finding:
-    """The slowest rank's time, once every rank has the right sum."""
+    """A finding about the slowest rank's time, or about a wrong sum."""
     wrong = [index for index, (_, total) in enumerate(measured) if total != ranks]
     if wrong:
         text = f"rank {wrong[0]} got {measured[wrong[0]][1]:g} where {ranks} ones add up to {ranks}"

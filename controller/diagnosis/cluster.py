@@ -26,7 +26,7 @@ LOOK_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Node:
-    """As Ray knows it."""
+    """A node of the Ray cluster."""
 
     number: str
     address: str
@@ -34,19 +34,19 @@ class Node:
 
     @property
     def object_store_gib(self) -> float:
-        """What Ray keeps objects in."""
+        """Size of the node's object store."""
         return self.resources.get("object_store_memory", 0.0) / GIB
 
 
 def nodes() -> list[Node]:
-    """Those that live."""
+    """The nodes that are alive."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
     ]
 
 
 def look_at(found: Sequence[Node], asked: Asked) -> dict[str, Any]:
-    """Facts of every node by its address, or the error of the task that did not bring them."""
+    """Facts of every node by its address, or the error of the task that was to gather them."""
     # A task without GPUs of its own would see none: Ray is told to leave the variable alone.
     environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
     task = ray.remote(look)
@@ -68,7 +68,7 @@ def _answer(ref: Any) -> Any:
 
 
 def offered(found: Sequence[Node], gpus_seen: int, device: str) -> Finding:
-    """What Ray may give to actors. gpus_seen: by torch, on all nodes."""
+    """A finding about the resources that Ray offers. gpus_seen: by torch, on all nodes."""
     total = {name: sum(node.resources.get(name, 0.0) for node in found) for name in ("CPU", "GPU")}
     store = min(node.object_store_gib for node in found)
     text = (
@@ -81,7 +81,7 @@ def offered(found: Sequence[Node], gpus_seen: int, device: str) -> Finding:
 
 
 def smallest(facts: Sequence[NodeFacts], ray_nodes: Sequence[Node]) -> Cluster:
-    """As many nodes as there are, each with what the smallest has."""
+    """A cluster of as many nodes, each with the resources of the smallest."""
     cards = [[gpu.total_gib for gpu in node.gpus] for node in facts]
     count = min(map(len, cards))
     return Cluster(
@@ -94,7 +94,7 @@ def smallest(facts: Sequence[NodeFacts], ray_nodes: Sequence[Node]) -> Cluster:
 
 
 def fits(config: Config, cluster: Cluster) -> Finding:
-    """Whether the dry run's checks find room for every role, and for its memory."""
+    """A finding about the dry run's check that every role and its memory fit."""
     run_on(config, cluster)
     try:
         with redirect_stdout(io.StringIO()):  # the page is the dry run's

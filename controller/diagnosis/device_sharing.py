@@ -1,4 +1,4 @@
-"""Whether a process can open memory that another has allocated, as colocated engines do with the policy's GPU memory.
+"""Checks that a process can open memory of another, as colocated engines open the policy's GPU memory.
 
 tensor --CUDA handle (host memory: a file descriptor)--> a new process --its sum--> back
 """
@@ -11,7 +11,10 @@ COUNT = 1024
 
 
 def sharing_problem(device: str) -> str:
-    """Why it cannot, in one line, or "". device: `cuda`, or `cpu` for shared host memory."""
+    """The reason why another process cannot open memory of this one, or "".
+
+    device: `cuda`, or `cpu` for shared host memory.
+    """
     import torch
     from torch import multiprocessing
 

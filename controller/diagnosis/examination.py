@@ -1,4 +1,4 @@
-"""All checks in their order, each guarded, so that one that fails does not stop those after it.
+"""All checks in their order; a check that fails does not stop those after it.
 
 Ray --> every node --> what Ray offers --> the run's place --> all-reduce --> one engine and one rank
  '-- not there: this machine alone
@@ -23,8 +23,8 @@ HERE = "127.0.0.1"
 
 
 class Examination:
-    """Of the devices, the placement and the resources that `config` asks for; with `of_a_run` also of its folders, its
-    models and its place. model: a folder or name for engine and rank; empty makes a tiny one in `folder`."""
+    """All checks, on the devices, placement and resources of `config`. of_a_run: also check its folders, models and
+    placement. model: a folder or name for engine and rank; empty makes a tiny one in `folder`."""
 
     def __init__(self, config: Config, report: Report, *, of_a_run: bool, model: str, folder: Path) -> None:
         self.config, self.report, self.of_a_run = config, report, of_a_run
@@ -52,11 +52,11 @@ class Examination:
             trial.run_trial(trial.trial_config(config, model), report, gpu_gib)
 
     def of_this_machine(self) -> None:
-        """What can be said without Ray."""
+        """The checks that need no Ray."""
         self.report.add(*node_findings(look(Asked(self.packages), HERE), self.expected(1, 0.0)))
 
     def of_nodes(self, nodes: Sequence[cluster.Node]) -> list[NodeFacts]:
-        """Facts of those that answered, once their findings are told."""
+        """Report findings about all nodes, and return the facts of those that answered."""
         with self.marked_folder() as (folder, marker):
             found = cluster.look_at(nodes, Asked(self.packages, folder, marker, self.models()))
         facts = [answer for answer in found.values() if isinstance(answer, NodeFacts)]
@@ -64,13 +64,13 @@ class Examination:
         return facts
 
     def judged(self, node: cluster.Node, answer: NodeFacts | Exception, count: int) -> list[Finding]:
-        """The lines about a node, or why there are none."""
+        """Findings about a node, or one about the error in place of its facts."""
         if isinstance(answer, NodeFacts):
             return node_findings(answer, self.expected(count, node.object_store_gib))
         return [fail("node", f"{node.address} did not say what it has: {answer}", "look at its log, and at its PATH")]
 
     def expected(self, nodes: int, object_store_gib: float) -> Expected:
-        """What is asked of a node."""
+        """The requirements on a node."""
         config = self.config
         return Expected(config.device, config.rollout_placement, self.requirements, nodes, object_store_gib)
 
@@ -87,7 +87,7 @@ class Examination:
 
     @contextmanager
     def marked_folder(self) -> Iterator[tuple[str, str]]:
-        """run.dir, made if it is not there, and a file in it by which other nodes know it; both go again."""
+        """run.dir, created if needed, and a marker file in it that other nodes look for; both are removed again."""
         if not self.of_a_run:
             yield "", ""
             return
@@ -117,6 +117,6 @@ class Examination:
         return time_all_reduce(self.config, ranks)
 
     def made_model(self) -> str:
-        """A tiny random one."""
+        """The folder of a tiny random model, created here."""
         save_tiny_model(self.folder)
         return str(self.folder)

@@ -11,7 +11,7 @@ LONGEST_TEXT = 400  # characters of an error
 
 
 class Status(Enum):
-    """What a finding means for a run: nothing, less than it could be, or that it would not work."""
+    """Effect of a finding on a run: none, slower or riskier, or the run would fail."""
 
     OK = "ok"
     WARN = "warn"
@@ -20,7 +20,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of `name`; advice: what to change, where there is something to change."""
+    """A finding about `name`. advice: what to change, if anything."""
 
     name: str
     status: Status
@@ -59,7 +59,7 @@ class Report:
 
     @contextmanager
     def guarding(self, name: str, advice: str) -> Iterator[None]:
-        """What the block raises becomes a finding, so that the checks after it are made all the same."""
+        """Turn an exception of the block into a finding, so that later checks still run."""
         try:
             yield
         except Exception as error:  # a check may fail in any way; Ctrl-C passes
@@ -72,7 +72,7 @@ class Report:
 
 
 def joined(by_node: dict[str, list[Finding]]) -> list[Finding]:
-    """Findings of several nodes, equal ones as one that says how many nodes it is of, or which one."""
+    """Findings of several nodes; equal ones become one that names its nodes or their number."""
     if len(by_node) == 1:
         return next(iter(by_node.values()))
     nodes: dict[Finding, list[str]] = {}

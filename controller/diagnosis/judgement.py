@@ -1,4 +1,4 @@
-"""What facts of a machine mean: plain functions, each of one line of the report, without I/O.
+"""Judgement of a machine's facts: pure functions, each of which gives one line of the report.
 
 NodeFacts, Expected --node_findings--> versions, driver, GPUs, peer access, IPC, /dev/shm, limits, memory, network, disk
 """
@@ -23,8 +23,8 @@ OTHERS_SHARE = 0.1  # of a GPU's memory, in other hands
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run asks of a node. requirements: as in pyproject.toml. nodes: of the cluster. object_store_gib: of this
-    node, by Ray."""
+    """Requirements of a run on a node. requirements: as in pyproject.toml. nodes: of the cluster. object_store_gib: of
+    this node, by Ray."""
 
     device: str
     placement: str
@@ -94,7 +94,7 @@ def driver(facts: NodeFacts, expected: Expected) -> Finding:
 
 
 def gpus(facts: NodeFacts, expected: Expected) -> Finding:
-    """Those that torch sees, and whether others use them."""
+    """GPUs that torch sees, and whether other processes use them."""
     if not facts.gpus:
         advice = "look at the driver's line, CUDA_VISIBLE_DEVICES and the container's --gpus"
         return fail("GPUs", "torch sees none", advice) if expected.on_gpus else ok("GPUs", "none, models run on CPUs")
@@ -106,7 +106,7 @@ def gpus(facts: NodeFacts, expected: Expected) -> Finding:
 
 
 def peer_access(facts: NodeFacts) -> Finding:
-    """Whether GPUs of the node read each other's memory themselves."""
+    """Whether the node's GPUs read each other's memory directly."""
     if len(facts.gpus) < 2:
         return ok("peer access", f"{len(facts.gpus) or 'no'} GPU, nothing to reach")
     if facts.without_peer_access:
@@ -140,7 +140,7 @@ def shared_memory(facts: NodeFacts, expected: Expected) -> Finding:
 
 
 def open_files(facts: NodeFacts) -> Finding:
-    """The soft limit of a process."""
+    """Soft limit on open files of a process."""
     if facts.open_files != UNLIMITED and facts.open_files < FEW_FILES:
         advice = "raise it where Ray is started: ulimit -n 65536"
         return warn("open files", f"at most {facts.open_files:,} a process", advice)
@@ -149,7 +149,7 @@ def open_files(facts: NodeFacts) -> Finding:
 
 
 def locked_memory(facts: NodeFacts) -> Finding:
-    """Network cards read and write memory that is locked."""
+    """Limit on locked memory, which network cards read and write."""
     limit = "no limit" if facts.locked_memory == UNLIMITED else f"at most {facts.locked_memory / 2**20:,.0f} MiB"
     if facts.infiniband and facts.locked_memory != UNLIMITED:
         advice = "NCCL over InfiniBand wants none: ulimit -l unlimited, docker run --ulimit memlock=-1"
@@ -158,7 +158,7 @@ def locked_memory(facts: NodeFacts) -> Finding:
 
 
 def memory(facts: NodeFacts) -> Finding:
-    """Of the host."""
+    """Host memory."""
     text = f"{facts.free_memory_gib:.1f} of {facts.memory_gib:.1f} GiB free, {facts.cpus} CPUs"
     if facts.free_memory_gib < NO_MEMORY_GIB:
         return fail("memory", text, "end other processes, or take a larger machine")
@@ -180,7 +180,7 @@ def network(facts: NodeFacts, expected: Expected) -> Finding:
 
 
 def disk(facts: NodeFacts) -> list[Finding]:
-    """run.dir, where a configuration says it."""
+    """run.dir, if there is a configuration."""
     if facts.folder:
         advice = "put run.dir, as an absolute path, on storage that every node has"
         return [fail("run.dir", facts.folder, advice)]
@@ -201,7 +201,7 @@ def models(facts: NodeFacts) -> list[Finding]:
 
 
 def bandwidth(ranks: int, byte_count: int, seconds: float, device: str) -> Finding:
-    """Of a timed all-reduce: what each rank sends and receives, 2 (n - 1) / n of its bytes."""
+    """Rate of a timed all-reduce, in which each of n ranks sends and receives 2 (n - 1) / n of its bytes."""
     rate = 2 * (ranks - 1) / ranks * byte_count / seconds / 1e9
     backend = "nccl" if device == "cuda" else "gloo"
     text = f"{byte_count / 2**20:.0f} MiB over {ranks} ranks by {backend} in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s"
@@ -221,8 +221,8 @@ def log_probs(name: str, mean: float, largest: float, dtype: str) -> Finding:
 
 
 def new_weights(before: float, moved: float, after: float, seconds: float, dtype: str) -> Finding:
-    """Whether an update reached the engine. Means, nats a token: `before` at the first weights, `moved` of the old
-    engine's against the new weights, `after` of the new engine's against them."""
+    """Whether an update reached the engine, by mean differences in nats a token: `before` at the first weights, `moved`
+    of the old engine's against the new weights, `after` of the new engine's against them."""
     text = f"an update moved log-probs by {moved:.1e} nats a token; sent in {seconds:.2f} s, {after:.1e} are left"
     if after > TOLERANCE[dtype] and after > moved / 4:
         return fail("new weights", text, "the engine goes on with weights other than those sent; report it")
@@ -232,7 +232,7 @@ def new_weights(before: float, moved: float, after: float, seconds: float, dtype
 
 
 def checksums(sent: Mapping[str, str], engine: Mapping[str, str]) -> Finding:
-    """Of the trainer's weights by name, and of an engine's by `RANKS:NAME`; compared where a name is on both sides."""
+    """Compare the trainer's weights, by name, with an engine's, by `RANKS:NAME`, where both have the name."""
     pairs = [(key, sent[name], digest) for key, digest in engine.items() if (name := key.rpartition(":")[2]) in sent]
     differing = [key for key, ours, theirs in pairs if ours != theirs]
     if differing:
@@ -244,7 +244,7 @@ def checksums(sent: Mapping[str, str], engine: Mapping[str, str]) -> Finding:
 
 
 def peak_memory(measured: int, estimated: float | None, resident: int) -> Finding:
-    """Peak of a rank, bytes; against the estimate of the dry run, GiB, where there is one."""
+    """Peak memory of a rank, bytes, against the dry run's estimate in GiB, if there is one."""
     if estimated is None:
         return ok("memory of a rank", f"{resident / GIB:.2f} GiB resident; on CPUs nothing is estimated")
     text = f"{measured / GIB:.2f} GiB of the GPU at its peak, {estimated:.2f} estimated"
@@ -254,7 +254,7 @@ def peak_memory(measured: int, estimated: float | None, resident: int) -> Findin
 
 
 def requirements_of(declared: Sequence[str], names: Sequence[str], vllm: str) -> tuple[str, ...]:
-    """Of the requirements that a distribution declares those of `names`, and that of `vllm`, the build in use."""
+    """A distribution's declared requirements of `names`, and of `vllm`, the build in use."""
     found = {requirement.name: requirement for requirement in map(Requirement, declared)}
     chosen = [found[name] for name in (*names, vllm) if name in found]
     return tuple(f"{requirement.name}{requirement.specifier}" for requirement in chosen)

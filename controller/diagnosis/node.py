@@ -23,8 +23,8 @@ DRIVER_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Asked:
-    """What to look at. packages: distributions. folder: where runs go, in which the driver has written `marker`; both
-    empty where no configuration says it. models: their paths by setting."""
+    """Subjects to look at. packages: distributions. folder: run.dir, in which the driver has written `marker`; both
+    empty without a configuration. models: paths by setting."""
 
     packages: tuple[str, ...]
     folder: str = ""
@@ -41,7 +41,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One machine.
+    """Facts of one machine.
 
     versions: installed, by distribution. driver: NVIDIA's version, empty where none answers. cuda: of torch's build,
     empty for a CPU build. gpus: those that torch sees. without_peer_access: pairs of them. sharing: why a process
@@ -147,7 +147,7 @@ def interface_of(address: str) -> str:
 
 
 def folder_problem(asked: Asked) -> tuple[str, float]:
-    """Why runs cannot be written here, or ""; and the free GiB there. The driver has made the folder and the marker."""
+    """(reason why runs cannot be written here, or ""; free GiB there)."""
     if not asked.folder:
         return "", 0.0
     folder = Path(asked.folder)
@@ -159,7 +159,7 @@ def folder_problem(asked: Asked) -> tuple[str, float]:
 
 
 def model_problems(models: Mapping[str, str]) -> dict[str, str]:
-    """Why models cannot be read here, by the setting that names them."""
+    """Reasons why models cannot be read here, by the setting that names the model."""
     problems = {}
     for key, path in models.items():
         try:

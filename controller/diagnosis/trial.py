@@ -1,4 +1,4 @@
-"""One engine and one policy rank, started as a run starts them, through what a step does with weights.
+"""One engine and one policy rank, started as in a run, go through the weight handling of a step.
 
 start_roles --> sample --> log-probs: sampler against trainer          (before)
                            update, log-probs of the same samples       (moved)
@@ -24,7 +24,7 @@ from controller.roles import Roles, start_roles
 from controller.rollout.fleet import RestartBudget
 from controller.samples import assemble
 from controller.watching.console import Console
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from workers.metrics import results
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleRequest, sample_seed
@@ -50,8 +50,8 @@ ENGINE = {
 class Quiet(Console):
     """A console that leaves the terminal to the report."""
 
-    def say(self, text: str) -> None:
-        """Nothing."""
+    def log(self, text: str) -> None:
+        """Print nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Compared:
 
 
 def trial_config(asked: Config, model: str) -> Config:
-    """Of one rank and one engine with `model`, on the devices, in the placement and in the type that `asked` has."""
+    """Settings of one rank and one engine with `model`; devices, placement and dtype are those of `asked`."""
     config = load(None, [*SETTINGS, *ENGINE[asked.device], f"model.path={model}"])
     config.resources = asked.resources
     config.rollout.placement, config.model.dtype = asked.rollout.placement, asked.model.dtype
@@ -71,12 +71,12 @@ def trial_config(asked: Config, model: str) -> Config:
 
 
 def run_trial(config: Config, report: Report, gpu_gib: float) -> None:
-    """Add a finding for every step of it. gpu_gib: memory of a GPU, 0 without one.
+    """Add a finding for every step. gpu_gib: memory of a GPU, 0 without one.
 
-    What the actors raise passes through; all of them end.
+    Raises what the actors raise; all of them are stopped.
     """
     start = time.monotonic()
-    with start_roles(config, [], Quiet(), RestartBudget(0), live=Live()) as roles:
+    with start_roles(config, [], Quiet(), RestartBudget(0), live=LiveMetrics()) as roles:
         report.add(ok("engine and rank", f"started in {time.monotonic() - start:.0f} s, {config.rollout_placement}"))
         Trial(config, roles, report, gpu_gib).run()
 
@@ -92,7 +92,7 @@ class Trial:
         self.dtype = config.compute_dtype
 
     def run(self) -> None:
-        """All of it."""
+        """Run all steps."""
         batch = self.sample(version=0)
         self.roles.sleep_engines()
         before = self.compare(batch)
@@ -127,7 +127,7 @@ class Trial:
         ]
         self.roles.wake_engines()
         finished = self.roles.rollouts.generate(requests, self.config.rollout.sampling)
-        # Advantages that are not all equal; what they are is of no matter.
+        # Any advantages that are not all equal.
         scores = {request.key: Score(float(number % 2), "") for number, request in enumerate(requests)}
         return assemble(finished, scores).batch
 
@@ -150,7 +150,7 @@ class Trial:
         return {name: hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest() for name, weight in vectors.items()}
 
     def engine_checksums(self) -> dict[str, str]:
-        """Of the engine's weights; see `RolloutWorker.weight_checksums`."""
+        """Checksums of the engine's weights; see `RolloutWorker.weight_checksums`."""
         found: dict[str, str] = ray.get(self.roles.rollouts.actors[0].weight_checksums.remote())
         return found
 

@@ -13,9 +13,9 @@ from balancing import CostModel
 from controller.checkpoint import check_same_data
 from controller.cluster_address import check_cluster
 from controller.config import load_as
-from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
 from controller.data_identity import DataIdentity, offline_identity
+from controller.inputs import TRIED_PROMPTS, limited_tokenizer, try_template
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
 from controller.parity import parity_lines
@@ -28,19 +28,16 @@ from controller.recovery import recovering
 from controller.run_lock import locked
 from controller.session import finished, naming_what_is_left, ray_session, report, session
 from controller.watching.shown_text import counted
-from workers.chat_template import template_of, try_template
-from workers.user_code import TIMEOUT_SETTING
 
 if TYPE_CHECKING:
     from controller.offline.trainers import OfflineTrainer
     from controller.roles import TrainingRoles
     from controller.watching.console import Console
-    from controller.watching.live import Live
+    from controller.watching.live_metrics import LiveMetrics
 
 Settings = TypeVar("Settings", bound=OfflineConfig)
 Examples = dict[str, list[tuple[Example, ...]]]
 """Of every record, by path."""
-TRIED_RECORDS = 32  # of each file, through the chat template
 
 
 @dataclass(frozen=True)
@@ -94,17 +91,16 @@ class OfflineCommand(Generic[Settings]):
             path: [self.examples(config, record, record_name(path, index)) for index, record in enumerate(records)]
             for path, records in read.items()
         }
-        _try_template(config, examples)
+        first = [example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record]
+        chats = [[*prompt, *response] for prompt, response in first if isinstance(response, list)]
+        try_template(config, chats, answered=True)
         return examples, identity
 
     def read_inputs(self, config: Settings) -> "Inputs":
         """Data and cost model. Raises ConfigError or DataError for what cannot be used."""
         examples, identity = self.read_examples(config)
-
-        from workers.model.model import load_tokenizer
-
         cost_model = CostModel.from_model_config(config.model_description())
-        tokenizer, data, seed = load_tokenizer(config.model.path), config.data, config.run.seed
+        tokenizer, data, seed = limited_tokenizer(config), config.data, config.run.seed
 
         def dataset(path: str, *, shuffle: bool) -> SequenceDataset:
             return SequenceDataset(examples[path], tokenizer, data, name=path, shuffle=shuffle, seed=seed)
@@ -122,15 +118,15 @@ class OfflineCommand(Generic[Settings]):
         console = Console()
         for dataset in (inputs.train, inputs.validation):
             if dataset is not None and dataset.dropped:
-                console.say(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
+                console.log(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
 
         def attempt(config: Settings, budget: object) -> None:
             del budget  # of engines: there are none
             with self.training(config, inputs, console) as trainer:
-                trainer.writer.summary(trainer.fit().summary())
+                trainer.fit()
 
         with ray_session(config, console), naming_what_is_left(config):
-            recovering(attempt, config, console.say)
+            recovering(attempt, config, console.log)
         report(config, console)
 
     @contextmanager
@@ -141,14 +137,12 @@ class OfflineCommand(Generic[Settings]):
 
         total_steps = config.optimizer_steps_over(len(inputs.train))
 
-        def start(live: "Live") -> AbstractContextManager["TrainingRoles"]:
+        def start(live: "LiveMetrics") -> AbstractContextManager["TrainingRoles"]:
             del live
             return start_training_roles(config, OfflinePolicyWorker, console, total_steps=total_steps)
 
         with session(config, start, console, inputs.identity) as started:
-            yield self.trainer()(
-                config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model, console=console
-            )
+            yield self.trainer()(config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model)
 
 
 @dataclass(frozen=True)
@@ -159,14 +153,3 @@ class Inputs:
     validation: SequenceDataset | None
     cost_model: CostModel
     identity: DataIdentity
-
-
-def _try_template(config: OfflineConfig, examples: Examples) -> None:
-    """Render the first conversations in a process of their own, up to their last message: a template may never end."""
-    first = [example for records in examples.values() for record in records[:TRIED_RECORDS] for example in record]
-    chats = [[*prompt, *response][:-1] for prompt, response in first if isinstance(response, list)]
-    template = template_of(read_model_files(config.model.path, "model.path").folder)
-    if template is not None and any(chats):
-        timeout_s = config.resources.user_code_timeout_s
-        tried = [messages for messages in chats if messages]
-        try_template(template, tried, config.model.path, timeout_s=timeout_s, setting=TIMEOUT_SETTING)

@@ -10,15 +10,14 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from balancing import CostModel, Plan
+from balancing import CostModel, Plan, plan_statistics
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.offline.datasets import SequenceDataset
 from controller.offline.preference_losses import PairLoss, pair_loss
 from controller.roles import TrainingRoles
 from controller.session import Session
 from controller.training_loop import TrainingLoop, prefixed
-from controller.watching.console import Console
-from controller.watching.metrics import Stopwatch, update_throughput
+from controller.watching.metrics import update_throughput
 from workers.metrics import Metrics, results
 from workers.remote_batch import RemoteBatch
 
@@ -36,24 +35,19 @@ class OfflineTrainer(TrainingLoop, Generic[Settings]):
         validation: SequenceDataset | None,
         *,
         cost_model: CostModel,
-        console: Console,
     ) -> None:
         """`cost_model`: FLOPs of a sequence, which the plan balances."""
         super().__init__(
             config,
-            session.roles,
+            session,
             steps=config.steps_over(len(train)),
             validate_every=config.validation.every,
             cost_model=cost_model,
-            writer=session.writer,
-            console=console,
-            live=session.live,
-            progress=session.progress,
         )
         self.config, self.roles, self.dataset, self.held_out = config, session.roles, train, validation
 
     @abstractmethod
-    def learn(self, batch: RemoteBatch, plan: Plan, watch: Stopwatch) -> dict[str, float]:
+    def learn(self, batch: RemoteBatch, plan: Plan) -> dict[str, float]:
         """The optimiser step on the batch; `interrupts` are held from its beginning on. Returns its metrics."""
 
     @abstractmethod
@@ -62,20 +56,18 @@ class OfflineTrainer(TrainingLoop, Generic[Settings]):
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the picture above; returns its metrics."""
-        watch = Stopwatch(self.live.phase)
-        self.console.begin_step(step, self.last_step)
-        with watch.phase("step"):
-            with watch.phase("plan"), self.console.phase("plan"):
+        record = self.record
+        with record.step(step, self.last_step):
+            with record.phase("plan"):
                 count = self._records_of_step()
                 batch = self.dataset.take(self.progress.position, count)
                 plan = self.planner.plan(batch, [np.arange(len(batch))], "policy.update")
-            self.writer.lengths(step, batch["length"])
-            metrics = self.learn(batch, plan, watch)
+            record.writer.lengths(step, batch["length"])
+            metrics = self.learn(batch, plan)
             self.progress.position += count
             metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
-        self.timeline.phases(watch.spans)
-        metrics |= {f"time/{phase}_s": seconds for phase, seconds in watch.seconds.items()}
-        metrics |= update_throughput(batch, watch.seconds) | prefixed("balance", plan.statistics())
+        metrics |= record.times() | update_throughput(batch, record.seconds)
+        metrics |= prefixed("balance", plan_statistics(plan))
         metrics["data/epoch"] = self.progress.position / len(self.dataset)
         metrics["data/dropped"] = float(self.dataset.dropped)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)
@@ -92,20 +84,20 @@ class OfflineTrainer(TrainingLoop, Generic[Settings]):
         """Measure the policy on data.validation, and show it; empty without it."""
         if self.held_out is None:
             return {}
-        with self.timeline.phase("validation"), self.console.phase("validation"):
+        with self.record.phase("validation"):
             metrics = self.measure(self.held_out.first(self.config.validation.records))
         self.roles.take_micro_step_times()  # those of the next step are of the step alone
-        self.console.validation(step, metrics)
+        self.record.console.validation(step, metrics)
         return metrics
 
 
 class SftTrainer(OfflineTrainer[SftConfig]):
     """Supervised fine-tuning."""
 
-    def learn(self, batch: RemoteBatch, plan: Plan, watch: Stopwatch) -> dict[str, float]:
+    def learn(self, batch: RemoteBatch, plan: Plan) -> dict[str, float]:
         """Maximise the likelihood of the tokens to learn."""
         self.interrupts.hold()
-        with watch.phase("update"), self.console.phase("update"):
+        with self.record.phase("update"):
             updated: Metrics = self.roles.policy.learn_tokens(batch, plan, self.config.loss)
         return prefixed("policy", results(updated))
 
@@ -119,12 +111,12 @@ class SftTrainer(OfflineTrainer[SftConfig]):
 class PreferencesTrainer(OfflineTrainer[PreferencesConfig]):
     """Preference optimisation. A pair's two sequences are planned apart, and couple through numbers on the driver."""
 
-    def learn(self, batch: RemoteBatch, plan: Plan, watch: Stopwatch) -> dict[str, float]:
+    def learn(self, batch: RemoteBatch, plan: Plan) -> dict[str, float]:
         """A forward pass for the loss of every pair, then a step along its gradient."""
-        with watch.phase("log_probs"), self.console.phase("log-probs"):
+        with self.record.phase("log_probs"):
             found = self.pair_loss(batch)
         self.interrupts.hold()
-        with watch.phase("update"), self.console.phase("update"):
+        with self.record.phase("update"):
             weighted = batch.with_columns(coefficient=found.coefficients)
             updated: Metrics = self.roles.policy.learn_weighted(weighted, plan)
         # The update's own loss is the weighted sum of log-probs, which has the gradient of the pairs' loss.

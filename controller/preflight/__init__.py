@@ -1,8 +1,9 @@
-"""All that is said of a run before anything starts. It loads neither torch nor Ray: a mistyped key costs a second.
+"""Everything that is checked and printed before a run starts. It imports neither torch nor Ray, so that a mistyped key
+costs a second.
 
     command line --arguments--> file, overrides --controller.config--> Config
-    Config --checks, effects, critic_checks, machine, ...--> nothing, or one line that says what to change
+    Config --checks: effects, training_checks, algorithm_checks, ...--> nothing, or one line that says what to change
     Config --describe--> the page of `--dry-run`; of `--cluster`: cluster, describe_cluster, memory, model_shape
 
-Read `checks` first.
+Read `checks` first. `training_checks` holds what all commands check, `offline_checks` those of given sequences.
 """

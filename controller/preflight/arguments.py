@@ -15,7 +15,7 @@ from workers.errors import ConfigError
 @dataclass(frozen=True)
 class Command:
     """A module that is started with settings of `schema`. describes_clusters: whether it takes --cluster. tries: what
-    its dry run does beside printing."""
+    its dry run does besides printing."""
 
     module: str
     description: str
@@ -41,8 +41,8 @@ FIT = Command(
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line, taken apart; the overrides are not read yet. cluster: what --cluster describes. measure: whether
-    the memory of a GPU is measured beside the estimate."""
+    """A parsed command line; the overrides are not read yet. cluster: what --cluster describes. measure: whether GPU
+    memory is measured in addition to the estimate."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -53,7 +53,7 @@ class Arguments:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line instead of argparse's usage and exit, so that every bad input leaves by the same door."""
+        """Raise ConfigError, which is one line, instead of printing argparse's usage and exiting."""
         raise ConfigError(f"{message}; usage: {self.usage}")
 
 
@@ -66,7 +66,7 @@ class _PrintSettings(argparse.Action):
 
 
 def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -> Arguments:
-    """Take a command line apart (default: that of the process).
+    """Parse a command line (default: that of the process).
 
     Raises ConfigError for an unknown option, without --config, for --cluster without --dry-run and --measure without
     --cluster; SystemExit(0) after --help and --settings.

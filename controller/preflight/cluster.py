@@ -1,9 +1,9 @@
-"""A described cluster, and where the roles of a run would go on it: what Ray would be asked for, without Ray.
+"""Placement of a run's roles on a described cluster, by the requests that Ray would get, without Ray.
 
     --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster --place--> Placement of every bundle --> fits, or why not
 
-Bundles are put on the first node with room, and ranks into bundles as a run does it (`controller.placement`). Ray may
-begin with another node; on nodes that are equal and free it fills one after the other, as this does.
+Each bundle goes to the first node with room, and ranks go to bundles as in a run (`controller.placement`). Ray may
+start with another node; on equal, free nodes it fills one after the other, as this does.
 """
 
 import re
@@ -13,6 +13,7 @@ from controller.config import Config
 from controller.layout import Bundle, Pool, pools, role_requests
 from controller.placement import bundle_of_rank, groups_on_several_nodes
 from workers.errors import ConfigError, ResourceError
+from workers.rollout.placement import ranks_of_engine
 
 FORM = "nodes=8,gpus=8,gpu_gib=80,cpus=96,memory_gib=1024"
 REQUIRED = ("nodes", "cpus")
@@ -32,7 +33,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Placement:
-    """Of every pool, the node of every rank, which is that of its bundle; of the reward workers, theirs."""
+    """Nodes by rank. pools: of every pool's ranks. rewards: of the reward workers."""
 
     pools: dict[str, tuple[int, ...]]
     rewards: tuple[int, ...]
@@ -69,7 +70,7 @@ def run_on(config: Config, cluster: Cluster) -> None:
 
 
 def place(config: Config, cluster: Cluster) -> Placement:
-    """Where everything goes. Raises ConfigError, naming what is missing, if it does not fit."""
+    """The node of every rank. Raises ConfigError, naming the resource that is missing, if the run does not fit."""
     free = [{"CPU": cluster.cpus, "GPU": float(cluster.gpus)} for _ in range(cluster.nodes)]
     placed = {}
     for pool in pools(config):
@@ -113,7 +114,7 @@ def roles_on_node(config: Config, placement: Placement, node: int) -> dict[str, 
     for request in role_requests(config):
         nodes = placement.pools[request.pool] if request.pool else placement.rewards
         step = config.rollout.tensor_parallel if _shares_training(config, request.role) else 1
-        found[request.role] = [i for i in range(request.actors) if nodes[i * step] == node]
+        found[request.role] = [i for i in range(request.actors) if nodes[ranks_of_engine(i, step)[0]] == node]
     return {role: numbers for role, numbers in found.items() if numbers}
 
 

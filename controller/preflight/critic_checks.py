@@ -2,12 +2,14 @@
 
 import math
 
-from controller.config import Config, TrainingConfig
+from controller.config import Config
 from controller.config.model_files import ModelFiles, read_model_files
-from controller.preflight.model_support import check_supported_model
-from controller.preflight.model_types import CAUSAL, VALUE, check_model_type
-from controller.preflight.weights import SCORE, check_weights
+from controller.preflight.count_checks import OPTIMIZER_STEPS
+from controller.preflight.model_types import CAUSAL, VALUE
+from controller.preflight.training_checks import check_same_vocabulary, check_warmup
+from controller.preflight.weights import SCORE
 from workers.errors import ConfigError
+from workers.model.model_rules import check_value_head
 
 
 def check_critic(config: Config, policy: ModelFiles) -> None:
@@ -27,7 +29,7 @@ def _check_alone(config: Config) -> None:
             "algorithm.loss.name=gmpo weighs a sequence by one advantage and algorithm.advantage=gae gives one to each "
             "token; choose another loss, such as ppo_clip."
         )
-    _check_tensor_parallel(config, "critic")
+    check_value_head(config.policy.parallel, "critic")
 
 
 def check_reward_model(config: Config, policy: ModelFiles) -> None:
@@ -35,7 +37,7 @@ def check_reward_model(config: Config, policy: ModelFiles) -> None:
     key, path = "reward.model.path", config.reward.model.path
     if not path:
         return
-    _check_tensor_parallel(config, "reward model")
+    check_value_head(config.policy.parallel, "reward model")
     made = read_model_files(path, key).description.get("architectures") or []
     # A causal LM would be given a head of zeros, and every score would be 0.
     if not any(name.endswith("ForSequenceClassification") for name in made):
@@ -45,14 +47,6 @@ def check_reward_model(config: Config, policy: ModelFiles) -> None:
         raise ConfigError(f"reward.model.weight={config.reward.model.weight} leaves the model without effect.")
 
 
-def _check_tensor_parallel(config: Config, what: str) -> None:
-    if config.policy.parallel.tensor_parallel > 1:
-        raise ConfigError(
-            f"policy.parallel.tensor_parallel={config.policy.parallel.tensor_parallel} would share the {what}'s layers "
-            "between ranks, too, which a value head cannot; set it to 1, or use context_parallel."
-        )
-
-
 def _check_warmup(config: Config) -> None:
     critic = config.critic
     if critic.warmup_steps >= config.run.steps:
@@ -60,32 +54,4 @@ def _check_warmup(config: Config) -> None:
             f"critic.warmup_steps={critic.warmup_steps} leaves the policy no step to learn in of "
             f"run.steps={config.run.steps}; lower it."
         )
-    warmup, total = critic.optimizer.warmup_steps, config.critic_optimizer_steps
-    if warmup > total or (warmup == total and critic.optimizer.schedule != "constant"):
-        raise ConfigError(
-            f"critic.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the critic "
-            "(critic.optimizer.total_steps, or run.steps * batch.mini_batches * batch.epochs); lower it."
-        )
-
-
-def check_same_vocabulary(
-    config: TrainingConfig, policy: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
-) -> None:
-    """Raise ConfigError unless the model at `path`, named by setting `key`, can read the policy's sequences.
-
-    kinds: see `check_model_type`. output: see `check_weights`.
-    """
-    model = read_model_files(path, key)
-    check_model_type(model.description, key, path, *kinds)
-    check_supported_model(config, model.description, key)
-    if model.vocabulary != policy.vocabulary:
-        raise ConfigError(
-            f"{key}={path} has {model.vocabulary} tokens and model.path={config.model.path} {policy.vocabulary}; it "
-            "must read the policy's tokens."
-        )
-    if model.positions is not None and config.longest_sequence > model.positions:
-        raise ConfigError(
-            f"sequences may reach {config.longest_sequence} tokens, but {key}={path} takes {model.positions}; lower "
-            "data.max_prompt_tokens or the limits of a response."
-        )
-    check_weights(model, key, path, output=output)
+    check_warmup("critic", critic.optimizer, config.critic_optimizer_steps, OPTIMIZER_STEPS)

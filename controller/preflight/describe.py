@@ -1,4 +1,4 @@
-"""What a configuration means, in text: the page of `--dry-run` and the page of `--settings`.
+"""A configuration in text: the pages of `--dry-run` and `--settings`.
 
 Config --> resolved YAML | placement | sizes | caps | notes          schema --> every key, type, default, range
 """
@@ -130,7 +130,7 @@ def _cap_line(config: TrainingConfig, limits: Limits) -> str:
 
 
 def warnings(config: Config) -> list[str]:
-    """What a run is told at its start, too: it can work, and is most likely not what was meant."""
+    """Warnings about settings that work but are probably a mistake; a run prints them too, at its start."""
     if read_model_files(config.model.path, "model.path").end_of_sequence:
         return []
     return [

@@ -7,14 +7,7 @@ from itertools import groupby
 
 from controller.config import Config
 from controller.config.model_files import read_model_files
-from controller.preflight.cluster import (
-    Cluster,
-    Placement,
-    cluster_in_words,
-    groups_across_nodes,
-    place,
-    roles_on_node,
-)
+from controller.preflight.cluster import Cluster, Placement, cluster_in_words, groups_across_nodes, place, roles_on_node
 from controller.preflight.measure import LAYERS, measure, measured_lines
 from controller.preflight.memory import (
     USABLE_SHARE,

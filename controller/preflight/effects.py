@@ -1,6 +1,6 @@
-"""Settings that do nothing in a combination: refused, not ignored.
+"""Settings without effect in a combination are refused, not ignored. Those of a loss are in `loss_rules`.
 
-what is needed | whether it is there | keys and sections that do nothing without it
+requirement | whether it holds | keys and sections without effect otherwise
 """
 
 from collections.abc import Callable, Sequence
@@ -8,78 +8,35 @@ from typing import Any
 
 from controller.config import TrainingConfig
 from controller.config.file import settings, value_of
-from workers.config import POLICY_LOSS_SETTINGS
 from workers.errors import ConfigError
-
-LOSS_SETTING_READERS = {
-    setting: [loss for loss, names in POLICY_LOSS_SETTINGS.items() if setting in names]
-    for setting in dict.fromkeys(name for names in POLICY_LOSS_SETTINGS.values() for name in names)
-}
-"""The policy losses that read a setting, by setting."""
 
 Row = tuple[str, Callable[[Any], bool], tuple[str, ...]]
 
+OWN_REFERENCE: Row = (
+    "a reference of its own (with model.lora.rank above 0 that needs reference.path)",
+    lambda c: c.starts_reference or not c.uses_reference,
+    ("reference.cpu_offload",),
+)
 EVERYWHERE: tuple[Row, ...] = (
     (
         "balance.algorithm=karmarkar_karp (the others have an order of their own)",
         lambda c: c.balance.algorithm in ("karmarkar_karp", "load_balance"),
         ("balance.order",),
     ),
-    (
-        "balance.algorithm other than none",
-        lambda c: c.balance.algorithm != "none",
-        ("balance.refit",),
-    ),
+    ("balance.algorithm other than none", lambda c: c.balance.algorithm != "none", ("balance.refit",)),
     (
         "policy.parallel.context_parallel above 1",
         lambda c: c.policy.parallel.context_parallel > 1,
         ("policy.parallel.context_parallel_method",),
     ),
-    (
-        "several training ranks",
-        lambda c: c.training_workers > 1,
-        ("policy.parallel.defer_gradient_reduction",),
-    ),
-    (
-        "policy.parallel.context_parallel_method=ulysses (ring has kernels of its own)",
-        lambda c: c.policy.parallel.context_parallel_method == "ulysses",
-        ("model.attention",),
-    ),
-    (
-        "model.gradient_checkpointing",
-        lambda c: c.model.gradient_checkpointing,
-        ("model.activation_offload",),
-    ),
-    (
-        "a local Ray",
-        lambda c: not c.resources.ray_address,
-        ("resources.dashboard",),
-    ),
-    (
-        "model.lora.rank above 0",
-        lambda c: c.model.lora.rank > 0,
-        ("model.lora.alpha", "model.lora.target_modules"),
-    ),
-    (
-        "data.validation",
-        lambda c: bool(c.data.validation),
-        ("validation.",),
-    ),
-    (
-        "run.checkpoint_every above 0",
-        lambda c: c.run.checkpoint_every > 0,
-        ("run.keep_checkpoints",),
-    ),
-    (
-        "run.resume=auto or a path",
-        lambda c: c.run.resume != "never",
-        ("run.other_data",),
-    ),
-    (
-        "tracking.wandb or tracking.mlflow",
-        lambda c: c.tracking.wandb or c.tracking.mlflow,
-        ("tracking.project",),
-    ),
+    ("several training ranks", lambda c: c.training_workers > 1, ("policy.parallel.defer_gradient_reduction",)),
+    ("model.gradient_checkpointing", lambda c: c.model.gradient_checkpointing, ("model.activation_offload",)),
+    ("a local Ray", lambda c: not c.resources.ray_address, ("resources.dashboard",)),
+    ("model.lora.rank above 0", lambda c: c.model.lora.rank > 0, ("model.lora.alpha", "model.lora.target_modules")),
+    ("data.validation", lambda c: bool(c.data.validation), ("validation.",)),
+    ("run.checkpoint_every above 0", lambda c: c.run.checkpoint_every > 0, ("run.keep_checkpoints",)),
+    ("run.resume=auto or a path", lambda c: c.run.resume != "never", ("run.other_data",)),
+    ("tracking.wandb or tracking.mlflow", lambda c: c.tracking.wandb or c.tracking.mlflow, ("tracking.project",)),
     (
         "GPUs",
         lambda c: c.uses_gpus,
@@ -95,19 +52,14 @@ EVERYWHERE: tuple[Row, ...] = (
         ),
     ),
 )
-"""Rows of every command: (what is needed, whether it is there, keys or sections that do nothing without it)."""
+"""Rows of every command: (requirement in words, whether it holds, keys or sections without effect otherwise)."""
 
 NO_EFFECT_WITHOUT: tuple[Row, ...] = (
     (
         "batch.mini_batches above 1, batch.epochs above 1 or rollout.overlap (the only update of a step starts where "
         "the samples came from: all ratios are 1)",
         lambda c: c.updates_per_step > 1 or c.old_log_probs == "sampler",
-        (
-            "algorithm.loss.clip_low",
-            "algorithm.loss.clip_high",
-            "algorithm.loss.dual_clip",
-            "algorithm.loss.sapo_tau_",
-        ),
+        ("algorithm.loss.clip_low", "algorithm.loss.clip_high", "algorithm.loss.dual_clip", "algorithm.loss.sapo_tau_"),
     ),
     (
         "batch.mini_batches or batch.epochs above 1 (the only update of a step starts at the old values)",
@@ -124,44 +76,14 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: c.has_forward_pass or c.uses_reference or c.uses_critic or c.uses_reward_model,
         ("policy.forward_min_micro_batches", "model.forward_layout", "model.forward_length_multiple"),
     ),
-    (
-        "batch.mini_batches above 1",
-        lambda c: c.batch.mini_batches > 1,
-        ("balance.redeal_groups",),
-    ),
-    *(
-        (
-            f"algorithm.loss.name={' or '.join(readers)}",
-            lambda c, readers=readers: c.algorithm.loss.name in (*readers, "custom"),
-            (f"algorithm.loss.{name}",),
-        )
-        for name, readers in LOSS_SETTING_READERS.items()
-    ),
-    (
-        "algorithm.advantage=grpo",
-        lambda c: c.algorithm.advantage == "grpo",
-        ("algorithm.normalize_by_std",),
-    ),
+    ("batch.mini_batches above 1", lambda c: c.batch.mini_batches > 1, ("balance.redeal_groups",)),
+    ("algorithm.advantage=grpo", lambda c: c.algorithm.advantage == "grpo", ("algorithm.normalize_by_std",)),
     (
         "algorithm.advantage=reinforce_plus_plus or reinforce_plus_plus_baseline (with gae it is algorithm.gae.gamma)",
         lambda c: c.algorithm.advantage.startswith("reinforce_plus_plus"),
         ("algorithm.gamma",),
     ),
-    (
-        "algorithm.advantage=pass_at_k",
-        lambda c: c.algorithm.advantage == "pass_at_k",
-        ("algorithm.pass_k",),
-    ),
-    (
-        "algorithm.loss.name=custom",
-        lambda c: c.algorithm.loss.name == "custom",
-        ("algorithm.loss.function", "algorithm.loss.columns", "algorithm.loss.old_entropies"),
-    ),
-    (
-        "algorithm.loss.aggregation=sequence_mean_token_sum_norm",
-        lambda c: c.algorithm.loss.aggregation == "sequence_mean_token_sum_norm",
-        ("algorithm.loss.constant_length",),
-    ),
+    ("algorithm.advantage=pass_at_k", lambda c: c.algorithm.advantage == "pass_at_k", ("algorithm.pass_k",)),
     (
         "algorithm.loss.rollout_correction.weights=token or sequence",
         lambda c: c.algorithm.loss.rollout_correction.weights != "none",
@@ -172,11 +94,7 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: c.algorithm.loss.rollout_correction.rejection != "none",
         ("algorithm.loss.rollout_correction.rejection_",),
     ),
-    (
-        "engines on CPUs",
-        lambda c: not c.uses_gpus,
-        ("rollout.cpu_kv_cache_gib", "rollout.threads"),
-    ),
+    ("engines on CPUs", lambda c: not c.uses_gpus, ("rollout.cpu_kv_cache_gib", "rollout.threads")),
     (
         "algorithm.loss.kl_coefficient above 0",
         lambda c: c.algorithm.loss.kl_coefficient > 0,
@@ -187,11 +105,7 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: c.uses_reference,
         ("reference.",),
     ),
-    (
-        "reward.model.path",
-        lambda c: c.uses_reward_model,
-        ("reward.model.",),
-    ),
+    ("reward.model.path", lambda c: c.uses_reward_model, ("reward.model.",)),
     (
         "algorithm.kl_in_reward.coefficient above 0",
         lambda c: c.algorithm.kl_in_reward.coefficient > 0,
@@ -202,11 +116,7 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: c.algorithm.kl_in_reward.target > 0,
         ("algorithm.kl_in_reward.horizon",),
     ),
-    (
-        "algorithm.advantage=gae",
-        lambda c: c.uses_critic,
-        ("algorithm.gae.", "critic."),
-    ),
+    ("algorithm.advantage=gae", lambda c: c.uses_critic, ("algorithm.gae.", "critic.")),
     *(
         (
             f"{role}.optimizer.schedule=linear or cosine",
@@ -215,36 +125,16 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         )
         for role in ("policy", "critic")
     ),
-    (
-        "a reference of its own (with model.lora.rank above 0 that needs reference.path)",
-        lambda c: c.starts_reference or not c.uses_reference,
-        ("reference.cpu_offload",),
-    ),
-    (
-        "rollout.environment",
-        lambda c: bool(c.rollout.environment),
-        ("rollout.max_turns", "rollout.max_episode_tokens"),
-    ),
+    OWN_REFERENCE,
+    ("rollout.environment", lambda c: bool(c.rollout.environment), ("rollout.max_turns", "rollout.max_episode_tokens")),
     (
         "algorithm.groups_without_signal=replace",
         lambda c: c.algorithm.groups_without_signal == "replace",
         ("algorithm.max_sampling_rounds",),
     ),
-    (
-        "reward.overlong_tokens above 0",
-        lambda c: c.reward.overlong_tokens > 0,
-        ("reward.overlong_penalty",),
-    ),
-    (
-        "validation.samples above 1",
-        lambda c: c.validation.samples > 1,
-        ("validation.success",),
-    ),
-    (
-        "data.curriculum left empty (it orders every epoch itself)",
-        lambda c: not c.data.curriculum,
-        ("data.shuffle",),
-    ),
+    ("reward.overlong_tokens above 0", lambda c: c.reward.overlong_tokens > 0, ("reward.overlong_penalty",)),
+    ("validation.samples above 1", lambda c: c.validation.samples > 1, ("validation.success",)),
+    ("data.curriculum left empty (it orders every epoch itself)", lambda c: not c.data.curriculum, ("data.shuffle",)),
     *EVERYWHERE,
 )
 """Rows of reinforcement learning."""

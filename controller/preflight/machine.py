@@ -1,4 +1,4 @@
-"""Whether this machine has what the run asks for, where no cluster is named: then a local Ray has this machine alone.
+"""Checks that this machine has the resources of a run that names no cluster, and so starts a local Ray on it.
 
 Config --check_machine--> nothing, or ConfigError
 """
@@ -18,9 +18,10 @@ ELSEWHERE = "or set resources.ray_address (or RAY_ADDRESS) for a cluster"
 
 
 def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
-    """Raise ConfigError if a local Ray on this machine could not hold the run; with an address Ray itself says so.
+    """Raise ConfigError if a local Ray on this machine has too little for the run. Does nothing with an address, where
+    Ray itself checks.
 
-    dry_run: GPUs are then asked of a machine that has some: a configuration for others is looked at anywhere.
+    dry_run: do not ask for GPUs on a machine without any, so that configurations for GPUs can be tried anywhere.
     """
     if config.resources.ray_address or os.environ.get("RAY_ADDRESS"):
         return
@@ -31,7 +32,7 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
 
 
 def visible_gpus() -> int:
-    """NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves of this machine's."""
+    """Number of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
     found = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (
@@ -64,7 +65,7 @@ def _check_cpus(config: Config) -> None:
 
 
 def memory_gib() -> float:
-    """Memory of this machine, or what its container may use of it."""
+    """Memory of this machine, or the limit of its container."""
     total = psutil.virtual_memory().total
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
     return (min(total, int(limit)) if limit.isdigit() else total) / 2**30

@@ -1,4 +1,4 @@
-"""Settings that must agree with a model's layers, for the families whose layers `model_shape` knows.
+"""Checks of adapters and KV cache against a model's layers, for the families that `model_shape` knows.
 
 config.json --ModelShape--> names that adapters can go to; KV cache of one sequence --> nothing, or ConfigError
 """

@@ -1,4 +1,4 @@
-"""Whether transformers knows a model, and as what, by its config.json: before transformers is imported.
+"""Checks config.json against the model types that transformers knows, without importing transformers.
 
     config.json --model_type, architectures--> names in transformers' source --> nothing, or why it is not trained
 
@@ -88,7 +88,7 @@ def _entries(call: ast.Call) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _pairs(table: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Those of a list of pairs, or of a mapping without what it takes over from another (`**`)."""
+    """(key, value) of a list of pairs, or of a mapping without the entries that it unpacks from another (`**`)."""
     if isinstance(table, ast.List):
         return [(entry.elts[0], entry.elts[1]) for entry in table.elts if isinstance(entry, ast.Tuple)]
     if isinstance(table, ast.Dict):
@@ -97,6 +97,6 @@ def _pairs(table: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
 
 
 def _texts(classes: ast.expr) -> tuple[str, ...]:
-    """A class, or the several of a tuple."""
+    """The names in an expression: one class, or a tuple of several."""
     constants = (part.value for part in ast.walk(classes) if isinstance(part, ast.Constant))
     return tuple(value for value in constants if isinstance(value, str))

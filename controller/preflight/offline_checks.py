@@ -1,24 +1,25 @@
-"""Checks of the settings of `controller.sft` and `controller.preferences`; as `checks`, which has what all share."""
+"""Checks of the settings of `controller.sft` and `controller.preferences`, beside those of `training_checks`."""
 
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
-from controller.preflight.checks import (
+from controller.preflight.count_checks import check_micro_batches
+from controller.preflight.data_checks import first_record
+from controller.preflight.effects import EVERYWHERE, OWN_REFERENCE, Row, check_settings_have_effect
+from controller.preflight.model_sizes import check_model_sizes
+from controller.preflight.model_types import CAUSAL
+from controller.preflight.tracker_checks import check_trackers
+from controller.preflight.training_checks import (
     check_attention,
     check_caps_hold,
-    check_parallel,
+    check_model_files,
+    check_replicate,
     check_run,
+    check_same_vocabulary,
     check_warmup,
-    first_record,
 )
-from controller.preflight.count_checks import check_micro_batches
-from controller.preflight.critic_checks import check_same_vocabulary
-from controller.preflight.effects import EVERYWHERE, Row, check_settings_have_effect
-from controller.preflight.model_sizes import check_model_sizes
-from controller.preflight.model_support import check_supported_model
-from controller.preflight.model_types import CAUSAL, check_model_type
-from controller.preflight.tracker_checks import check_trackers
-from controller.preflight.weights import HEAD, check_weights
+from controller.preflight.weights import HEAD
 from workers.errors import ConfigError
+from workers.model.loss_rules import check_constant_length
 
 ROWS: tuple[Row, ...] = (
     ("run.steps=0 (it ends the run first)", lambda c: not c.run.steps, ("run.epochs",)),
@@ -31,27 +32,14 @@ ROWS: tuple[Row, ...] = (
     *EVERYWHERE,
 )
 SFT_ROWS: tuple[Row, ...] = (
-    (
-        "data.validation",
-        lambda c: bool(c.data.validation),
-        ("policy.forward_", "model.forward_"),
-    ),
-    (
-        "loss.aggregation=sequence_mean_token_sum_norm",
-        lambda c: c.loss.aggregation == "sequence_mean_token_sum_norm",
-        ("loss.constant_length",),
-    ),
+    ("data.validation", lambda c: bool(c.data.validation), ("policy.forward_", "model.forward_")),
     *ROWS,
 )
 PREFERENCES_ROWS: tuple[Row, ...] = (
     ("loss.name=simpo", lambda c: c.loss.name == "simpo", ("loss.margin",)),
     ("loss.name=dpo or simpo", lambda c: c.loss.name != "ipo", ("loss.label_smoothing",)),
     ("loss.name=dpo or ipo", lambda c: c.uses_reference, ("reference.",)),
-    (
-        "a reference of its own (with model.lora.rank above 0 that needs reference.path)",
-        lambda c: c.starts_reference or not c.uses_reference,
-        ("reference.cpu_offload",),
-    ),
+    OWN_REFERENCE,
     *ROWS,
 )
 
@@ -66,7 +54,7 @@ def check_offline(config: OfflineConfig) -> None:
     check_attention(config)
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
-    check_parallel(config, model)
+    check_replicate(config)
     _check_loss(config, model)
     _check_data(config)
     check_trackers(config)
@@ -87,28 +75,22 @@ def _check_schedule(config: OfflineConfig) -> None:
     """Without run.steps its length is known only when the data has been read."""
     total = config.policy.optimizer.total_steps or config.run.steps
     if total:
-        check_warmup(config, total, "run.steps")
+        check_warmup("policy", config.policy.optimizer, total, "run.steps")
 
 
 def _check_model(config: OfflineConfig, model: ModelFiles) -> None:
-    check_model_type(model.description, "model.path", config.model.path, CAUSAL)
-    check_supported_model(config, model.description, "model.path")
+    check_model_files(config, model, "model.path", config.model.path, CAUSAL, output=HEAD)
     if model.positions is not None and config.data.max_tokens > model.positions:
         raise ConfigError(
             f"data.max_tokens={config.data.max_tokens} is more than the {model.positions} tokens that "
             f"{config.model.path} takes; lower it."
         )
-    check_weights(model, "model.path", config.model.path, output=HEAD)
     check_model_sizes(config, model)
 
 
 def _check_loss(config: OfflineConfig, model: ModelFiles) -> None:
     if isinstance(config, SftConfig):
-        if config.loss.aggregation == "sequence_mean_token_sum_norm" and not config.loss.constant_length:
-            raise ConfigError(
-                "loss.aggregation=sequence_mean_token_sum_norm divides by loss.constant_length, which is 0; set it, "
-                "such as to data.max_tokens."
-            )
+        check_constant_length("loss.", config.loss.aggregation, config.loss.constant_length)
     elif isinstance(config, PreferencesConfig) and config.reference.path:
         check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 

@@ -1,8 +1,8 @@
-"""Whether the trackers that a run asks for can be there; checked before anything starts.
+"""Checks of the trackers of a run: their packages are installed and their settings can work.
 
     installed? --> Weights & Biases: whatever key it would find itself | MLflow: an address that it can read
 
-No server is asked: one that is away is waited for, see `controller.watching.trackers`.
+No server is contacted: a run retries one that does not answer, see `controller.watching.trackers`.
 """
 
 import os
@@ -19,7 +19,7 @@ INSTALL = {
     "wandb": "pip install -e .[wandb]",
     "mlflow": "pip install -e .[mlflow]",
 }
-"""What installs a tracker's package, which has the name of its setting."""
+"""By a tracker's setting, which is also the name of its package: the command that installs it."""
 
 
 def check_trackers(config: TrainingConfig) -> None:
@@ -87,7 +87,7 @@ def _check_mlflow(address: str) -> None:
 
 
 def _wrong_with(address: str) -> str:
-    """Why MLflow cannot use the address, in words; empty if it can."""
+    """The reason why MLflow cannot use the address; empty if it can."""
     try:
         parts = urlsplit(address)
         port = parts.port

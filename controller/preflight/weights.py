@@ -1,9 +1,9 @@
-"""Whether a model's weight files are those of its config.json, by their headers alone: a second, before Ray starts.
+"""Checks a model's weight files against its config.json, by reading their headers alone, before Ray starts.
 
     headers --names, shapes--> compared with the sizes in config.json --> nothing, or the first weight that differs
 
-Of the dense families of `model_shape` every weight is compared, of their mixtures all but the experts, of other
-families the embedding and the output layer. Whatever else does not fit is found where the model is loaded.
+For the dense families of `model_shape` every weight is compared, for their mixtures all but the experts, for other
+families the embedding and the output layer. Other differences are found when the model is loaded.
 """
 
 import re

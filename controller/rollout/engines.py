@@ -1,10 +1,10 @@
-"""Engines: the rollout actors of a run, and what happens when one is lost.
+"""RolloutEngines: the rollout actors of a run, and the replacement of lost ones.
 
     make(replica, attempt) --start--> up --current weights--> serves --died, hung--> killed
             ^                                                                          |
             '------------------------- while run.max_restarts allows ------------------'
 
-Starting, loading and asking for health go on beside the streams of a round: `wait` watches all of them at once. Which
+Starts, weight loads and health checks run concurrently with the streams of a round: `wait` watches all of them. Which
 engine may serve is decided in `controller.rollout.fleet`.
 """
 
@@ -25,7 +25,7 @@ from workers.errors import LostError, RolloutError
 
 MakeActor = Callable[[int, int], Any]
 STOP_SECONDS = 30.0
-POLL_SECONDS = 1.0  # how often deadlines are looked at while nothing arrives
+POLL_SECONDS = 1.0  # interval between checks of deadlines while nothing arrives
 UP = (State.STALE, State.CURRENT, State.DRAINING)
 
 
@@ -63,8 +63,11 @@ class _Call:
     then: Callable[[], None]
 
 
-class Engines:
-    """The actors of all replicas, their states, and the weights that they must have."""
+class RolloutEngines:
+    """The actors of all replicas, their states, and the weights that they must have.
+
+    actors: handles by replica. fleet: which of them may serve.
+    """
 
     def __init__(
         self,
@@ -75,14 +78,15 @@ class Engines:
         replaceable: bool = True,
         colocated: bool = False,
         start_timeout_s: float = 600.0,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. fleet: of all replicas, as new.
         replaceable: whether a lost engine can be put back alone; not where weights travel between GPUs that have met.
-        colocated: whether engines sleep while their GPUs train. say: told what was lost."""
+        colocated: whether engines sleep while their GPUs train. log: receives a line
+        for each engine that is lost."""
         self.fleet = fleet
         self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
-        self._make, self._replaceable, self._colocated, self._say = make, replaceable, colocated, say
+        self._make, self._replaceable, self._colocated, self._log = make, replaceable, colocated, log
         self._hang_timeout_s, self._start_timeout_s = config.hang_timeout_s, start_timeout_s
         self._attempts = dict.fromkeys(self.actors, 0)
         self._calls: dict[ray.ObjectRef, _Call] = {}
@@ -91,13 +95,18 @@ class Engines:
         self._weights: ray.ObjectRef | None = None
         self._stopped = False
 
+    @property
+    def asleep(self) -> bool:
+        """True if engines have freed their GPUs for training."""
+        return bool(self.fleet.in_state(State.ASLEEP))
+
     def start(self) -> Pending:
         """Build all engines; returns at once, `result()` waits. One that fails here is an error, not a loss."""
         starts = {replica: actor.start.remote() for replica, actor in self.actors.items()}
         return Pending(starts, "starting its engine", self.fleet.started)
 
     def wait(self, streams: Sequence[Any]) -> Any | None:
-        """The first of `streams` that has something; None after doing what another arrival made due, or after a while.
+        """The first of `streams` with a result; None after handling another call, or after POLL_SECONDS.
 
         Raises RolloutError or LostError, see `lose`.
         """
@@ -108,8 +117,8 @@ class Engines:
             self._arrived(ref)
         return None
 
-    def look_at_clock(self, busy: Collection[int]) -> None:
-        """Lose what is late; ask replicas of `busy`, which owe results and have been silent, whether they live."""
+    def check_deadlines(self, busy: Collection[int]) -> None:
+        """Lose replicas with overdue calls; check the health of those in `busy` that owe results and are silent."""
         now = time.monotonic()
         for ref in [ref for ref, call in self._calls.items() if call.deadline < now]:
             self._late(ref)
@@ -119,15 +128,15 @@ class Engines:
                 health, doing = self.actors[replica].health.remote(), "answering (rollout.hang_timeout_s)"
                 self._watch(replica, health, doing, self._hang_timeout_s, partial(self._healthy, replica))
 
-    def check_hope(self) -> None:
-        """Raise RolloutError if no engine serves and none is on its way to: waiting would never end."""
+    def check_any_will_serve(self) -> None:
+        """Raise RolloutError if no engine serves and none is starting or loading weights: waiting would never end."""
         if not self.fleet.serving and not self._calls:
             raise RolloutError(
                 f"no rollout engine has the weights of version {self.fleet.version}, and none is loading them: an "
                 "update was refused before."
             )
 
-    def take_lost(self) -> list[int]:
+    def pop_lost(self) -> list[int]:
         """Replicas lost since the last call."""
         lost, self._newly_lost = self._newly_lost, []
         return lost
@@ -137,7 +146,7 @@ class Engines:
         self._last_sign[replica] = time.monotonic()
 
     def lose(self, replica: int, cause: Exception | str) -> None:
-        """Take the engine out and start a new one in its place.
+        """Take the engine out of service and start a new one in its place.
 
         Raises RolloutError, the cause first, if the run has no restart left, and LostError if it cannot be replaced.
         """
@@ -153,16 +162,17 @@ class Engines:
             raise LostError(lost)
         if not self.fleet.restart(replica):
             raise RolloutError(f"{lost}; all of run.max_restarts={self.fleet.budget.limit} are used up.")
-        self._say(f"{lost}; starting a new one")
+        self._log(f"{lost}; starting a new one")
         self._attempts[replica] += 1
         self.actors[replica] = self._make(replica, self._attempts[replica])
         started = self.actors[replica].start.remote()
         self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica))
 
     def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
-        """Load `payload`, a reference to packed weights, into every engine that is up; one that is starting follows.
+        """Load `payload`, a reference to packed weights, as `version` into every engine that is up; kept for engines
+        that start later.
 
-        Raises RolloutError if an engine refuses them, or see `lose`.
+        Raises RolloutError if an engine refuses them: it would go on with old weights. And as `lose` does.
         """
         self._weights = payload
         self.fleet.new_version(version)
@@ -170,16 +180,25 @@ class Engines:
             self._load(replica)
         while self.fleet.in_state(State.STALE):
             self.wait([])
-            self.look_at_clock(())
+            self.check_deadlines(())
 
-    def weights_sent(self, version: int) -> None:
-        """Every engine that is awake has got `version` on another way."""
+    def receive_weights(self, send: Callable[[], None], version: int) -> None:
+        """Let `send` bring the weights `version` to every engine, between GPUs; engines that sleep wake up for it.
+
+            memory for weights --> send --> memory for the KV cache --> they serve
+
+        Raises LostError for an engine that is lost on the way, and what `send` raises.
+        """
+        self._wake_for_weights()
+        send()
+        if self._colocated:
+            self._on_all("wake_kv_cache", self.fleet.in_state(State.STALE), self._start_timeout_s)
         self.fleet.new_version(version)
         for replica in self.fleet.in_state(State.STALE):
             self.fleet.updated(replica, version)
 
     def sleep(self) -> None:
-        """Colocated engines drop their weights and KV caches; nothing for others.
+        """Colocated engines free weights and KV caches, and serve nothing before `receive_weights`.
 
         Raises LostError for one that fails.
         """
@@ -188,28 +207,20 @@ class Engines:
         for replica in self._on_all("sleep", self.fleet.in_state(*UP), self._start_timeout_s):
             self.fleet.sleep(replica)
 
-    def wake_for_weights(self) -> None:
-        """Engines that sleep take the memory of their weights back, and no more: the sender needs room to gather.
-
-        Raises LostError for one that fails.
-        """
+    def _wake_for_weights(self) -> None:
+        """Engines that sleep allocate memory for weights, not yet for KV caches: the sender needs room to gather."""
         for replica in self._on_all("wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s):
             self.fleet.wake(replica)
 
-    def wake_kv_cache(self) -> None:
-        """Colocated engines that have weights again take the memory of their KV caches back; nothing for others.
-
-        Raises LostError for one that fails.
-        """
-        if self._colocated:
-            self._on_all("wake_kv_cache", self.fleet.in_state(State.STALE), self._start_timeout_s)
-
     def check_alive(self) -> None:
-        """Lose engines whose actor or processes have died, also while they wait for weights and answer nothing else."""
+        """Lose engines whose actor or processes have died, also while they wait for weights and answer nothing else.
+
+        Raises LostError for one that cannot be replaced alone.
+        """
         self._on_all("alive", self.fleet.in_state(*UP, State.ASLEEP), self._hang_timeout_s)
 
     def _on_all(self, method: str, replicas: Sequence[int], timeout_s: float) -> list[int]:
-        """Call a method of replicas' actors, wait, return those that did it. One that fails or is late is lost."""
+        """Call a method of these replicas, wait, and return those that succeeded. One that fails or is late is lost."""
         calls = {replica: getattr(self.actors[replica], method).remote() for replica in replicas}
         done = []
         for replica, ref in calls.items():
@@ -221,14 +232,14 @@ class Engines:
         return done
 
     def stop(self) -> None:
-        """End all engines and actors; never raises for one that is dead already. A round under way fails."""
+        """End all engines and actors; does not raise for dead ones. A running round fails."""
         self._stopped = True
         actors = list(self.actors.values())
         stopping = [actor.stop.remote() for actor in actors]
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
         for actor in actors:
             ray.kill(actor)
-        for ref in self._calls:  # what nobody asked for, Ray would print as unhandled
+        for ref in self._calls:  # Ray prints errors of references that are never read
             with suppress(RayError):
                 ray.get(ref, timeout=POLL_SECONDS)
 
@@ -237,7 +248,7 @@ class Engines:
         self._load(replica)
 
     def _load(self, replica: int) -> None:
-        """Bring the current weights to the engine, unless it has them or they are on their way."""
+        """Send the current weights to the engine, unless it has them or is loading them."""
         doing = "loading weights"
         under_way = any(call.replica == replica and call.doing == doing for call in self._calls.values())
         if self.fleet.state(replica) is not State.STALE or under_way:
@@ -248,16 +259,16 @@ class Engines:
 
     def _loaded(self, replica: int, version: int) -> None:
         self.fleet.updated(replica, version)
-        self._load(replica)  # there may be newer ones by now
+        self._load(replica)  # newer ones may exist by now
 
     def _late(self, ref: ray.ObjectRef) -> None:
-        if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # in time, while nobody looked: between two rounds
+        if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # in time, but between two rounds nobody read it
             self._arrived(ref)
-        elif call := self._calls.get(ref):  # none where its engine was lost just now
+        elif call := self._calls.get(ref):  # gone if its engine was lost just now
             self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")
 
     def _healthy(self, replica: int) -> None:
-        if self.fleet.state(replica) is State.DRAINING:  # new weights end that, too
+        if self.fleet.state(replica) is State.DRAINING:  # new weights end draining too
             self.fleet.resume(replica)
         self.progressed(replica)
 
@@ -272,14 +283,14 @@ class Engines:
             ray.get(ref)
         except RayError as error:
             if isinstance(error, RayTaskError) and isinstance(error.cause, RolloutError):
-                raise error.cause from error  # it lives, and would refuse the same again
+                raise error.cause from error  # the engine is alive, and a new one would refuse the same
             self.lose(call.replica, error)
             return
         call.then()
 
 
 def cause_of(error: Exception) -> str:
-    """In one line what the actor raised, without the traceback that Ray puts around it, or how it died."""
+    """One line with the error that the actor raised, without Ray's traceback, or how the actor died."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     text = " ".join(f"{type(cause).__name__}: {cause}".split())
     return re.sub(r" class_name: .*? ip: \S+", "", text).partition(" Some common causes")[0]

@@ -18,7 +18,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """Where an engine stands."""
+    """State of an engine."""
 
     STARTING = "its process or its model is still being loaded"
     STALE = "it answers, but has not the current weights: it serves nothing"
@@ -30,9 +30,9 @@ class State(Enum):
 
 @dataclass
 class RestartBudget:
-    """How often a run may put something lost in its place: `limit` is run.max_restarts.
+    """Restarts of a run: at most `limit`, which is run.max_restarts.
 
-    engines: rollout engines started anew. recoveries: times that the whole run went on from its last checkpoint.
+    engines: restarted rollout engines. recoveries: times that the whole run resumed from its last checkpoint.
     """
 
     limit: int
@@ -45,20 +45,20 @@ class RestartBudget:
         return self.limit - self.engines - self.recoveries
 
     def metrics(self) -> dict[str, float]:
-        """What was restarted so far, under the names that a run logs."""
+        """Restarts so far, under the names that a run logs."""
         return {"restarts/engines": float(self.engines), "restarts/recoveries": float(self.recoveries)}
 
 
 class Fleet:
     """States of all engines of a run. `version`: of the current weights; 0 are those of the model's folder.
 
-    An event that cannot happen in an engine's state is a mistake of the caller and raises ValueError.
+    An event that is impossible in an engine's state is a bug of the caller and raises ValueError.
     """
 
     def __init__(
         self, replicas: int, budget: RestartBudget, changed: Callable[[int, State], None] = lambda replica, state: None
     ) -> None:
-        """`changed`: told every replica and the state that it has come into."""
+        """`changed`: called with a replica and its new state, first for its initial one."""
         self.version = 0
         self.budget = budget
         self._changed = changed
@@ -67,7 +67,7 @@ class Fleet:
             changed(replica, State.STARTING)
 
     def state(self, replica: int) -> State:
-        """Where the engine stands."""
+        """State of the engine."""
         return self._states[replica]
 
     def in_state(self, *states: State) -> list[int]:
@@ -123,7 +123,7 @@ class Fleet:
         self._move(replica, State.DEAD)
 
     def restart(self, replica: int) -> bool:
-        """Begin to start a new engine in a dead one's place; False, and nothing happens, if the budget is used up."""
+        """Replace a dead engine by a new one; returns False, without effect, if the budget is used up."""
         self._expect(replica, State.DEAD)
         if self.budget.left <= 0:
             return False

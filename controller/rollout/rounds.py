@@ -15,10 +15,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from controller.rollout.engines import Engines, MakeActor, Pending
-from controller.rollout.fleet import Fleet, RestartBudget, State
+from controller.rollout.engines import MakeActor, RolloutEngines
+from controller.rollout.fleet import Fleet, RestartBudget
 from controller.rollout.router import Key, Router
-from controller.watching.live import Live
+from controller.watching.live_metrics import LiveMetrics
 from workers.config import RolloutConfig, SamplingConfig
 from workers.rollout.requests import SampleRequest, SampleResult
 
@@ -27,10 +27,10 @@ OnResults = Callable[[list[SampleResult], ray.ObjectRef], None]
 
 @dataclass(frozen=True)
 class RolloutRound:
-    """What came of one round.
+    """The result of one round.
 
     results: finished samples in the order in which they were requested; blocks: for each, the reference of the
-    TokenBlock that holds its row. dropped: the last failure of every sample that was given up; retried: second tries.
+    TokenBlock that holds its row. dropped: the last failure of every dropped sample; retried: number of retries.
     """
 
     results: list[SampleResult]
@@ -41,104 +41,81 @@ class RolloutRound:
 
 @dataclass
 class _Progress:
-    """A round under way: open streams and what they brought."""
+    """A running round: its open streams and their results so far."""
 
     router: Router
     streams: dict[Any, int] = field(default_factory=dict)  # ObjectRefGenerator -> replica
     found: dict[Key, tuple[SampleResult, ray.ObjectRef]] = field(default_factory=dict)
 
     def lost(self, replica: int) -> None:
-        """Nothing more is read from the replica; what it owes is given to others."""
+        """Close the replica's streams; its unfinished requests go back to the queue."""
         self.streams = {stream: owner for stream, owner in self.streams.items() if owner != replica}
         self.router.replica_lost(replica)
 
 
-class Rollouts:
-    """The engines of a run, and rounds over them."""
+class Rollouts(RolloutEngines):
+    """The engines of a run, and rounds of generation over them."""
 
     def __init__(
         self,
         make: MakeActor,
         config: RolloutConfig,
         budget: RestartBudget | None = None,
-        live: Live | None = None,
+        live: LiveMetrics | None = None,
         **options: Any,
     ) -> None:
-        """make, options: see `Engines`. budget: None allows no restart. live: told states and queues of the engines."""
-        self._config, self._live = config, live or Live()
+        """make, options: see `RolloutEngines`. budget: None allows no restart. live: exports the engines' states and
+        queues."""
+        self._config, self._live = config, live or LiveMetrics()
         fleet = Fleet(config.replicas, budget or RestartBudget(0), self._live.engine_state)
-        self._engines = Engines(make, config, fleet, **options)
-
-    @property
-    def actors(self) -> list[Any]:
-        """Handles of all engines' actors."""
-        return list(self._engines.actors.values())
-
-    @property
-    def serving(self) -> list[int]:
-        """Replicas that may be given requests now."""
-        return self._engines.fleet.serving
-
-    @property
-    def version(self) -> int:
-        """Of the weights that engines must have to serve."""
-        return self._engines.fleet.version
-
-    @property
-    def budget(self) -> RestartBudget:
-        """What the run has restarted so far."""
-        return self._engines.fleet.budget
-
-    def start(self) -> Pending:
-        """Build all engines; returns at once, `result()` waits."""
-        return self._engines.start()
+        super().__init__(make, config, fleet, **options)
 
     def generate(
         self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults | None = None
     ) -> RolloutRound:
         """Sample every request; `on_results` is called with finished samples and their block as they come.
 
-        Where no engine is left, the round waits for the one that is started in its place. Raises RolloutError, the
-        cause first, when run.max_restarts are used up, and LostError if the engine lost cannot be replaced alone.
+        With no engine left, the round waits for a replacement. Raises RolloutError, the cause first, when
+        run.max_restarts are used up, and LostError if a lost engine cannot be replaced alone.
         """
         progress = _Progress(Router(len(self.actors), self._config.max_concurrent, self._config.max_retries))
         progress.router.submit(requests)
         while not progress.router.done:
-            self._engines.look_at_clock(set(progress.streams.values()))
-            for replica in self._engines.take_lost():
+            self.check_deadlines(set(progress.streams.values()))
+            for replica in self.pop_lost():
                 progress.lost(replica)
             self._open_streams(progress, sampling)
-            self._tell_queues(progress.router)
+            self._export_queues(progress.router)
             if not progress.streams:
-                self._engines.check_hope()
-            # One stream at a time, so that what it frees is given out again at once.
-            stream = self._engines.wait(list(progress.streams))
+                self.check_any_will_serve()
+            # One stream at a time, so that capacity it frees is assigned again at once.
+            stream = self.wait(list(progress.streams))
             if stream is not None:
                 self._read(progress, stream, on_results)
-        self._tell_queues(progress.router)
+        self._export_queues(progress.router)
         return _round(requests, progress)
 
     def _open_streams(self, progress: _Progress, sampling: SamplingConfig) -> None:
-        for replica, requests in progress.router.assign(self.serving).items():
-            generate = self._engines.actors[replica].generate.options(num_returns="streaming")
+        for replica, requests in progress.router.assign(self.fleet.serving).items():
+            generate = self.actors[replica].generate.options(num_returns="streaming")
             progress.streams[generate.remote(requests, sampling)] = replica
-            self._engines.progressed(replica)
+            self.progressed(replica)
 
-    def _tell_queues(self, router: Router) -> None:
+    def _export_queues(self, router: Router) -> None:
         self._live.queues(router.waiting, [router.outstanding(replica) for replica in range(len(self.actors))])
 
     def _read(self, progress: _Progress, stream: Any, on_results: OnResults | None) -> None:
-        """Take one block and its results from a stream that has something, or close it."""
+        """Read one block and its results from a stream that is ready, or close it at its end."""
         replica = progress.streams[stream]
         try:
             pair = _next_pair(stream)
         except RayError as error:
-            self._engines.lose(replica, error)
+            self.lose(replica, error)
             return
         if pair is None:
             del progress.streams[stream]
             return
-        self._engines.progressed(replica)
+        self.progressed(replica)
         block, results = pair
         finished = [result for result in results if not result.failed]
         for result in finished:
@@ -150,50 +127,14 @@ class Rollouts:
         if finished and on_results is not None:
             on_results(finished, block)
 
-    def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
-        """Load `payload`, a reference to packed weights, into every engine that is up as `version`; kept for restarts.
-
-        Raises RolloutError if one refuses them: it would go on with old weights.
-        """
-        self._engines.update_weights(payload, version)
-
-    def sleep(self) -> None:
-        """Colocated engines give their GPUs to training; they serve nothing before `receive_weights`."""
-        self._engines.sleep()
-
-    @property
-    def asleep(self) -> bool:
-        """Whether engines have given their GPUs to training."""
-        return bool(self._engines.fleet.in_state(State.ASLEEP))
-
-    def receive_weights(self, send: Callable[[], None], version: int) -> None:
-        """Let `send` bring the weights `version` to every engine, between GPUs; those asleep wake for it.
-
-            memory for weights --> send --> memory for the KV cache --> they serve
-
-        Raises LostError for an engine that is lost on the way, and what `send` raises.
-        """
-        self._engines.wake_for_weights()
-        send()
-        self._engines.wake_kv_cache()
-        self._engines.weights_sent(version)
-
-    def check_alive(self) -> None:
-        """Raise LostError for an engine that has died and cannot be replaced alone."""
-        self._engines.check_alive()
-
-    def stop(self) -> None:
-        """End all engines and actors; never raises for one that is dead already."""
-        self._engines.stop()
-
 
 def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
-    """The next block's reference and its results, or None at the end. Raises what ended the stream before its end."""
+    """Reference and results of the next block, or None at the end. Raises the error that broke the stream."""
     block = next(stream, None)
     if block is None:
         return None
     results = next(stream, None)
-    if results is None:  # Ray hands an error over as the last object, here in the block's place
+    if results is None:  # Ray yields an error as the last object, here in the place of the block
         ray.get(block)
     return block, ray.get(results)
 

@@ -1,6 +1,6 @@
-"""What a run says on the terminal: while it works a live table, after every step a line, completions on request.
+"""Console: the terminal of a run, with a live table, a line after every step, and completions on request.
 
-    say, step, validation, completions    lines and tables that stay
+    log, step, validation, completions    lines and tables that stay
     phase, samples                        the live table below them, on a terminal alone:
 
      step  phase    seconds  samples                       reward
@@ -44,7 +44,7 @@ class Samples:
 
 @dataclass
 class Status:
-    """What the live table shows. phases: (name, when it began), the innermost last; rewards: of the last steps."""
+    """Contents of the live table. phases: (name, start), the innermost last; rewards: of the last steps."""
 
     step: str = ""
     phases: list[tuple[str, float]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Status:
 
 
 class Console:
-    """Prints to standard output. Phases may be told from several threads."""
+    """Prints to standard output. Phases and rounds may come from several threads."""
 
     def __init__(self, console: rich.console.Console | None = None) -> None:
         """`console`: where to print instead."""
@@ -82,23 +82,23 @@ class Console:
         self._status, self._lock = Status(), RLock()
         self._live: Live | None = None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line."""
         self._console.print(escape(text))
 
     def begin_step(self, step: int, steps: int) -> None:
-        """The live table is about this step from now on."""
+        """Name the step that the live table shows."""
         self._status.step = f"{step}/{steps}"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show that phase `name` is under way."""
+        """Show phase `name` while the block runs."""
         with self._shown(self._status.phases, (name, time.monotonic())):
             yield
 
     @contextmanager
     def samples(self, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a round of `total` samples; yields what to call with the number of those that have finished since."""
+        """Show a round of `total` samples; yields a function to call with the number of newly finished ones."""
         found = Samples(total)
 
         def advance(finished: int) -> None:
@@ -109,7 +109,7 @@ class Console:
 
     @contextmanager
     def _shown(self, entries: list[Entry], entry: Entry) -> Iterator[None]:
-        """The table is alive from the first entry to the last, and leaves nothing behind."""
+        """Show the table from the first entry to the last, then erase it."""
         with self._lock:
             entries.append(entry)
             self._start()
@@ -118,7 +118,7 @@ class Console:
         finally:
             with self._lock:
                 if self._live is not None and len(self._status.phases) + len(self._status.rounds) == 1:
-                    self._live.stop()  # before the entry goes: it draws once more
+                    self._live.stop()  # before the entry is removed: it draws once more
                     self._live = None
                 entries.remove(entry)
 
@@ -134,7 +134,7 @@ class Console:
         self._live.start()
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        """The line of one step: its most telling numbers."""
+        """The line of one step, with its main metrics."""
         if "reward/mean" in metrics:
             self._status.rewards.append(metrics["reward/mean"])
         parts_of_reward = [
@@ -160,11 +160,11 @@ class Console:
             ("s", "time/step_s", ".2f"),
         )
         parts = [f"{label} {metrics[key]:{form}}" for label, key, form in shown if key in metrics]
-        self.say(f"step {step:>{len(str(steps))}}/{steps}  " + "  ".join(parts))
+        self.log(f"step {step:>{len(str(steps))}}/{steps}  " + "  ".join(parts))
 
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
         """The line of one validation."""
-        self.say(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
+        self.log(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
     def completions(self, rollout: "Rollout", count: int, trained_on: "RemoteBatch") -> None:
         """A table of the first `count` samples: prompt, response, reward, and advantage where each has one of its own.
@@ -194,7 +194,7 @@ def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:
 
 
 def shows_something(name: str, metrics: Mapping[str, float]) -> bool:
-    """A count of failures is news only where there are some."""
+    """Failures are shown only if there are any."""
     return name != "reward/failures" or metrics[name] > 0
 
 

@@ -1,9 +1,9 @@
 """Every metric of a run, declared once: name, unit, meaning, kind, and how parts of it join.
 
     step's metrics {name: value} --declaration_of--> Declaration --> docs/metrics.md (`metric_page`)
-    LIVE, told by `live` as it happens ------------------^    +----> Ray, Prometheus, Grafana: `series`, labels
+    LIVE, exported by `live_metrics` --------------------^    +----> Ray, Prometheus, Grafana: `series`, labels
 
-`{label}` in a name stands for what the run names: a part of the reward, a phase, a held-out source. A new metric is
+`{label}` in a name stands for a name in the run: a part of the reward, a phase, a held-out source. A new metric is
 declared here; a test compares what real runs record with what is declared.
 """
 
@@ -23,12 +23,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Declaration:
-    """One metric, or the family that a name with `{label}` stands for.
+    """One metric, or a family of metrics: those whose names fit one with `{label}`.
 
     joined: how the values of samples, micro-batches, mini-batches and ranks become the number of a step.
-    when: what has to be so for a step to record it; empty if every step that trains does. so_far: a counter's value is
-    what the run has had so far, not what the step had. boundaries: upper ends of a histogram's buckets, above 0, as Ray
-    wants them.
+    when: the condition for a step to record it; empty if every step that trains does. so_far: a counter's value is that
+    of the run so far, not of the step. boundaries: upper ends of a histogram's buckets, above 0, as Ray wants them.
     """
 
     name: str
@@ -419,7 +418,7 @@ LIVE = (
     RANK_SECONDS,
     RANK_PREDICTED_SECONDS,
 )
-"""What Prometheus alone gets."""
+"""Metrics for Prometheus alone."""
 
 SECTIONS = {
     "Reward": REWARD,
@@ -438,7 +437,7 @@ EXPORTED = METRICS | {declaration.name: declaration for declaration in LIVE}
 
 @cache
 def declaration_of(name: str) -> tuple[Declaration, dict[str, str]] | None:
-    """What declares the metric `name`, and its labels; None if nothing does. A whole name goes before a family."""
+    """The declaration of metric `name` and its labels; None if there is none. An exact name precedes a family."""
     if name in METRICS:
         return METRICS[name], {}
     for declaration in METRICS.values():

@@ -10,17 +10,17 @@ declared.
 
 A line of `metrics.jsonl` holds the metrics of one step; TensorBoard, Weights & Biases and MLflow get the same numbers
 under the same names (MLflow has no `@`: there `pass@8` is `pass_at_8`). Prometheus has them from
-the metrics port of Ray under the names of the last column, with `run` and what stands in braces as labels.
-Counters are numbers of one step in `metrics.jsonl`, but for those "so far", and sums over the run in Prometheus.
+the metrics port of Ray under the names of the last column, with `run` and the names in braces as labels.
+Counters are numbers of one step in `metrics.jsonl`, except those "so far", and sums over the run in Prometheus.
 """
 LIVE_INTRODUCTION = """\
 ## In Prometheus alone
 
-What happens within a step, of single samples, engines and ranks. The sum of a histogram (`_sum`) is Ray's estimate from
+Values within a step: of single samples, engines and ranks. The sum of a histogram (`_sum`) is Ray's estimate from
 its buckets.
 """
 HEADER = "| name | unit | meaning | joined | recorded when | in Prometheus |\n| --- | --- | --- | --- | --- | --- |"
-LIVE_HEADER = "| in Prometheus | labels | unit | meaning | told |\n| --- | --- | --- | --- | --- |"
+LIVE_HEADER = "| in Prometheus | labels | unit | meaning | exported |\n| --- | --- | --- | --- | --- |"
 
 
 def page() -> str:

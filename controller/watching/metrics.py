@@ -1,16 +1,15 @@
-"""RunWriter: what a run leaves behind - config.yaml, validation/, summary.json, and of every step its metrics, lengths,
-some samples and the timeline."""
+"""RunWriter: the files of a run - config.yaml, validation/, summary.json, and for every step metrics, lengths, some
+samples and the timeline."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from controller.validation import Graded
-from controller.watching.spans import Entered, Span, spanning
+from controller.validation_metrics import ScoredResponse
 from controller.watching.trackers import Tracker
 from controller.watching.trackers.files import JsonLines, finite, writing
 from workers.remote_batch import RemoteBatch
@@ -28,8 +27,8 @@ class RunWriter:
         timeline: bool = True,
         after: int = 0,
     ) -> None:
-        """`trackers`: where metrics go; they are closed with this. `after`: the step that a run goes on from; what it
-        recorded beyond that comes again. 0 keeps nothing."""
+        """`trackers`: receive the metrics, and are closed with this. `after`: the step that a run resumes from; records
+        of later steps are removed. 0 keeps nothing."""
         self.folder = folder
         with writing(folder / "config.yaml"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -55,11 +54,11 @@ class RunWriter:
             self._samples.write({"step": step} | numbers, ensure_ascii=False)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
-        """Record what happened when, for `python -m controller.timeline runs/NAME`."""
+        """Record the times of phases, samples and micro-steps, for `python -m controller.timeline runs/NAME`."""
         if self._timeline is not None:
             self._timeline.write({"step": step, **record}, separators=(",", ":"))
 
-    def validation(self, step: int, responses: Sequence[Graded]) -> None:
+    def validation(self, step: int, responses: Sequence[ScoredResponse]) -> None:
         """Record every held-out response of one validation in validation/step-N.jsonl."""
         path = self.folder / "validation" / f"step-{step}.jsonl"
         lines = []
@@ -80,7 +79,7 @@ class RunWriter:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Close all that is open, whichever of it fails; trackers are told whether the run failed."""
+        """Close files and trackers, even if one of them raises; trackers learn whether the run succeeded."""
         with ExitStack() as closing:
             for tracker in self._trackers:
                 closing.callback(tracker.close, succeeded=failure is None)
@@ -90,7 +89,7 @@ class RunWriter:
 
 
 def staleness(sampled_with: np.ndarray, current: int) -> dict[str, float]:
-    """How many versions older than the policy's, `current`, the weights are that each sample was made with [B]."""
+    """Age of the samples in weight versions. sampled_with: version of each [B]. current: the policy's version."""
     age = current - sampled_with
     return {"rollout/staleness_mean": float(age.mean()), "rollout/staleness_max": float(age.max())}
 
@@ -119,26 +118,3 @@ def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float], epochs
         "throughput/update_tokens_per_s": tokens / seconds["update"],
         "throughput/tokens_per_s": tokens / seconds["step"],
     }
-
-
-class Stopwatch:
-    """Phases of one step: `with watch.phase("rollout"): ...`."""
-
-    def __init__(self, entered: Entered = nullcontext) -> None:
-        """`entered`: entered with the name of a phase, and left with it."""
-        self.spans: list[Span] = []
-        self._entered = entered
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to phase `name`."""
-        with spanning(name, self.spans), self._entered(name):
-            yield
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds by phase, in the order in which they ended."""
-        total: dict[str, float] = {}
-        for span in self.spans:
-            total[span.name] = total.get(span.name, 0.0) + span.end - span.start
-        return total

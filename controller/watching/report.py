@@ -25,7 +25,7 @@ FILE = "report.html"
 TEXT = 600  # characters of a response in a table
 SHOWN_SAMPLES = 12
 NUMBER, WORDS, CODE = "n", "", "t"
-"""How a column is set: to the right, as running text, as code."""
+"""Formats of a column: right-aligned number, running text, code."""
 BALANCE_NOTE = (
     "All ranks wait for the heaviest micro-batch of a micro-step. Imbalance: how much longer the micro-steps of an "
     "update take than if no rank waited, by the cost model: in the given order, after Karmarkar-Karp alone (largest "

@@ -15,11 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from balancing import BalancingError, CostModel, Plan, plan_batch
-from balancing.gantt import INK, WAITING, Chart, to_svg
-from balancing.statistics import predicted_grids
+from balancing.analysis.gantt import INK, WAITING, Chart, to_svg
+from balancing.analysis.statistics import predicted_grids
 from controller.config import TrainingConfig
-from controller.mini_batches import draw_mini_batches
-from controller.plan_arguments import plan_arguments
+from controller.planner import draw_mini_batches, plan_arguments
 from controller.watching.run_folder import Curve, RunFolder
 
 BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c2566a", "#8069b0", "#7d8491"
@@ -74,7 +73,7 @@ def themed(drawn: str) -> str:
 
 
 def learning(run: RunFolder) -> list[Panel]:
-    """What every step learned by, reward or loss, and validation beside it."""
+    """Reward or loss of every step, with validation."""
     scores = [name for name in run.names if name.startswith("validation/")]
     validation = [Panel("Validation", _lines(run, scores, "validation/", COLOURS))] if scores else []
     if "reward/mean" in run.names:
@@ -103,7 +102,7 @@ def _lines(run: RunFolder, names: Sequence[str], prefix: str, colours: Sequence[
 
 
 def lengths(run: RunFolder) -> list[tuple[str, Draw]]:
-    """How lengths are spread over the steps, and in the first and the last; empty if none were recorded."""
+    """Distribution of lengths over the steps, and in the first and the last; empty if none were recorded."""
     if not run.lengths:
         return []
     first, last = min(run.lengths), max(run.lengths)

@@ -25,7 +25,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Files that are missing, or lines that a crash cut short, are as if nothing had been recorded there."""
+    """Missing files, and lines that a crash cut short, count as empty."""
 
     path: Path
 
@@ -54,7 +54,7 @@ class RunFolder:
 
     @property
     def finished_steps(self) -> int:
-        """Steps of a run that came to its end, by its summary.json; 0 where there is none."""
+        """Steps of a finished run, from its summary.json; 0 without one."""
         try:
             return int(json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["steps"])
         except (OSError, ValueError, KeyError, TypeError):

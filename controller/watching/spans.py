@@ -1,4 +1,4 @@
-"""Spans: what happened when in a run, gathered on the driver from what comes back anyway.
+"""TimelineRecorder: collects the times of a run on the driver, from results that it receives anyway.
 
     phases of the driver ------------------+
     start and end of every sample ---------+--> TimelineRecorder --take--> one line of timeline.jsonl a step
@@ -9,9 +9,7 @@ together (NTP).
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -22,56 +20,27 @@ if TYPE_CHECKING:
     from workers.rollout.requests import SampleResult, WeightLoad
 
 Rows = dict[str, list[list[Any]]]
-"""What each actor did, by its name."""
-Entered = Callable[[str], AbstractContextManager[object]]
-"""Makes what is entered with a phase of that name, and left with it."""
+"""Rows of each actor, by its name."""
 
 _ORIGIN = time.time() - time.perf_counter()
-"""One reading for the whole process: a phase inside another then never seems to begin before it or to outlast it."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A phase of the driver. start: seconds since 1970; end: likewise."""
-
-    name: str
-    start: float
-    end: float
-
-
-@contextmanager
-def spanning(name: str, spans: list[Span]) -> Iterator[None]:
-    """Append the time of the block to `spans`, also where it raises."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        spans.append(Span(name, _ORIGIN + start, _ORIGIN + time.perf_counter()))
+"""Read once per process: with two readings, an inner phase could seem to begin before the outer one."""
 
 
 class TimelineRecorder:
-    """What has happened since the last `take`; samples may come from another thread."""
+    """Events since the last `take`; samples may come from another thread."""
 
-    def __init__(self, entered: Entered = nullcontext) -> None:
-        """`entered`: entered with the name of a phase, and left with it."""
-        self._phases: list[Span] = []
-        self._entered = entered
+    def __init__(self) -> None:
+        self._phases: list[list[Any]] = []
         self._rows: dict[str, Rows] = {name: {} for name in ("samples", "weights", "micro_steps")}
         self._cost = (1.0, 0.0)
         self._lock = Lock()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record the time of the block."""
-        with spanning(name, self._phases), self._entered(name):
-            yield
-
-    def phases(self, spans: Iterable[Span]) -> None:
-        """Record phases that somebody else has measured."""
-        self._phases.extend(spans)
+    def phase(self, name: str, start: float, end: float) -> None:
+        """Record a phase of the driver; times are of `time.perf_counter`."""
+        self._phases.append([name, round(_ORIGIN + start, 6), round(_ORIGIN + end, 6)])
 
     def samples(self, results: Iterable["SampleResult"]) -> None:
-        """Record when every sample was generated, and where; not those that no engine has seen."""
+        """Record time and engine of every sample; not of those that never reached an engine."""
         for result in results:
             if result.replica < 0:
                 continue
@@ -80,7 +49,7 @@ class TimelineRecorder:
                 self._rows["samples"].setdefault(f"rollout {result.replica}", []).append(row)
 
     def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
-        """Record what each engine, by its actor's name, took for its weights."""
+        """Record the weight updates of each engine, by its actor's name."""
         for actor, found in loads.items():
             rows = [[*_interval(load.start, load.seconds), load.version] for load in found]
             self._rows["weights"].setdefault(actor, []).extend(rows)
@@ -94,10 +63,9 @@ class TimelineRecorder:
 
     def take(self) -> dict[str, Any]:
         """Everything since the last call, ready for JSON; see `controller.watching.timeline` for its form."""
-        phases = [[span.name, round(span.start, 6), round(span.end, 6)] for span in self._phases]
+        phases, self._phases = self._phases, []
         with self._lock:
             rows, self._rows = self._rows, {name: {} for name in self._rows}
-        self._phases = []
         return {"phases": phases, **rows, "cost": list(self._cost)}
 
 

@@ -43,7 +43,7 @@ class MicroStep(NamedTuple):
 
 
 class Track(NamedTuple):
-    """Where a slice is drawn: a process of the trace and a thread in it."""
+    """Position of a slice: a process of the trace and a thread in it."""
 
     process: int
     thread: int

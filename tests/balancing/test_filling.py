@@ -80,7 +80,8 @@ def test_best_fit_takes_the_fullest_with_room():
 @given(lengths, bins, caps, sequences, st.floats(1, 2000))
 def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level):
     weights = np.square(sizes.astype(float))
-    assignment = placed(fill_to_level, order_of(weights), sizes, weights, count, level, cap, most)
+    nowhere = np.full(len(sizes), -1)
+    assignment = placed(fill_to_level, order_of(weights), sizes, weights, nowhere, count, level, cap, most)
     inside = assignment >= 0
     check_caps(assignment, sizes, cap, most)
     assert np.bincount(assignment[inside], weights[inside], 1).max() <= level * (1 + 1e-12)
@@ -88,8 +89,15 @@ def test_level_holds_and_is_the_same_interpreted(sizes, count, cap, most, level)
 
 def test_level_leaves_out_what_is_above_it():
     weights = np.array([9.0, 5.0, 4.0, 3.0, 2.0])
-    assert fill_to_level(np.arange(5), np.array([1] * 5), weights, 2, 7.0, 10, 9).tolist() == [-1, 0, 1, 1, 0]
-    assert fill_to_level(np.arange(5), np.array([1] * 5), weights, 2, 6.0, 10, 9).tolist() == [-1, 0, 1, -1, 1]
+    sizes, nowhere = np.array([1] * 5), np.full(5, -1)
+    assert fill_to_level(np.arange(5), sizes, weights, nowhere, 2, 7.0, 10, 9).tolist() == [-1, 0, 1, 1, 0]
+    assert fill_to_level(np.arange(5), sizes, weights, nowhere, 2, 6.0, 10, 9).tolist() == [-1, 0, 1, -1, 1]
+
+
+def test_level_counts_what_is_placed_already():
+    weights, placed = np.array([5.0, 4.0, 3.0]), np.array([0, -1, -1])
+    assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 2, 7.0, 10, 9).tolist() == [0, 1, 1]
+    assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 1, 9.0, 10, 9).tolist() == [0, 0, -1]
 
 
 @settings(max_examples=50, deadline=None)

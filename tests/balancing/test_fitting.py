@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from balancing import CostModel
-from balancing.distributions import draw
+from balancing.analysis.distributions import draw
 from balancing.errors import CostModelError, LengthError, WeightError
 
 TRUE = CostModel(2e-6, 3e-11, "second")
@@ -82,7 +82,7 @@ def test_a_fitted_model_plans_like_the_one_it_was_measured_on():
     [
         ([[5], [6], [7]], [1, 2, 3], CostModelError, "3 measurements"),
         ([[5], [6], [7], [8]], [1, 2, 3], CostModelError, "4 micro-batches with 3 seconds"),
-        ([[5]] * 6, [1.0] * 6, CostModelError, "too alike"),
+        ([[5]] * 6, [1.0] * 6, CostModelError, "too similar"),
         ([[512] * count for count in range(1, 9)], list(range(1, 9)), CostModelError, "short sequences and of long"),
         ([[5], [60], [700], [8000]], [1, 0, 2, 3], CostModelError, r"seconds\[1\] is 0"),
         ([[5], [60], [700], [8000]], [1, np.nan, 2, 3], WeightError, r"seconds\[1\] is nan"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from balancing.__main__ import main
-from balancing.strategies import STRATEGIES
+from balancing.analysis.strategies import STRATEGIES
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ["--distribution", "lognormal", "--count", "64", "--ranks", "4", "--mini-batches", "2"]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import BalancingError, pack
-from balancing.bounds import fewest_bins
 from balancing.errors import CountError, LengthError, OptionError, OverCapError, WeightError
+from balancing.lower_bounds import fewest_bins
 from balancing.padded import deal_padded
 
 FIRST = [100, 900, 50, 950, 400, 600]

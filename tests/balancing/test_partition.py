@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import BalancingError, partition
-from balancing.crowding import crowded_bound
-from balancing.distributions import draw
+from balancing.analysis.distributions import draw
 from balancing.errors import CountError, OptionError, WeightError
-from balancing.partition import sort_and_deal
+from balancing.lower_bounds import pigeonhole_bound
 
 ALGORITHMS = ("refined", "karmarkar_karp", "longest_first", "sort_and_deal")
 
@@ -156,13 +155,13 @@ def test_eight_weights_per_set_come_close_to_the_bound_with_equal_counts(name):
     weights = draw(name, 64, seed=0)
     sets = partition(weights, 8, equal_size=True)
     assert {len(s) for s in sets} == {8}
-    bound = crowded_bound(np.sort(weights)[::-1].astype(float), 8, equal_size=True)
+    bound = pigeonhole_bound(np.sort(weights)[::-1].astype(float), 8, equal_size=True)
     assert sums(weights, sets).max() <= bound * 1.0005
 
 
 def test_d1_sorted_and_dealt_with_stride_ties_stable():
-    lengths = np.array([7, 6, 8, 5, 1, 3, 8, 6], float)
-    assert sort_and_deal(lengths, 2) == [[4, 3, 7, 2], [5, 1, 0, 6]]
+    sets = partition([7, 6, 8, 5, 1, 3, 8, 6], 2, algorithm="sort_and_deal")
+    assert [indices.tolist() for indices in sets] == [[2, 3, 4, 7], [0, 1, 5, 6]]
 
 
 @pytest.mark.parametrize(

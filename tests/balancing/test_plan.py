@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing import BalancingError, CostModel, Plan, plan_batch
-from balancing.bounds import step_time_bound
-from balancing.distributions import DEFAULT_CAP, draw
+from balancing import BalancingError, CostModel, Plan, explain, plan_batch, plan_statistics
+from balancing.analysis.distributions import DEFAULT_CAP, draw
 from balancing.errors import CountError, LengthError, MiniBatchError, OptionError, OverCapError
+from balancing.lower_bounds import step_time_bound
 from tests.benchmarks.balancing.plans import COST_MODEL, Batch, geometrically_distributed, just_above_half
 
 QUADRATIC = CostModel(1000.0, 1.0)
@@ -145,7 +145,7 @@ def test_p9_the_micro_batches_of_each_rank_weigh_the_same():
 def test_m7_a_cap_of_twice_the_longest_leaves_no_rank_waiting():
     lengths = lognormal(1024)
     plan = plan_batch(lengths, ranks=8, max_tokens=2 * lengths.max(), cost_model=SEVEN_BILLION)
-    assert plan.statistics()["imbalance/micro_steps"] < 1e-3
+    assert plan_statistics(plan)["imbalance/micro_steps"] < 1e-3
 
 
 def test_v6_the_number_of_micro_steps_is_the_least_that_fits():
@@ -165,7 +165,7 @@ def test_fewer_sequences_than_ranks_are_solved_with_empty_micro_batches():
     (step,) = plan.mini_batches[0].micro_steps
     assert sorted(rows.tolist() for rows in step.ranks) == [[], [], [0], [1]]
     assert sum(len(plan.for_rank(rank).rows) for rank in range(4)) == 2
-    assert plan.statistics()["empty_micro_batches"] == 2
+    assert plan_statistics(plan)["empty_micro_batches"] == 2
 
 
 def test_v6_empty_micro_batches_are_refused_on_request():
@@ -212,7 +212,7 @@ def test_v10_what_runs_together_weighs_the_same():
     plan = plan_batch(
         lengths, ranks=8, mini_batches=shuffled_mini_batches(1024, 4), max_tokens=16384, cost_model=SEVEN_BILLION
     )
-    statistics = plan.statistics()
+    statistics = plan_statistics(plan)
     assert statistics["imbalance/micro_steps"] < 1e-3
     assert statistics["imbalance_before/micro_steps"] > 0.1
 
@@ -248,7 +248,7 @@ def test_p8_giants_run_together_and_do_not_hold_up_the_rest():
     steps = plan.mini_batches[0].micro_steps
     giants = [sum(int((rows < 4).sum()) for rows in step.ranks) for step in steps]
     assert sorted(giants) == [0] * (len(giants) - 1) + [4]
-    assert plan.statistics()["imbalance/micro_steps"] < 1e-3
+    assert plan_statistics(plan)["imbalance/micro_steps"] < 1e-3
 
 
 def test_long_sequences_share_micro_batches_rather_than_hold_every_step_up():
@@ -272,12 +272,12 @@ def test_predicted_times_of_padded_rows_are_those_of_the_longest():
 
 def test_a_plan_explains_itself():
     plan = plan_batch([8192, *[100] * 30], ranks=4, max_tokens=16384, cost_model=QUADRATIC)
-    assert "8,192" in plan.explain()
+    assert "8,192" in explain(plan)
 
 
 def test_v3_statistics_of_a_small_batch_counted_by_hand():
     plan = plan_batch([10, 10, 2, 2], ranks=2, mini_batches=[range(4)], max_tokens=20)
-    statistics = plan.statistics()
+    statistics = plan_statistics(plan)
     assert all(type(value) is float for value in statistics.values())
     assert [statistics[f"tokens_per_rank/{key}"] for key in ("min", "max", "mean", "difference")] == [12, 12, 12, 0]
     before = [statistics[f"tokens_per_rank_before/{key}"] for key in ("min", "max", "mean", "difference")]
@@ -397,14 +397,9 @@ def test_groups_are_counted_where_they_have_a_loss_token():
 @pytest.mark.parametrize(
     ("make", "seed", "number", "most"),
     [
-        (
-            lambda seed: draw("geometric", 4096, seed),
-            73,
-            1,
-            0.023,
-        ),  # 0.025 from longest-first
-        (just_above_half, 1, 0, 0.006),  # 0.012
-        (geometrically_distributed, 5, 0, 0.006),  # 0.052
+        (lambda seed: draw("geometric", 4096, seed), 27, 2, 0.001),  # 0.024 without a step of pairs of halves
+        (just_above_half, 1, 0, 0.006),  # 0.012 without exchanges between steps
+        (geometrically_distributed, 5, 0, 0.006),  # 0.052 without exchanges between steps
     ],
 )
 def test_v10_hard_mini_batches_come_near_their_bound(make, seed, number, most):

@@ -28,7 +28,7 @@ import ray
 
 from examples.addition import data
 from examples.addition.warm_start import create_model
-from tests.end_to_end.trouble import Trouble, run_with
+from tests.end_to_end.faults import Fault, run_with
 
 SETTINGS = (
     "batch.prompts_per_step=3",
@@ -151,10 +151,10 @@ def soak(folder: Path, steps: int, every: int, watch: Watch) -> tuple[list[dict[
     data.write(folder / "train.jsonl", 64, seed=1, held_out=False)
     overrides = [*SETTINGS, f"run.steps={steps}", f"run.dir={folder}", f"model.path={folder / 'model'}"]
     # A step that is repeated is not disturbed again: what follows it is another step's.
-    trouble: dict[int, Trouble] = dict.fromkeys(range(1, steps + 1), watch.look)
+    faults: dict[int, Fault] = dict.fromkeys(range(1, steps + 1), watch.look)
     for step in range(every, round(steps * (1 - QUIET)), every):
-        trouble[step + watch.rng.randrange(-2, 3)] = lambda trainer: (watch.look(trainer), watch.kill(trainer))
-    run = run_with([*overrides, f"data.train={folder / 'train.jsonl'}"], trouble)
+        faults[step + watch.rng.randrange(-2, 3)] = lambda trainer: (watch.look(trainer), watch.kill(trainer))
+    run = run_with([*overrides, f"data.train={folder / 'train.jsonl'}"], faults)
     text = (run.config.run_folder / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()], run.last
 

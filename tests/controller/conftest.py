@@ -1,6 +1,7 @@
 """Shared by the tests of configurations: a folder with everything that a valid one names, and runs on stand-ins."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from tests.controller.config_workspace import write_workspace
 if TYPE_CHECKING:
     from controller.config import Config
     from controller.fit import Inputs
+    from tests.controller.stand_ins.roles import LocalRun
     from tests.controller.stand_ins.run import StandInRun, StandIns
 
 
@@ -20,16 +22,6 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_workspace(tmp_path)
     return tmp_path
-
-
-@pytest.fixture(scope="session")
-def stand_in_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the configurations of runs on stand-ins name."""
-    from tests.controller.stand_ins.run import write_stand_in_workspace
-
-    path = tmp_path_factory.mktemp("stand-ins")
-    write_stand_in_workspace(path)
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -48,17 +40,17 @@ def stand_in_inputs() -> "Callable[[Config], Inputs]":
 
 
 @pytest.fixture
-def stand_ins(stand_in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> "StandIns":
-    """In their places until the test ends."""
-    from tests.controller.stand_ins.run import StandIns
-
-    monkeypatch.chdir(stand_in_folder)
-    return StandIns(monkeypatch)
-
-
-@pytest.fixture
 def run_on_stand_ins(
     stand_ins: "StandIns", tmp_path: Path, stand_in_inputs: "Callable[[Config], Inputs]"
 ) -> "Callable[..., StandInRun]":
     """A whole run from overrides, in a second."""
     return lambda *overrides: stand_ins.run([f"run.dir={tmp_path}", *overrides], stand_in_inputs)
+
+
+@pytest.fixture
+def local_run(tmp_path: Path) -> "Iterator[Callable[..., LocalRun]]":
+    """A trainer over roles that answer at once, from overrides."""
+    from tests.controller.stand_ins.roles import LocalRun
+
+    with ExitStack() as stack:
+        yield lambda *overrides: stack.enter_context(closing(LocalRun(tmp_path, *overrides)))

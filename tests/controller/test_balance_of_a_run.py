@@ -7,25 +7,16 @@ import numpy as np
 import pytest
 
 from balancing import Plan, plan_batch
-from balancing.differenced import differenced
 from balancing.grouping import Grouping
-from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
+from balancing.initial_assignment import karmarkar_karp_twice
+from tests.controller.stand_ins.run import StandIns
 
 Run = Callable[..., dict[str, float]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("stand-ins")
-    write_stand_in_workspace(path)
-    return path
-
-
 @pytest.fixture
-def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(stand_ins: StandIns, tmp_path: Path) -> Run:
     """The metrics of the only step of a run."""
-    monkeypatch.chdir(folder)
-    stand_ins = StandIns(monkeypatch)
 
     def metrics(*overrides: str) -> dict[str, float]:
         (step,) = stand_ins.run([f"run.dir={tmp_path}", "run.steps=1", *overrides]).outcome.steps
@@ -37,7 +28,7 @@ def run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many mini-batches a run planned, and how many of them began with largest differencing."""
-    counted = {"mini_batches": 0, "differenced": 0}
+    counted = {"mini_batches": 0, "karmarkar_karp": 0}
 
     def planned(*arguments: object, **settings: object) -> Plan:
         plan = plan_batch(*arguments, **settings)  # type: ignore[arg-type]
@@ -45,18 +36,18 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return plan
 
     def begun(weights: np.ndarray, ranks: int, steps: int) -> Grouping:
-        counted["differenced"] += 1
-        return differenced(weights, ranks, steps)
+        counted["karmarkar_karp"] += 1
+        return karmarkar_karp_twice(weights, ranks, steps)
 
     monkeypatch.setattr("controller.planner.plan_batch", planned)
-    monkeypatch.setattr("balancing.dealing.differenced", begun)
+    monkeypatch.setattr("balancing.dealing.karmarkar_karp_twice", begun)
     return counted
 
 
 def test_p8_p9_m5_every_mini_batch_of_a_default_run_begins_with_karmarkar_karp(run: Run, moves: dict[str, int]) -> None:
     metrics = run("batch.mini_batches=2", "batch.prompts_per_step=4")
     assert moves["mini_batches"] >= 2
-    assert moves["differenced"] >= moves["mini_batches"]
+    assert moves["karmarkar_karp"] >= moves["mini_batches"]
     assert metrics["balance/from_karmarkar_karp"] == 1.0
 
 
@@ -65,7 +56,7 @@ def test_p8_load_balance_is_another_name_and_none_is_not(
     run: Run, moves: dict[str, int], algorithm: str, share: float
 ) -> None:
     assert run(f"balance.algorithm={algorithm}")["balance/from_karmarkar_karp"] == share
-    assert (moves["differenced"] > 0) == bool(share)
+    assert (moves["karmarkar_karp"] > 0) == bool(share)
 
 
 def test_v3_d7_a_step_tells_three_imbalances_and_the_padding_that_is_not_computed(run: Run) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at, go_on
+from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at, resume
 from controller.config import load
 from controller.watching.metrics import RunWriter
 from controller.watching.trackers.files import JsonLinesTracker
@@ -22,7 +22,7 @@ def write(path: Path, step: int, **progress: Any) -> Path:
     unfinished.mkdir(parents=True)
     (unfinished / "shard").write_bytes(b"weights")
     files = {"shard": StoredFile.of(unfinished / "shard")}
-    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step, **progress).to_json(), None, files))
+    commit(unfinished, path, Manifest(step, 1, {}, Progress(step=step, **progress).to_json(), files))
     return path
 
 
@@ -86,10 +86,10 @@ def test_an_older_checkpoint_is_not_taken_silently_with_other_data(
             return read_manifest(Path(path)).extra
 
     config = load(None, ["model.path=model", f"run.dir={tmp_path}", "run.name=run", "run.resume=auto"])
-    roles, console = SimpleNamespace(trained={"policy": Policy()}), SimpleNamespace(say=str)
+    roles, console = SimpleNamespace(trained={"policy": Policy()}), SimpleNamespace(log=str)
     check_same_data(config, newest)
     with pytest.raises(ConfigError, match=r"step-1 was trained on other data: run.seed=1 was 0"):
-        go_on(config, roles, console, newest)
+        resume(config, roles, console, newest)
     assert len(checkpoints_at(tmp_path / "run")) == 2, "it was refused, and a checkpoint removed"
     config.run.other_data = "keep_place"
-    assert go_on(config, roles, console, newest).data == newest
+    assert resume(config, roles, console, newest).data == newest

@@ -1,50 +1,12 @@
 """A checkpoint that fails costs no step, and the ones before it stay."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from controller.checkpoint import Progress, checkpoint_path, checkpoints_at
 from controller.checkpoint_writer import CheckpointWriter
-from tests.controller.test_checkpoint import write
-from workers.errors import CheckpointError, LostError
-
-
-class Saves:
-    """A policy whose saves, in the background, fail for the steps in `full`: said by the next call, as the real one."""
-
-    def __init__(self, *full: int) -> None:
-        self.full = full
-        self.failed: list[str] = []
-        self.trained = {"policy": self}  # roles with this one alone
-        self.save_checkpoint = Method(self.save)
-        self.wait_for_checkpoint = Method(self.wait)
-
-    def save(self, path: str, step: int, extra: dict[str, Any]) -> None:
-        self.wait()
-        if step in self.full:
-            self.failed.append(f"{path} could not be saved: no space left.")
-        else:
-            write(Path(path), step)
-
-    def wait(self) -> None:
-        if self.failed:
-            raise CheckpointError(self.failed.pop())
-
-
-@dataclass
-class Method:
-    """As of a worker group."""
-
-    call: Callable[..., None]
-
-    def remote(self, *arguments: Any) -> "Method":
-        return Method(partial(self.call, *arguments))
-
-    def result(self, timeout_s: float) -> None:
-        self.call()
+from tests.controller.stand_ins.roles import Saves
+from workers.errors import LostError
 
 
 def names(folder: Path) -> list[str]:
@@ -53,7 +15,7 @@ def names(folder: Path) -> list[str]:
 
 def test_a_full_disk_is_said_and_counted_and_the_last_good_one_stays(tmp_path: Path) -> None:
     said: list[str] = []
-    writer = CheckpointWriter(Saves(2), tmp_path, keep=2, say=said.append)
+    writer = CheckpointWriter(Saves(2), tmp_path, keep=2, log=said.append)
     for step in (1, 2, 3):
         writer.begin(Progress(step=step))
     writer.finish()
@@ -69,7 +31,7 @@ def test_a_full_disk_is_said_and_counted_and_the_last_good_one_stays(tmp_path: P
 
 def test_a_stopped_run_saves_its_last_complete_step_once(tmp_path: Path) -> None:
     said: list[str] = []
-    writer = CheckpointWriter(Saves(), tmp_path, keep=2, say=said.append)
+    writer = CheckpointWriter(Saves(), tmp_path, keep=2, log=said.append)
     writer.at_stop(Progress(step=0))
     assert names(tmp_path) == []
     writer.begin(Progress(step=3))
@@ -85,5 +47,5 @@ def test_a_stopped_run_that_cannot_save_ends_all_the_same(tmp_path: Path) -> Non
             raise LostError("policy dp=0 was lost")
 
     said: list[str] = []
-    CheckpointWriter(Lost(), tmp_path, keep=2, say=said.append).at_stop(Progress(step=4))
+    CheckpointWriter(Lost(), tmp_path, keep=2, log=said.append).at_stop(Progress(step=4))
     assert said[-1] == "no checkpoint of step 4: policy dp=0 was lost"

@@ -103,7 +103,7 @@ def test_a_port_where_nobody_listens_is_named(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", closed_port)
     assert refused(capfd) == (
-        1,
+        2,
         f"error: RAY_ADDRESS={closed_port}: no connection (Connection refused); check the port, and that the cluster "
         "runs (`ray status` there).\n",
     )
@@ -118,7 +118,7 @@ def test_a_host_that_cannot_be_resolved_is_named(
 
     monkeypatch.setattr(socket, "create_connection", unknown)
     code, line = refused(capfd, "resources.ray_address=nowhere.invalid:6379")
-    assert code == 1
+    assert code == 2
     assert "nowhere.invalid:6379: the host is not known (Name or service not known); check its name." in line
 
 
@@ -130,7 +130,7 @@ def test_a_host_that_does_not_answer_is_not_waited_for(
 
     monkeypatch.setattr(socket, "create_connection", silent)
     code, line = refused(capfd, "resources.ray_address=10.0.0.1:6379")
-    assert code == 1 and "10.0.0.1:6379: nothing answered within 4 s; check the address, and that no fire" in line
+    assert code == 2 and "10.0.0.1:6379: nothing answered within 4 s; check the address, and that no fire" in line
 
 
 def test_a_port_that_takes_connections_and_says_nothing_is_no_cluster(
@@ -139,13 +139,13 @@ def test_a_port_that_takes_connections_and_says_nothing_is_no_cluster(
     monkeypatch.setattr(cluster_address, "ANSWER_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         code, line = refused(capfd, f"resources.ray_address=127.0.0.1:{server.getsockname()[1]}")
-    assert code == 1 and "what answers there is not a Ray head node (DEADLINE_EXCEEDED); give the port of `ray" in line
+    assert code == 2 and "what answers there is not a Ray head node (DEADLINE_EXCEEDED); give the port of `ray" in line
 
 
 def test_a_port_of_another_service_is_no_cluster(capfd: pytest.CaptureFixture[str]) -> None:
     with serving(HeadNode("/some.Other/Method")) as address:
         code, line = refused(capfd, f"resources.ray_address={address}")
-    assert code == 1 and "what answers there is not a Ray head node (UNIMPLEMENTED); give the port" in line
+    assert code == 2 and "what answers there is not a Ray head node (UNIMPLEMENTED); give the port" in line
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_token_that_is_missing_or_wrong_is_one_line(
     Path("token").write_text("e" * 64)
     with serving(HeadNode(HEALTH, CLUSTER_ID, token=TOKEN)) as address:
         code, line = refused(capfd, f"resources.ray_address={address}")
-    assert code == 1 and message in line
+    assert code == 2 and message in line
 
 
 def test_a_cluster_that_takes_our_token_or_wants_none_is_joined(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

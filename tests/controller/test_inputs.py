@@ -2,31 +2,33 @@
 
 import json
 import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 import controller.data
 from controller.config import load
-from controller.inputs import read_inputs
+from controller.data import rendered
+from controller.inputs import limited_tokenizer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
-from tests.controller.stand_ins.run import SETTINGS, write_stand_in_workspace
-from workers.errors import BallastError
+from tests.controller.stand_ins.run import SETTINGS
+from workers.errors import BallastError, DataError
 
 CHAT = "{% for m in messages %}{{ raise_exception('no x') if m.content == 'x' else m.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("inputs")
-    write_stand_in_workspace(path)
-    return path
+ENDLESS = (
+    "{% for m in messages %}{% if m.content == 'x' %}{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
+)
 
 
 @pytest.fixture
-def workspace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(folder)
-    return folder
+def workspace(stand_in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy, which a test may change."""
+    shutil.copytree(stand_in_folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def refusal(*overrides: str) -> str:
@@ -56,7 +58,16 @@ def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Pa
     records = [{"prompt": [{"role": "user", "content": content}]} for content in contents]
     (workspace / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
     line = refusal("data.train=chat.jsonl")
-    check_line(BadInput("later", ["chat.jsonl record 4", "TemplateError: no x"]), 2, line)
+    check_line(BadInput("later", ["chat.jsonl record 41 is not rendered", "TemplateError: no x"]), 2, line)
+
+
+def test_a_template_that_never_ends_on_a_later_prompt_is_ended(workspace: Path) -> None:
+    (workspace / "model" / "chat_template.jinja").write_text(ENDLESS)
+    tokenizer = limited_tokenizer(load(None, [*SETTINGS, "resources.user_code_timeout_s=0.2"]))
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(DataError, match=r"record 41 is not rendered .* took more than resources.user_code_timeout_s="):
+        rendered(tokenizer, messages, "chat.jsonl record 41")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) -> None:

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.advantage_computer import AdvantageComputer, adapted_kl_weight
 from controller.advantages import rloo
 from controller.checkpoint import Progress
 from controller.config import Config, load
-from controller.credit import Credit
-from controller.kl_control import adapted
 from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal
 from workers.config import KlInRewardConfig
@@ -23,42 +22,42 @@ ON = "algorithm.kl_in_reward.coefficient=0.1"
 
 def test_the_weight_follows_the_kl_by_hand() -> None:
     settings = KlInRewardConfig(coefficient=0.1, target=6.0, horizon=1000)
-    assert adapted(0.1, 6.6, 500, settings) == pytest.approx(
+    assert adapted_kl_weight(0.1, 6.6, 500, settings) == pytest.approx(
         0.1 * (1 + 0.1 * 0.5)
     )  # a tenth too high, half the horizon
-    assert adapted(0.1, 60.0, 500, settings) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
-    assert adapted(0.1, -1.0, 500, settings) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
-    assert adapted(0.1, 60.0, 500, KlInRewardConfig(coefficient=0.1)) == 0.1
+    assert adapted_kl_weight(0.1, 60.0, 500, settings) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
+    assert adapted_kl_weight(0.1, -1.0, 500, settings) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
+    assert adapted_kl_weight(0.1, 60.0, 500, KlInRewardConfig(coefficient=0.1)) == 0.1
 
 
 @given(kl=st.floats(-10, 100), sequences=st.integers(1, 1000))
 def test_the_weight_moves_towards_the_target_and_stays_positive(kl: float, sequences: int) -> None:
-    weight = adapted(0.5, kl, sequences, KlInRewardConfig(coefficient=0.5, target=4.0, horizon=1000))
+    weight = adapted_kl_weight(0.5, kl, sequences, KlInRewardConfig(coefficient=0.5, target=4.0, horizon=1000))
     assert weight > 0
     assert np.sign(weight - 0.5) == np.sign(kl - 4.0) or abs(kl - 4.0) < 1e-9
 
 
-def credit_of(kl: np.ndarray, progress: Progress, **settings: float) -> Credit:
-    """Credit by RLOO over a reference that answers `kl`."""
+def advantages_by(kl: np.ndarray, progress: Progress, **settings: float) -> AdvantageComputer:
+    """AdvantageComputer by RLOO over a reference that answers `kl`."""
     config = Config()
     config.algorithm.advantage = "rloo"
     config.algorithm.kl_in_reward = KlInRewardConfig(**settings)
     reference = SimpleNamespace(kl=lambda batch, plan, estimator: kl)
     roles = SimpleNamespace(critic=None, reference=reference)
-    return Credit(config, roles, SimpleNamespace(whole=lambda *arguments: None), progress)
+    return AdvantageComputer(config, roles, SimpleNamespace(whole=lambda *arguments: None), progress)
 
 
 def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
     columns = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "uid": np.array(["a", "a", "b", "b"])}
     batch = RemoteBatch(columns | {"response_tokens": np.array([3, 1, 2, 2])}, {})
     kl, progress = np.array([2.0, 0.0, 1.0, 5.0]), Progress()
-    credited, metrics = credit_of(kl, progress, coefficient=0.1, target=1.0, horizon=10).assign(batch)
+    credited, metrics = advantages_by(kl, progress, coefficient=0.1, target=1.0, horizon=10).compute(batch)
     expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), columns["uid"])
     assert credited["advantages"] == pytest.approx(expected)
     assert credited["reward"].tolist() == columns["reward"].tolist()
     assert metrics == {"reward/kl": 2.0, "reward/kl_coefficient": 0.1}
     assert progress.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.4))
-    _, metrics = credit_of(kl, progress, coefficient=0.1).assign(batch)
+    _, metrics = advantages_by(kl, progress, coefficient=0.1).compute(batch)
     assert metrics["reward/kl_coefficient"] == progress.kl_coefficient  # also after a resume, from the progress
 
 

@@ -13,14 +13,14 @@ from tests.controller.stand_ins.run import StandIns
 from tests.workers.model.broken import as_broken, save_broken_model
 from tests.workers.model.tiny import save_tiny_model
 from workers.errors import UnsupportedModelError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.parallel import make_parallel
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken models are registered in this process alone, not in transformers' source, which a check reads."""
-    monkeypatch.setattr("controller.preflight.checks.check_model_type", lambda *_: None)
+    monkeypatch.setattr("controller.preflight.training_checks.check_model_type", lambda *_: None)
 
 
 def dry_run(*overrides: str) -> int:
@@ -85,7 +85,8 @@ def test_a_run_ends_before_its_first_sample_where_the_model_is_broken(
     process_group: None, stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(
-        "workers.model_worker.Engine", lambda model, **settings: Engine(model, **settings | {"device": "cpu"})
+        "workers.model_worker.TrainingEngine",
+        lambda model, **settings: TrainingEngine(model, **settings | {"device": "cpu"}),
     )
     create_model(tmp_path / "model", seed=0, width=32, layers=2)
     as_broken(tmp_path / "model", name)

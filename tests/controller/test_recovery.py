@@ -35,7 +35,7 @@ def write_checkpoint(folder: Path, step: int) -> None:
     path = folder / "run" / "checkpoints" / "policy" / f"step-{step}"
     unfinished = path.with_name(".unfinished")
     unfinished.mkdir(parents=True)
-    commit(unfinished, path, Manifest(step, 1, {}, {}, None, {}))
+    commit(unfinished, path, Manifest(step, 1, {}, {}, {}))
 
 
 def test_a_loss_is_made_good_by_another_attempt_that_resumes(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from controller.checkpoint import checkpoint_path
 from controller.config import load
+from controller.data_identity import DataIdentity, differences
 from controller.inputs import read_inputs, try_inputs
 from tests.controller.stand_ins.run import SETTINGS, StandIns, write_stand_in_workspace
 from workers.errors import ConfigError
@@ -40,9 +41,9 @@ def workspace(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return trained
 
 
-def try_again(*overrides: str) -> None:
-    """What a dry run tries of the run that goes on from the two steps."""
-    try_inputs(load(None, [*SETTINGS, *OWN, "run.resume=runs/run", "run.name=again", *overrides]))
+def try_again(*overrides: str) -> DataIdentity:
+    """The identity of the data of a run that goes on from the two steps, by what its dry run tries."""
+    return try_inputs(load(None, [*SETTINGS, *OWN, "run.resume=runs/run", "run.name=again", *overrides])).identity
 
 
 @pytest.mark.parametrize(
@@ -51,13 +52,21 @@ def try_again(*overrides: str) -> None:
         (),
         ("run.steps=9", "policy.optimizer.learning_rate=1e-3", "batch.prompts_per_step=4", "algorithm.advantage=rloo"),
         ("data.train=moved.jsonl",),
-        ("run.seed=1", "data.shuffle=false", "run.other_data=restart"),
     ],
-    ids=["nothing", "settings of learning", "the same data elsewhere", "allowed"],
+    ids=["nothing", "settings of learning", "the same data elsewhere"],
 )
 def test_what_leaves_the_prompts_as_they_were_goes_on(workspace: Path, overrides: tuple[str, ...]) -> None:
+    """From the place of the checkpoint, in data of the same identity."""
     (workspace / "moved.jsonl").write_text(records(*TRAINED))
-    try_again(*overrides)
+    checkpoint = read_manifest(checkpoint_path(workspace / "runs" / "run", 2)).extra
+    assert checkpoint["position"] == 4, "two steps of two prompts"
+    assert try_again(*overrides) == {key: part for key, part in checkpoint["data"].items() if key != "prompts"}
+
+
+def test_another_order_goes_on_where_that_is_allowed(workspace: Path) -> None:
+    data = read_manifest(checkpoint_path(workspace / "runs" / "run", 2)).extra["data"]
+    identity = try_again("run.seed=1", "data.shuffle=false", "run.other_data=restart")
+    assert differences(identity, data) == ["data.shuffle=False was True"]
 
 
 @pytest.mark.parametrize(

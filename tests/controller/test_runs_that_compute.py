@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controller.credit import sequence_advantages
-from controller.mini_batches import draw_mini_batches
-from controller.preflight.column_checks import OF_A_BATCH
+from controller.advantage_computer import sequence_advantages
+from controller.planner import draw_mini_batches
+from controller.preflight.data_checks import OF_A_BATCH
 from controller.trainer import Trainer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import unpacked_log_probs

@@ -86,7 +86,7 @@ def test_a_sample_without_a_score_counts_zero_or_is_dropped(finished: RolloutRou
 
 def test_samples_meet_the_greedy_response_to_their_prompt(finished: RolloutRound) -> None:
     greedy = RolloutRound([result("a", 0, 0)], ["g"], [result("b", 0, -1, finish_reason="error")], retried=1)
-    compared = assemble(finished, SCORES).against(assemble(greedy, {("a", 0): Score(0.75, "greedy")}))
+    compared = assemble(finished, SCORES).with_baseline(assemble(greedy, {("a", 0): Score(0.75, "greedy")}))
     assert compared.batch["uid"].tolist() == ["a", "a"]
     assert compared.batch["greedy_reward"].tolist() == [0.75, 0.75]
     assert list(compared.by_sample) == [("a", 0), ("a", 1)]
@@ -95,7 +95,7 @@ def test_samples_meet_the_greedy_response_to_their_prompt(finished: RolloutRound
     assert compared.metrics()["reward/mean"] == 0.75
     elsewhere = RolloutRound([result("c", 0, 0)], ["g"], [], retried=0)
     with pytest.raises(RolloutError, match="no prompt of this round has both"):
-        assemble(finished, SCORES).against(assemble(elsewhere, {("c", 0): Score(1.0, "greedy")}))
+        assemble(finished, SCORES).with_baseline(assemble(elsewhere, {("c", 0): Score(1.0, "greedy")}))
 
 
 def test_tokens_of_an_environment_count_for_the_length_and_not_for_the_response() -> None:

@@ -14,7 +14,7 @@ from controller.worker_group import Share, WorkerGroup
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import results
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss
 from workers.model.packing import Sequences
 from workers.policy import PolicyWorker
@@ -40,7 +40,7 @@ def batch_of(sequences: Sequences) -> RemoteBatch:
 def test_workers_that_share_sequences_answer_as_one(tmp_path: Path) -> None:
     sequences = random_sequences()
     model = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
-    alone = Engine(model, optimizer=OPTIMIZER, total_steps=1, device="cpu")
+    alone = TrainingEngine(model, optimizer=OPTIMIZER, total_steps=1, device="cpu")
     expected_log_probs, _ = alone.log_probs(sequences, [(0, 11)])
     only = Sequences(
         sequences.lengths,

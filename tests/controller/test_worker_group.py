@@ -33,7 +33,7 @@ class ArithmeticWorker(Worker):
     def interface(self) -> tuple[str | None, str | None]:
         return interface_of(self.address()[0], addresses()), os.environ.get("GLOO_SOCKET_IFNAME")
 
-    @dispatch(Split.EACH)
+    @dispatch(Split.ALL)
     def double(self, value: int) -> int:
         return 2 * value
 
@@ -98,8 +98,8 @@ def test_the_process_group_uses_the_interface_that_ray_uses(group: WorkerGroup) 
     assert others == [(expected, used)] * 3
 
 
-def test_calls_to_each_rank_zero_and_by_reference(group: WorkerGroup) -> None:
-    assert group.double([1, 2, 3, 4]) == [2, 4, 6, 8]
+def test_calls_to_all_to_rank_zero_and_by_reference(group: WorkerGroup) -> None:
+    assert group.double(3) == [6] * 4
     assert group.answer() == 40
     reference, metrics = group.large()
     assert ray.get(reference).tolist() == [0, 1, 2, 3, 4]
@@ -119,7 +119,7 @@ def test_a_batch_under_a_plan_comes_back_in_its_order(group: WorkerGroup, length
 
 
 def test_a_call_can_be_left_running(group: WorkerGroup) -> None:
-    futures = [group.double.remote([i] * 4) for i in range(3)]
+    futures = [group.double.remote(i) for i in range(3)]
     assert [future.result() for future in futures] == [[2 * i] * 4 for i in range(3)]
 
 
@@ -136,7 +136,7 @@ def test_a_failing_rank_is_named_while_the_others_hang(ray_session) -> None:
             WorkerError, match=r"(?s)^failing dp=1 failed in failing\.fail_on: RuntimeError.*in fail_on.*out of cheese"
         ):
             group.fail_on(1)
-        late: Callable = group.double.remote([1, 2]).result
+        late: Callable = group.double.remote(1).result
         with pytest.raises(WorkerError, match=r"failing\.double did not finish within 0\.5 s on failing dp=0"):
             late(timeout_s=0.5)
         with pytest.raises(LookupError, match="seen while waiting"):

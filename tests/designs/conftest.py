@@ -8,7 +8,7 @@ import pytest
 
 from balancing import Plan
 from controller.worker_group import GroupMethod
-from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
+from tests.controller.stand_ins.run import StandInRun, StandIns
 from tests.designs.configured import write_designs_workspace
 
 
@@ -26,18 +26,9 @@ def file(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(workspace / "config.yaml")
 
 
-@pytest.fixture(scope="session")
-def stand_in_workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("designs-run")
-    write_stand_in_workspace(folder)
-    return folder
-
-
 @pytest.fixture
-def run(stand_in_workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandInRun]:
+def run(stand_ins: StandIns, tmp_path: Path) -> Callable[..., StandInRun]:
     """A whole run from overrides, with stand-ins for Ray, vLLM and the training engine."""
-    monkeypatch.chdir(stand_in_workspace)
-    stand_ins = StandIns(monkeypatch)
     return lambda *overrides: stand_ins.run([f"run.dir={tmp_path}", "data.validation=''", *overrides])
 
 

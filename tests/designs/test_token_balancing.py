@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from balancing import CostModel, Plan
+from balancing import CostModel, Plan, plan_statistics
 from balancing.errors import OverCapError
-from controller.credit import sequence_advantages
+from controller.advantage_computer import sequence_advantages
 from controller.fit import main
 from controller.planner import Planner
 from tests.controller.config_workspace import refusal
@@ -81,7 +81,7 @@ def test_v10_micro_steps_are_balanced_over_all_ranks_at_once(file: str) -> None:
         plan_of(configuration(file, *SMALL, "policy.ranks=4", "policy.max_tokens=64", *how), long_tailed(200))
         for how in ((), ("balance.algorithm=verl",))
     )
-    assert ours.statistics()["imbalance/micro_steps"] < rank_by_rank.statistics()["imbalance/micro_steps"] / 2
+    assert plan_statistics(ours)["imbalance/micro_steps"] < plan_statistics(rank_by_rank)["imbalance/micro_steps"] / 2
 
 
 def test_v9_m1_results_come_back_in_the_given_order(ranks: RankPool, file: str) -> None:

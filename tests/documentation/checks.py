@@ -75,6 +75,16 @@ def runs(words: list[str]) -> None:
     subprocess.run(words, check=True)
 
 
+def sets_variables(words: list[str]) -> None:
+    assert [word for word in words[1:] if not re.fullmatch(r"[A-Z_]+=\S+", word)] == []
+
+
+def activates(words: list[str]) -> None:
+    """The environment that `make setup` makes, which is the one that the tests run in."""
+    assert words[1:] == [".venv/bin/activate"]
+    assert (Path(sys.prefix) / "bin" / "activate").is_file()
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python": run_python,
     ".venv/bin/python": run_python,
@@ -84,6 +94,6 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "cp": runs,
     "tensorboard": is_installed,
     "hf": is_installed,
-    "export": lambda words: None,
-    "source": lambda words: None,
+    "export": sets_variables,
+    "source": activates,
 }

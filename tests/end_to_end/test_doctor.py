@@ -9,20 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.controller.diagnosis.machines import NODE_LINES
 from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment
 
 LINES = (
     "configuration",
-    "versions",
-    "driver",
-    "GPUs",
-    "peer access",
-    "CUDA IPC",
-    "/dev/shm",
-    "open files",
-    "locked memory",
-    "memory",
-    "network",
+    *NODE_LINES,
     "run.dir",
     "Ray",
     "the run's place",

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.end_to_end import trouble
+from tests.end_to_end import faults
+from tests.end_to_end.faults import Fault, RunWithFaults, differences, run_with, without_validation
 from tests.end_to_end.processes import living
-from tests.end_to_end.trouble import Trouble, TroubledRun, differences, run_with, without_validation
 
 TWO_ENGINES = ("rollout.replicas=2", "rollout.threads=1", "rollout.sampling.max_new_tokens=48", "policy.ranks=1")
 OF_PROCESSES = ("rollout.tensor_parallel=2",)
@@ -23,49 +23,49 @@ def overrides(settings: list[str], name: str, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ray_session, settings: list[str]) -> TroubledRun:
+def undisturbed(ray_session, settings: list[str]) -> RunWithFaults:
     return run_with(overrides(settings, "undisturbed", *TWO_ENGINES), {})
 
 
 @pytest.fixture(scope="module")
-def undisturbed_apart(ray_session, settings: list[str]) -> TroubledRun:
+def undisturbed_apart(ray_session, settings: list[str]) -> RunWithFaults:
     """Each engine has processes of its own."""
     return run_with(overrides(settings, "undisturbed-apart", *TWO_ENGINES, *OF_PROCESSES), {})
 
 
-@pytest.mark.parametrize("what", [trouble.kill_actor, trouble.hang_actor])
+@pytest.mark.parametrize("what", [faults.kill_actor, faults.hang_actor])
 def test_an_actor_killed_or_hung_costs_no_sample_and_leaves_no_process(
-    undisturbed: TroubledRun, settings: list[str], what: Trouble
+    undisturbed: RunWithFaults, settings: list[str], what: Fault
 ) -> None:
-    check_an_engine_in_trouble(what, undisturbed, settings)
+    check_an_engine_with_a_fault(what, undisturbed, settings)
 
 
-@pytest.mark.parametrize("what", [trouble.kill_engine, trouble.hang_engine])
+@pytest.mark.parametrize("what", [faults.kill_engine, faults.hang_engine])
 def test_an_engine_killed_or_hung_below_its_actor_costs_no_sample_and_leaves_no_process(
-    undisturbed_apart: TroubledRun, settings: list[str], what: Trouble
+    undisturbed_apart: RunWithFaults, settings: list[str], what: Fault
 ) -> None:
-    check_an_engine_in_trouble(what, undisturbed_apart, settings, *OF_PROCESSES)
+    check_an_engine_with_a_fault(what, undisturbed_apart, settings, *OF_PROCESSES)
 
 
-def check_an_engine_in_trouble(what: Trouble, undisturbed: TroubledRun, settings: list[str], *more: str) -> None:
+def check_an_engine_with_a_fault(what: Fault, undisturbed: RunWithFaults, settings: list[str], *more: str) -> None:
     pids: list[int] = []
 
-    def trouble_and_note(trainer) -> None:
-        pids.extend(trouble.engine_pids(trainer))
+    def fail_and_note(trainer) -> None:
+        pids.extend(faults.engine_pids(trainer))
         what(trainer)
 
     hung = "rollout.hang_timeout_s=5"
-    run = run_with(overrides(settings, what.__name__, *TWO_ENGINES, hung, *more), {2: trouble_and_note})
+    run = run_with(overrides(settings, what.__name__, *TWO_ENGINES, hung, *more), {2: fail_and_note})
     assert run.last["restarts/engines"] == 1, run.said
     assert differences(run, undisturbed) == []
     assert living(pids) == []
 
 
 def test_with_a_single_engine_the_round_waits_for_the_one_in_its_place(
-    undisturbed: TroubledRun, settings: list[str]
+    undisturbed: RunWithFaults, settings: list[str]
 ) -> None:
     single = [*TWO_ENGINES, "rollout.replicas=1"]
-    run = run_with(overrides(settings, "single", *single), {2: trouble.kill_actor, 3: trouble.kill_actor})
+    run = run_with(overrides(settings, "single", *single), {2: faults.kill_actor, 3: faults.kill_actor})
     assert run.last["restarts/engines"] == 2
     assert differences(run, undisturbed) == []
 
@@ -76,20 +76,20 @@ WITH_CRITIC = (*RANKS, "algorithm.advantage=gae", "critic.optimizer.learning_rat
 
 
 @pytest.fixture(scope="module")
-def usual(ray_session, settings: list[str]) -> TroubledRun:
+def usual(ray_session, settings: list[str]) -> RunWithFaults:
     return run_with(overrides(settings, "usual", *WITH_REFERENCE), {})
 
 
 @pytest.mark.parametrize(
     ("what", "before"),
     [
-        (trouble.kill_policy, "step"),
-        (trouble.kill_policy, "send_weights"),
-        (trouble.kill_reference, "with_log_probs"),
+        (faults.kill_policy, "step"),
+        (faults.kill_policy, "send_weights"),
+        (faults.kill_reference, "with_log_probs"),
     ],
 )
 def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(
-    usual: TroubledRun, settings: list[str], what: Trouble, before: str
+    usual: RunWithFaults, settings: list[str], what: Fault, before: str
 ) -> None:
     name = f"{what.__name__}-{before}"
     check_steps_repeated(run_with(overrides(settings, name, *WITH_REFERENCE), {4: what}, before=before), usual)
@@ -97,11 +97,11 @@ def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(
 
 def test_a_critics_rank_killed_repeats_the_steps_since_the_last_checkpoint(ray_session, settings: list[str]) -> None:
     usual = run_with(overrides(settings, "usual-critic", *WITH_CRITIC), {})
-    run = run_with(overrides(settings, "kill-critic", *WITH_CRITIC), {4: trouble.kill_critic}, before="update_critic")
+    run = run_with(overrides(settings, "kill-critic", *WITH_CRITIC), {4: faults.kill_critic}, before="update_critic")
     check_steps_repeated(run, usual)
 
 
-def check_steps_repeated(run: TroubledRun, usual: TroubledRun) -> None:
+def check_steps_repeated(run: RunWithFaults, usual: RunWithFaults) -> None:
     """Of a run that was struck in step 4, and has a checkpoint of step 2."""
     assert run.last["restarts/recoveries"] == 1
     assert any("was lost in" in text and "starting all roles anew" in text for text in run.said), run.said

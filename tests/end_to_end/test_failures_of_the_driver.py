@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.end_to_end.faults import without_validation
 from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment, settings_file, survivors
-from tests.end_to_end.trouble import without_validation
 from workers.model.checkpoint_folder import complete
 
 pytestmark = pytest.mark.soak

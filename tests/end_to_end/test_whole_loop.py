@@ -20,8 +20,8 @@ from controller.watching.grafana_dashboard import PANELS, queries
 from controller.watching.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of
 from controller.watching.timeline import write_trace
 from tests.controller.watching import trace_format
+from tests.end_to_end.faults import kill_actor, run_with
 from tests.end_to_end.prometheus import Prometheus, scraping_ray
-from tests.end_to_end.trouble import kill_actor, run_with
 
 
 @dataclass
@@ -47,7 +47,6 @@ def run_loop(overrides: list[str], look: Callable[[], object] = lambda: None) ->
     inputs = read_inputs(config)
     with training(config, inputs, Console()) as trainer:
         outcome = trainer.fit()
-        trainer.writer.summary(outcome.summary())
         look()
         rollout = trainer.collector.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
         return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())

@@ -88,7 +88,8 @@ def test_the_cluster_launchers_file_is_of_rays_schema(documentation_workspace: P
         ray_understands(words)
         if words[1] == "exec":
             for inner in commands(words[-1]):
-                assert inner[0] == "cd" or CHECKS[inner[0]](inner) is None
+                if inner[0] != "cd":
+                    CHECKS[inner[0]](inner)
 
 
 def test_the_slurm_script_parses_and_starts_what_exists(documentation_workspace: Path) -> None:

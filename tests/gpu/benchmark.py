@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from balancing import RankPlan, plan_batch
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.packing import Sequences
 
@@ -142,7 +142,7 @@ def save_random_model(size: str, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
 
 
-def model_flops(engine: Engine, lengths: list[int]) -> float:
+def model_flops(engine: TrainingEngine, lengths: list[int]) -> float:
     """Of forward and backward; the tied embedding counts once, as the output layer that it also is."""
     config = engine.module.model.config
     width = config.num_attention_heads * (
@@ -153,7 +153,7 @@ def model_flops(engine: Engine, lengths: list[int]) -> float:
     return passes * engine.num_parameters * sum(lengths) + 6 * config.num_hidden_layers * width * squares
 
 
-def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> Engine:
+def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> TrainingEngine:
     model = ModelConfig(
         path=str(folder),
         dtype="bfloat16",
@@ -164,10 +164,10 @@ def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> En
         logprob_chunk_tokens=way.chunk_tokens,
         lora=LoraConfig(rank=way.lora_rank),
     )
-    return Engine(model, optimizer=OptimizerConfig(), total_steps=100, device=device)
+    return TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=100, device=device)
 
 
-def measure(engine: Engine, batch: Sequences, plan: RankPlan, repeats: int) -> Measurement:
+def measure(engine: TrainingEngine, batch: Sequences, plan: RankPlan, repeats: int) -> Measurement:
     """`repeats` steps after one to warm up."""
     lengths, on_gpu = batch.lengths.tolist(), engine.device.type == "cuda"
     batch = Sequences.from_list([batch.slice(row, row + 1).tokens for row in plan.rows.tolist()])

@@ -14,7 +14,7 @@ from tests.workers.model.tiny import random_sequences, relative_error, save_tiny
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
 from workers.metrics import results
 from workers.model.attention import choose_backend, packed_attention
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss
 from workers.model.model import packed_causal_lm
 from workers.model.packing import Sequences, pack
@@ -83,7 +83,7 @@ def path(tmp_path_factory) -> str:
 def learned(path: str, micro_batches: list[tuple[int, int]], **model: object) -> tuple[dict, dict[str, Tensor]]:
     """Metrics and gradients of one mini-batch through the engine."""
     config = ModelConfig(path=path, **model)
-    engine = Engine(config, optimizer=OptimizerConfig(), total_steps=1, device="cuda")
+    engine = TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device="cuda")
     sequences = random_sequences(dtype=torch.float32)
     loss = make_policy_loss(LossConfig(entropy_coefficient=0.02, kl_coefficient=0.1))
     metrics = engine.forward_backward(sequences, micro_batches, loss, Denominators.of(sequences))

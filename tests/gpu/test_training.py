@@ -13,7 +13,7 @@ from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.test_compile import largest_error, trained
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.packing import Sequences
 
@@ -46,7 +46,7 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
 def update_peak(path: str, device: torch.device, micro_batches: int, length: int, **model: object) -> float:
     """GiB allocated at the fullest moment of a whole update with so many micro-batches; 0 on a CPU."""
     config = ModelConfig(path=path, gradient_checkpointing=True, **model)
-    engine = Engine(config, optimizer=OptimizerConfig(), total_steps=1, device=device)
+    engine = TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device=device)
     one = {"input_ids": torch.arange(length) % 500, "loss_mask": torch.arange(length) > 0}
     sequences = Sequences.from_list([one] * micro_batches)
     for _ in range(2):  # AdamW's moments come with the first step

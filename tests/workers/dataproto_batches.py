@@ -6,10 +6,10 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from workers.dataproto import DataProto, DataProtoItem
+from workers.dataproto import DataProto
 
 # No deadline: under a loaded machine a batch may take long for reasons of its own.
-PROPERTY = settings(deadline=None, max_examples=60)
+PROPERTY = settings(deadline=None, max_examples=20)
 
 
 def jagged(values: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -36,11 +36,6 @@ def make(lengths: list[int], meta_info: dict[str, Any] | None = None) -> DataPro
         {"uid": [f"u{row}" for row in range(rows)], "turns": [[row, {"n": row}] for row in range(rows)]},
         {"step": 3} if meta_info is None else meta_info,
     )
-
-
-def row_values(item: DataProtoItem) -> dict[str, Any]:
-    assert item.batch is not None
-    return {**{key: value.tolist() for key, value in item.batch.items()}, **item.non_tensor_batch}
 
 
 def rows_of(data: DataProto) -> list[dict[str, Any]]:

@@ -1,12 +1,14 @@
 """The critic's advantages, against its model run on single sequences and the paper's sum, on any ranks and plan."""
 
+from typing import TypeVar
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
-from balancing import plan_batch
+from balancing import RankPlan, plan_batch
 from tests.workers.model.loss_cases import in_order
 from tests.workers.model.test_credit import gae_by_paper
 from tests.workers.model.test_values import reward_model, unpacked_values
@@ -19,7 +21,9 @@ from workers.metrics import Metrics, merge, results
 from workers.model.credit import KlPenalty, loss_token_counts
 from workers.model.losses import explained_variance
 from workers.model.packing import Sequences
+from workers.trained_worker import TrainedWorker
 
+TrainedWorkerClass = TypeVar("TrainedWorkerClass", bound=TrainedWorker)
 GAE = GaeConfig(gamma=0.9, lam=0.8)
 PENALTY = KlPenalty(0.1, "k3")
 Columns = dict[str, dict[int, torch.Tensor]]  # name -> row of the global batch -> [L]
@@ -42,32 +46,45 @@ def as_proto(sequences: Sequences) -> DataProto:
     return DataProto.from_dict(tokens | sequences.columns)
 
 
-def on_a_rank(path: str, order: list[int], cap: int, context_parallel: int) -> tuple[Columns, Metrics, Metrics]:
-    """This rank's columns by row of the global batch, the statistics of its values, and the metrics of an update."""
-    sequences, size = scored_sequences(), dist.get_world_size()
-    dp, cp = divmod(dist.get_rank(), context_parallel)
-    worker = CriticWorker(
-        "critic",
-        RankCoordinates(index=dist.get_rank(), dp=dp, cp=cp),
-        size,
+def worker_on_this_rank(
+    worker_class: type[TrainedWorkerClass], path: str, context_parallel: int, optimizer: OptimizerConfig
+) -> TrainedWorkerClass:
+    """A worker of this rank of the process group, built in float64."""
+    rank = dist.get_rank()
+    worker = worker_class(
+        "learner",
+        RankCoordinates(index=rank, dp=rank // context_parallel, cp=rank % context_parallel),
+        dist.get_world_size(),
         model=ModelConfig(path=path, dtype="float64"),
         device="cpu",
         temperature=1.0,
         threads=1,
         parallel=ParallelConfig(context_parallel=context_parallel),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
+        optimizer=optimizer,
         total_steps=1,
     )
     worker.build()
-    shuffled = in_order(sequences, order)
+    return worker
+
+
+def plan_of_this_rank(sequences: Sequences, cap: int, context_parallel: int) -> RankPlan:
+    """This rank's part of a plan of one mini-batch."""
     plan = plan_batch(
-        shuffled.lengths.numpy(),
-        ranks=size // context_parallel,
-        mini_batches=[np.arange(11)],
+        sequences.lengths.numpy(),
+        ranks=dist.get_world_size() // context_parallel,
+        mini_batches=[np.arange(len(sequences))],
         max_tokens=cap,
-        loss_tokens=loss_token_counts(shuffled).numpy(),
+        loss_tokens=loss_token_counts(sequences).numpy(),
         length_multiple=2 * context_parallel if context_parallel > 1 else 1,
-    ).for_rank(dp)
+    )
+    return plan.for_rank(dist.get_rank() // context_parallel)
+
+
+def on_a_rank(path: str, order: list[int], cap: int, context_parallel: int) -> tuple[Columns, Metrics, Metrics]:
+    """This rank's columns by row of the global batch, the statistics of its values, and the metrics of an update."""
+    worker = worker_on_this_rank(CriticWorker, path, context_parallel, OptimizerConfig(learning_rate=1e-2))
+    shuffled = in_order(scored_sequences(), order)
+    plan = plan_of_this_rank(shuffled, cap, context_parallel)
     mine = in_order(shuffled, plan.rows.tolist())
     block, statistics = worker.advantages(as_proto(mine), plan, GAE, PENALTY)
     lengths, rows = mine.lengths.tolist(), [order[row] for row in plan.rows]

@@ -1,6 +1,7 @@
 """Columns of a DataProto: construction, consistency, choosing, uniting, joining."""
 
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from tests.workers.dataproto_batches import assert_offsets_shared, jagged, make, offsets_of, row_values, rows_of
-from workers.dataproto import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from tests.workers.dataproto_batches import assert_offsets_shared, jagged, make, offsets_of, rows_of
+from workers.dataproto import DataProto
 from workers.errors import DataError
 
 # --- construction -----------------------------------------------------------------------------------------------------
@@ -46,29 +47,14 @@ def test_lists_become_object_arrays_of_one_item_a_row() -> None:
     data = DataProto.from_dict(non_tensors={"messages": [[1, 2], [3, 4]], "uid": ("a", "b")})
     assert data.non_tensor_batch["messages"].shape == (2,)
     assert data.non_tensor_batch["messages"].dtype == object
-    assert data[1].non_tensor_batch == {"messages": [3, 4], "uid": "b"}
-
-
-def test_from_single_dict_sorts_tensors_from_arrays() -> None:
-    data = DataProto.from_single_dict({"x": torch.zeros(2), "uid": np.array(["a", "b"], dtype=object)}, {"step": 1})
-    assert data.batch is not None
-    assert list(data.batch.keys()) == ["x"]
-    assert (list(data.non_tensor_batch), data.meta_info) == (["uid"], {"step": 1})
-
-
-def test_several_batch_dimensions_stay_batch_dimensions() -> None:
-    data = DataProto.from_dict({"x": torch.zeros(4, 2, 3), "y": torch.zeros(4, 2)}, num_batch_dims=2)
-    for part in (data, data[[0, 1, 2, 3]], DataProto.concat(data.chunk(3))):
-        assert part.batch is not None
-        assert part.batch.batch_size == (4, 2)
+    assert rows_of(data[1:]) == [{"messages": [3, 4], "uid": "b"}]
 
 
 def test_constructors_do_not_keep_the_callers_containers() -> None:
     tensors, arrays, meta = {"x": torch.zeros(2)}, {"uid": np.array(["a", "b"], dtype=object)}, {"step": 1}
     tensor_dict = TensorDict(tensors, batch_size=[2])
     for data in (DataProto.from_dict(tensors, arrays, meta), DataProto.from_tensordict(tensor_dict, meta)):
-        data.rename("x", "y").meta_info["step"] = 2
-        data.pop(batch_keys=["y"])
+        data.union(DataProto.from_dict({"y": torch.zeros(2)}, {"id": ["c", "d"]}, {"run": 1}))
     assert (list(tensors), list(arrays), meta, list(tensor_dict.keys())) == (["x"], ["uid"], {"step": 1}, ["x"])
 
 
@@ -101,7 +87,6 @@ def test_tensordict_entries_and_meta_info_must_agree() -> None:
 
 def test_empty_dataproto_has_no_rows() -> None:
     assert len(DataProto()) == 0
-    assert list(DataProto()) == []
     assert len(DataProto(meta_info={"step": 1}).chunk(2)) == 2
 
 
@@ -143,15 +128,6 @@ def test_offsets_that_do_not_cut_the_values_are_refused(offsets: list[int]) -> N
         DataProto.from_dict({"ids": column})
 
 
-def test_batch_dimensions_that_differ_are_refused() -> None:
-    with pytest.raises(DataError, match=r"batch\['y'\] begins with sizes \[4, 3\], but batch\['x'\] with \[4, 2\]"):
-        DataProto.from_dict({"x": torch.zeros(4, 2), "y": torch.zeros(4, 3)}, num_batch_dims=2)
-    with pytest.raises(DataError, match=r"batch\['x'\] is float32\[4\], which lacks num_batch_dims=2"):
-        DataProto.from_dict({"x": torch.zeros(4)}, num_batch_dims=2)
-    with pytest.raises(DataError, match="num_batch_dims=0"):
-        DataProto.from_dict({"x": torch.zeros(4)}, num_batch_dims=0)
-
-
 def test_check_consistency_sees_what_was_assigned_later() -> None:
     data = make([1, 2])
     data.check_consistency()
@@ -171,12 +147,11 @@ def test_check_consistency_sees_what_was_assigned_later() -> None:
 def test_a_batch_that_is_no_tensordict_or_has_no_rows_is_refused() -> None:
     with pytest.raises(DataError, match="batch is a dict, not a TensorDict"):
         DataProto({"x": torch.zeros(2)})
-    with pytest.raises(DataError, match="without a batch size"):
-        DataProto(TensorDict({"x": torch.zeros(2)}, batch_size=[]))
+    for size in ([], [2, 3]):
+        with pytest.raises(DataError, match=re.escape(f"batch size {size}, which must be [rows]")):
+            DataProto(TensorDict({"x": torch.zeros(2, 3)}, batch_size=size))
     with pytest.raises(DataError, match="a dict was given where a TensorDict is due"):
         DataProto.from_tensordict({"x": torch.zeros(2)})
-    with pytest.raises(DataError, match="column 'x' is a list"):
-        DataProto.from_single_dict({"x": [1]})  # type: ignore[dict-item]
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
@@ -191,74 +166,37 @@ def test_select_takes_named_columns_and_all_of_what_is_not_named() -> None:
     assert len(data.select(batch_keys=[], non_tensor_batch_keys=[])) == 2
 
 
-def test_select_shares_data_unless_deepcopied() -> None:
+def test_select_copies_nothing() -> None:
     data = make([1, 2])
-    shared, copied = data.select(), data.select(deepcopy=True)
-    for part, value in ((shared, 7.0), (copied, 8.0)):
-        assert part.batch is not None
-        part.batch["score"][0] = value
-        part.batch["log_probs"].values()[0] = value
-        part.non_tensor_batch["turns"][0].append("more")
+    part = data.select()
+    assert part.batch is not None
+    part.batch["score"][0] = 7.0
+    part.batch["log_probs"].values()[0] = 7.0
+    part.non_tensor_batch["turns"][0].append("more")
     first = rows_of(data)[0]
     assert (first["score"], first["log_probs"], first["turns"]) == (7.0, [7.0], [0, {"n": 0}, "more"])
-    assert_offsets_shared(copied)
 
 
-def test_pop_moves_columns_out_and_union_puts_them_back() -> None:
+def test_selected_columns_are_united_again() -> None:
     data = make([1, 2])
-    popped = data.pop(batch_keys=["input_ids", "score"], non_tensor_batch_keys=["uid"], meta_info_keys=["step"])
-    assert data.batch is not None
-    assert popped.batch is not None
-    assert set(popped.batch.keys()) == {"input_ids", "score"}
-    assert (list(popped.non_tensor_batch), popped.meta_info) == (["uid"], {"step": 3})
-    assert not {"input_ids", "score"} & set(data.batch.keys())
-    assert (list(data.non_tensor_batch), data.meta_info) == (["turns"], {})
-    assert data.union(popped) is data
-    assert rows_of(data) == rows_of(make([1, 2]))
-    assert data.meta_info == {"step": 3}
-    assert_offsets_shared(data)
+    scores = data.select(batch_keys="score", non_tensor_batch_keys=[], meta_info_keys=[])
+    assert scores.batch is not None
+    assert list(scores.batch.keys()) == ["score"]
+    others = data.select(batch_keys=["input_ids", "log_probs", "hidden", "prompts", "image"])
+    assert others.union(scores) is others
+    assert rows_of(others) == rows_of(make([1, 2]))
+    assert others.meta_info == {"step": 3}
+    assert_offsets_shared(others)
 
 
-def test_one_name_need_not_stand_in_a_list() -> None:
-    popped = make([1, 2]).pop(batch_keys="score").batch
-    assert popped is not None
-    assert list(popped.keys()) == ["score"]
-
-
-def test_missing_names_are_refused_and_nothing_is_removed() -> None:
+def test_missing_names_are_refused() -> None:
     data = make([1, 2])
-    for call in (data.pop, data.select):
-        with pytest.raises(DataError, match="batch has no 'reward', only"):
-            call(batch_keys=["score", "reward"])
-        with pytest.raises(DataError, match="non_tensor_batch has no 'id'"):
-            call(batch_keys=["score"], non_tensor_batch_keys=["id"])
-        with pytest.raises(DataError, match=r"meta_info has no 'epoch', only \['step'\]"):
-            call(meta_info_keys=["epoch"])
-    assert rows_of(data) == rows_of(make([1, 2]))
-
-
-def test_rename_changes_names_in_place() -> None:
-    data = make([1, 2])
-    assert data.rename("score", "reward") is data
-    data.rename(old_keys=["input_ids", "log_probs", "uid"], new_keys=["log_probs", "input_ids", "name"])
-    expected = rows_of(make([1, 2]))
-    for row, old in zip(rows_of(data), expected, strict=True):
-        assert (row["reward"], row["name"]) == (old["score"], old["uid"])
-        assert (row["input_ids"], row["log_probs"]) == (old["log_probs"], old["input_ids"])
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("reward", "r", "the batch has no 'reward'"),
-        ("score", "uid", "cannot use 'uid'"),
-        (["score", "image"], ["a"], "2 different old names and 1 different new"),
-        (["score", "image"], ["a", "a"], "2 different old names and 1 different new"),
-    ],
-)
-def test_bad_renames_are_refused(old: Any, new: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        make([1, 2]).rename(old, new)
+    with pytest.raises(DataError, match="batch has no 'reward', only"):
+        data.select(batch_keys=["score", "reward"])
+    with pytest.raises(DataError, match="non_tensor_batch has no 'id'"):
+        data.select(batch_keys=["score"], non_tensor_batch_keys=["id"])
+    with pytest.raises(DataError, match=r"meta_info has no 'epoch', only \['step'\]"):
+        data.select(meta_info_keys=["epoch"])
 
 
 def test_union_adds_columns_that_then_share_offsets() -> None:
@@ -340,9 +278,6 @@ def test_union_needs_equal_row_counts() -> None:
         make([1, 2]).union(DataProto.from_dict(non_tensors={"note": ["a"] * 3}))
     with pytest.raises(DataError, match="'uid' stands in batch and in non_tensor_batch"):
         make([1, 2]).union(DataProto.from_dict({"uid": torch.zeros(2)}))
-    two_dimensions = DataProto.from_dict({"x": torch.zeros(2, 2)}, num_batch_dims=2)
-    with pytest.raises(DataError, match=r"batch sizes \[2\] and \[2, 2\] cannot be united"):
-        make([1, 2]).union(two_dimensions)
 
 
 # --- concat -----------------------------------------------------------------------------------------------------------
@@ -393,9 +328,6 @@ def test_concat_refuses_other_mismatches() -> None:
         DataProto.concat(objects)
     with pytest.raises(DataError, match=r"non_tensor_batch\['n'\] is missing in part 1"):
         DataProto.concat([objects[0], DataProto()])
-    flat, deep = (DataProto.from_dict({"x": torch.zeros(4, 2)}, num_batch_dims=dims) for dims in (1, 2))
-    with pytest.raises(DataError, match=r"batch sizes \[4\] of part 0 and \[4, 2\] of part 1"):
-        DataProto.concat([flat, deep])
 
 
 def test_strings_of_any_width_join() -> None:
@@ -405,9 +337,8 @@ def test_strings_of_any_width_join() -> None:
 
 def test_no_call_changes_the_batch_that_it_reads() -> None:
     data = make([2, 0, 3])
-    data[[2, 0]], data[1:], data[1], data.repeat(2), data.chunk(2), data.split(2)
-    data.select(["score"]), data.to_tensordict(), DataProto.concat([data, data]), list(data.make_iterator(2, 1))
-    make([2, 0, 3]).union(data), pad_dataproto_to_divisor(data, 2), unpad_dataproto(data, 1), data.get_data_info()
+    data[[2, 0]], data[1:], data.repeat(2), data.chunk(2), data.select(["score"]), data.to_tensordict(), repr(data)
+    make([2, 0, 3]).union(data), DataProto.concat([data, data])
     assert rows_of(data) == rows_of(make([2, 0, 3]))
     assert data.meta_info == {"step": 3}
 
@@ -427,7 +358,6 @@ def test_jagged_columns_with_holes_behave_as_others() -> None:
     assert rows_of(data) == rows
     assert rows_of(data[[2, 0]]) == [rows[2], rows[0]]
     assert rows_of(data[1:]) == rows[1:]
-    assert row_values(data[1]) == rows[1]
     assert rows_of(DataProto.concat(data.chunk(2))) == rows
     assert rows_of(data[1:].repeat(2)) == [rows[1], rows[1], rows[2], rows[2]]
     tight = DataProto.from_dict({"ids": jagged(torch.tensor([0, 1, 5, 6, 10]), [2, 2, 1])})
@@ -458,13 +388,12 @@ def test_pickling_keeps_shared_offsets_and_sends_only_the_rows_of_a_view() -> No
     assert part.batch["input_ids"].values().data_ptr() == data.batch["input_ids"].values()[3000:].data_ptr()
 
 
-def test_get_data_info_tells_type_and_sizes_of_everything() -> None:
-    info = make([2, 0, 3]).get_data_info().splitlines()
-    assert info[0] == "batch"
-    assert "  input_ids: int64[3, jagged] with 5 tokens cpu" in info
-    assert "  hidden: float32[3, jagged, 2] with 5 tokens cpu" in info
-    assert "  image: int64[3, 2, 3] cpu" in info
-    assert info[info.index("non_tensor_batch") + 1] == "  uid: object[3]"
-    assert info[-2:] == ["meta_info", "  step: int"]
-    assert repr(make([2])).startswith("DataProto of 1 rows\nbatch")
-    assert DataProto().get_data_info() == "batch\nnon_tensor_batch\nmeta_info"
+def test_its_text_has_type_and_sizes_of_everything() -> None:
+    lines = repr(make([2, 0, 3])).splitlines()
+    assert lines[:2] == ["DataProto of 3 rows", "batch"]
+    assert "  input_ids: int64[3, jagged] with 5 tokens" in lines
+    assert "  hidden: float32[3, jagged, 2] with 5 tokens" in lines
+    assert "  image: int64[3, 2, 3]" in lines
+    assert lines[lines.index("non_tensor_batch") + 1] == "  uid: object[3]"
+    assert lines[-2:] == ["meta_info", "  step: int"]
+    assert repr(DataProto()) == "DataProto of 0 rows\nbatch\nnon_tensor_batch\nmeta_info"

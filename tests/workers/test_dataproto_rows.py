@@ -1,6 +1,5 @@
-"""Rows of a DataProto: indexing, ordering, cutting, repeating, padding, iterating."""
+"""Rows of a DataProto: selection, order, parts, repetition."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,9 @@ from tests.workers.dataproto_batches import (
     SOME_LENGTHS,
     assert_offsets_shared,
     make,
-    row_values,
     rows_of,
 )
-from workers.dataproto import DataProto, DataProtoItem, pad_dataproto_to_divisor, unpad_dataproto
+from workers.dataproto import DataProto
 from workers.errors import DataError
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -33,12 +31,9 @@ def test_index_forms_agree(lengths: list[int], draw: st.DataObject) -> None:
     expected = [rows_of(data)[row] for row in picked]
     forms: list[Any] = [picked, np.array(picked, dtype=np.int32), torch.tensor(picked, dtype=torch.int64)]
     for form in forms:
-        assert rows_of(data[form]) == expected
-        assert rows_of(data.select_idxs(form)) == expected
-        assert_offsets_shared(data[form])
-    assert [row_values(data[row]) for row in picked] == expected
-    assert [row_values(data[np.int64(row)]) for row in picked] == expected
-    assert [row_values(data[torch.tensor(row)]) for row in picked] == expected
+        part = data[form]
+        assert rows_of(part) == expected
+        assert_offsets_shared(part)
 
 
 @PROPERTY
@@ -48,8 +43,9 @@ def test_masks_select_the_true_rows(lengths: list[int], draw: st.DataObject) -> 
     mask = draw.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
     expected = [row for row, chosen in zip(rows_of(data), mask, strict=True) if chosen]
     for form in (mask, np.array(mask, dtype=bool), torch.tensor(mask, dtype=torch.bool)):
-        assert rows_of(data[form]) == expected
-        assert_offsets_shared(data[form])
+        part = data[form]
+        assert rows_of(part) == expected
+        assert_offsets_shared(part)
 
 
 BOUND = st.none() | st.integers(-12, 12)
@@ -76,27 +72,11 @@ def test_slices_are_views_and_a_full_slice_is_another_batch() -> None:
     assert data.meta_info == {"step": 3}
 
 
-def test_one_row_holds_its_own_tokens_objects_and_the_meta_info() -> None:
-    item = make([2, 0, 3])[-1]
-    assert isinstance(item, DataProtoItem)
-    assert item.batch is not None
-    assert item.batch["input_ids"].tolist() == [2, 3, 4]
-    assert item.batch["hidden"].shape == (3, 2)
-    assert item.batch["score"].item() == 0.5
-    assert (item.non_tensor_batch["uid"], item.meta_info) == ("u2", {"step": 3})
-
-
-def test_iterating_gives_every_row_once() -> None:
-    data = make([2, 0, 3])
-    assert [row_values(item) for item in data] == rows_of(data)
-
-
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (3, "row 3 does not exist in a batch of 3 rows"),
-        (-4, "row -4 does not exist"),
-        ([0, 3], "row 3 does not exist"),
+        (1, "selected by slice, list, array, tensor or mask, not by int"),
+        ([0, 3], "row 3 does not exist in a batch of 3 rows"),
         (np.array([-5]), "row -5 does not exist"),
         ([True, False], "mask of 2 entries cannot select among 3 rows"),
         (torch.ones(4, dtype=torch.bool), "mask of 4 entries"),
@@ -174,92 +154,14 @@ def test_chunk_and_concat_are_inverse(lengths: list[int], chunks: int) -> None:
     assert_offsets_shared(joined)
 
 
-@PROPERTY
-@given(LENGTHS, st.integers(1, 12))
-def test_split_and_concat_are_inverse(lengths: list[int], split_size: int) -> None:
-    data = make(lengths)
-    parts = data.split(split_size)
-    assert all(len(part) == split_size for part in parts[:-1])
-    assert rows_of(DataProto.concat(parts)) == rows_of(data)
-    assert [row for part in parts for row in rows_of(part)] == rows_of(data)
-
-
-@PROPERTY
-@given(LENGTHS, st.integers(1, 12))
-def test_pad_and_unpad_are_inverse(lengths: list[int], divisor: int) -> None:
-    data = make(lengths)
-    padded, added = pad_dataproto_to_divisor(data, divisor)
-    rows = rows_of(data)
-    assert 0 <= added < divisor
-    assert len(padded) % divisor == 0
-    assert rows_of(padded) == [rows[row % len(rows)] for row in range(len(rows) + added)]
-    assert rows_of(unpad_dataproto(padded, added)) == rows
-    assert rows_of(data) == rows_of(make(lengths))
-
-
-def test_padding_that_adds_nothing_returns_another_batch() -> None:
-    data = make([1, 2])
-    padded, added = pad_dataproto_to_divisor(data, 2)
-    padded.reorder([1, 0])
-    padded.meta_info["step"] = 4
-    assert added == 0
-    assert rows_of(data) == rows_of(make([1, 2]))
-    assert data.meta_info == {"step": 3}
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda data: data.chunk(0), "chunks=0"),
-        (lambda data: data.split(-1), "split_size=-1"),
         (lambda data: data.repeat(0), "repeat_times=0"),
         (lambda data: data.repeat(1.5), "repeat_times=1.5"),
-        (lambda data: data.make_iterator(0, 1), "mini_batch_size=0"),
-        (lambda data: data.make_iterator(1, 0), "epochs=0"),
-        (
-            lambda data: data.make_iterator(1, 1, dataloader_kwargs={"batch_size": 2}),
-            "dataloader_kwargs sets 'batch_size'",
-        ),
-        (lambda data: pad_dataproto_to_divisor(data, 0), "size_divisor=0"),
-        (lambda data: unpad_dataproto(data, 3), "pad_size=3 rows cannot be removed from a batch of 2"),
-        (lambda data: unpad_dataproto(data, -1), "pad_size=-1"),
     ],
 )
 def test_bad_sizes_are_refused(call: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         call(make([1, 2]))
-
-
-# --- iterator ---------------------------------------------------------------------------------------------------------
-
-
-@PROPERTY
-@given(LENGTHS, st.integers(1, 10), st.integers(1, 3), st.booleans())
-def test_every_epoch_gives_every_row_once(lengths: list[int], size: int, epochs: int, shuffle: bool) -> None:
-    data = make(lengths)
-    parts = list(data.make_iterator(size, epochs, seed=1, dataloader_kwargs={"shuffle": shuffle}))
-    uids = [uid for part in parts for uid in part.non_tensor_batch["uid"]]
-    rows = len(lengths)
-    assert len(parts) == epochs * math.ceil(rows / size)
-    for epoch in range(epochs):
-        assert sorted(uids[epoch * rows : (epoch + 1) * rows]) == sorted(data.non_tensor_batch["uid"])
-    if not shuffle:
-        assert [row for part in parts for row in rows_of(part)] == rows_of(data) * epochs
-    assert all(part.meta_info == data.meta_info for part in parts)
-
-
-def shuffled_uids(data: DataProto, seed: int) -> list[str]:
-    parts = data.make_iterator(mini_batch_size=8, epochs=2, seed=seed, dataloader_kwargs={"shuffle": True})
-    return [uid for part in parts for uid in part.non_tensor_batch["uid"]]
-
-
-def test_the_seed_decides_the_order_and_epochs_differ() -> None:
-    data = make([1] * 64)
-    assert shuffled_uids(data, 5) == shuffled_uids(data, 5)
-    assert shuffled_uids(data, 5) != shuffled_uids(data, 6)
-    assert shuffled_uids(data, 5)[:64] != shuffled_uids(data, 5)[64:]
-
-
-def test_the_iterator_can_drop_the_tail_on_request() -> None:
-    parts = make([1, 2, 3]).make_iterator(2, 1, dataloader_kwargs={"drop_last": True})
-    assert [len(part) for part in parts] == [2]

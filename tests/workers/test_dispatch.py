@@ -34,13 +34,6 @@ def test_to_all_gives_every_rank_the_same() -> None:
     assert arguments == [((1,), {"k": 2})] * 3
 
 
-def test_to_each_gives_every_rank_its_own() -> None:
-    mode = DispatchMode(Split.EACH, Join.LIST)
-    assert split_arguments(mode, ranks_of(2), ([1, 2],), {"k": ["a", ""]}, put=id)[1][0] == (2,)
-    with pytest.raises(DataError, match="argument 'k' needs one entry for each of 2 ranks, it has 3"):
-        split_arguments(mode, ranks_of(2), (), {"k": [1, 2, 3]}, put=id)
-
-
 def test_by_plan_puts_each_share_once_for_all_ranks_of_a_dp_group() -> None:
     lengths = [5, 3, 4, 2, 6]
     batch = RemoteBatch({"length": np.array(lengths)}, {})
@@ -95,7 +88,5 @@ def test_by_plan_without_a_plan_is_refused() -> None:
 def test_modes_that_cannot_be_joined_are_refused_where_they_are_declared() -> None:
     with pytest.raises(ValueError, match=r"Join\.TOKENS, and it alone"):
         dispatch(Split.PLAN, Join.TOKENS)
-    with pytest.raises(ValueError, match=r"needs Split\.PLAN or Split\.ALL"):
-        dispatch(Split.EACH, Join.METRICS)
     with pytest.raises(ValueError, match=r"ROWS needs Split\.PLAN"):
         dispatch(Split.ALL, Join.ROWS)

@@ -65,7 +65,9 @@ def pool_of(environment: type) -> EnvironmentPool:
 
 def sources() -> list[psutil.Process]:
     """The source processes of this process' pools; an engine of another test may have its own."""
-    return [child for child in psutil.Process().children() if "workers.environment_process" in child.cmdline()]
+    return [
+        child for child in psutil.Process().children() if "workers.isolation.forks:fork_on_request" in child.cmdline()
+    ]
 
 
 async def episode(pool: EnvironmentPool, *words: str, opening: str = "go") -> list[Any]:

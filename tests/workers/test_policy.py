@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from balancing import CostModel, Plan
 from controller.config import Config
-from controller.mini_batches import draw_mini_batches, with_group_tokens
-from controller.planner import Planner
+from controller.planner import Planner, draw_mini_batches, with_group_tokens
 from tests.workers.model.loss_cases import in_order
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
 from tests.workers.test_critic import as_proto

@@ -7,17 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from balancing import plan_batch
 from controller.advantages import estimate
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
 from tests.workers.model.loss_cases import in_order
 from tests.workers.model.tiny import save_tiny_model
-from tests.workers.test_critic import as_proto, scored_sequences
-from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
-from workers.dispatch import RankCoordinates
+from tests.workers.test_critic import as_proto, plan_of_this_rank, scored_sequences, worker_on_this_rank
+from workers.config import OptimizerConfig
 from workers.model.credit import KlPenalty, discounted_returns, loss_token_counts
 from workers.model.packing import Sequences
 from workers.policy import PolicyWorker
@@ -27,30 +24,9 @@ PENALTY = KlPenalty(0.1, "k1")
 
 def on_a_rank(path: str, cap: int, context_parallel: int, gamma: float, penalty: KlPenalty | None) -> dict[int, Any]:
     """This rank's advantages by row of the global batch."""
-    dp, cp = divmod(dist.get_rank(), context_parallel)
-    size = dist.get_world_size()
-    worker = PolicyWorker(
-        "policy",
-        RankCoordinates(index=dist.get_rank(), dp=dp, cp=cp),
-        size,
-        model=ModelConfig(path=path, dtype="float64"),
-        device="cpu",
-        temperature=1.0,
-        threads=1,
-        parallel=ParallelConfig(context_parallel=context_parallel),
-        optimizer=OptimizerConfig(),
-        total_steps=1,
-    )
-    worker.build()
+    worker = worker_on_this_rank(PolicyWorker, path, context_parallel, OptimizerConfig())
     sequences = scored_sequences()
-    plan = plan_batch(
-        sequences.lengths.numpy(),
-        ranks=size // context_parallel,
-        mini_batches=[np.arange(11)],
-        max_tokens=cap,
-        loss_tokens=loss_token_counts(sequences).numpy(),
-        length_multiple=2 * context_parallel if context_parallel > 1 else 1,
-    ).for_rank(dp)
+    plan = plan_of_this_rank(sequences, cap, context_parallel)
     mine = in_order(sequences, plan.rows.tolist())
     block, _ = worker.token_advantages(as_proto(mine), plan, gamma, penalty)
     columns = torch.from_numpy(block.columns["advantages"]).split(mine.lengths.tolist())

@@ -1,4 +1,4 @@
-"""Activation offload: what gradient checkpointing keeps of each layer waits for the backward pass in host memory.
+"""Activation offload: inputs of checkpointed layers wait for the backward pass in host memory.
 
     forward    layer 0 | layer 1 | layer 2         computation
                   out 0     out 1     out 2        copies, on a stream of their own
@@ -31,16 +31,16 @@ class CopyStream:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def copy(self, source: Tensor, target: Tensor) -> Any:
-        """Begin to copy once what is queued for both tensors so far is done; returns what `wait` takes."""
+        """Begin to copy after the work queued so far; returns the argument of `wait`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             if target.is_cuda:
-                target.record_stream(self._stream)  # a backward pass that breaks off may drop it without a wait
+                target.record_stream(self._stream)  # an interrupted backward pass may drop it without a wait
             return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """What the computation queues from now on comes after the copy."""
+        """Order all further work of the computation after the copy."""
         torch.cuda.current_stream(self._device).wait_event(copied)
 
 
@@ -66,16 +66,16 @@ class Saved:
 
 
 class HostActivations:
-    """What one forward pass saved, until its backward pass has had it back."""
+    """Tensors that one forward pass saved, until its backward pass has loaded them."""
 
     def __init__(self, copies: Any) -> None:
-        """copies: a `CopyStream`, or what has its two methods."""
+        """copies: a `CopyStream`, or an object with its two methods."""
         self._copies = copies
         self._saved: list[Saved] = []
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def save(self, tensor: Tensor) -> Tensor | Saved:
-        """Begin to copy a tensor out; what autograd keeps in its place."""
+        """Begin to copy a tensor out; autograd keeps the result in its place."""
         if isinstance(tensor, DTensor):
             return tensor
         if len(self._leaving) == MOST_LEAVING:
@@ -86,7 +86,7 @@ class HostActivations:
         return self._saved[-1]
 
     def load(self, saved: Tensor | Saved) -> Tensor:
-        """The tensor on its device; the one saved before it, which the backward pass wants next, is then on its way."""
+        """The tensor on its device. The tensor saved before it, which backward needs next, is prefetched."""
         if isinstance(saved, Tensor):
             return saved
         while self._leaving:
@@ -99,7 +99,7 @@ class HostActivations:
         return tensor
 
     def _let_go(self) -> None:
-        """Of the tensor that left first, once it is out."""
+        """Drop the tensor that left first, once its copy is done."""
         _, copied = self._leaving[0]
         self._copies.wait(copied)
         self._leaving.popleft()
@@ -112,7 +112,7 @@ class HostActivations:
 
 
 def activations_on_host(device: torch.device) -> saved_tensors_hooks:
-    """A context in which what autograd saves is copied to host memory (pinned, with CUDA), and back when it is needed.
+    """A context in which tensors saved by autograd go to host memory (pinned, with CUDA) and back when needed.
 
     Meant for one pass of a decoder whose layers are checkpointed: these save nothing but their inputs, [T, hidden size]
     each. Without checkpointing it would also copy every weight, which FSDP frees and gathers by itself.

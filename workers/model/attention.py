@@ -1,9 +1,9 @@
 """Causal attention within the segments of a packed row, as one function registered with transformers.
 
-    Engine --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
+    RowLayout --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
 
-The segments travel as an argument, so packing is never inferred. transformers infers it from `position_ids`, and misses
-it without a word when a KV cache is made or when an all-ones mask is passed.
+The segments are passed as an argument, so packing is never inferred. transformers infers it from `position_ids`, and
+silently misses it when a KV cache is made or when an all-ones mask is passed.
 
     backend   where                            sliding window   soft-capping   sinks
     flash3    Hopper, half precision           yes              no             yes      varlen on FlashAttention 3
@@ -33,7 +33,8 @@ from transformers import AttentionInterface
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.block_attention import block_attention, query_blocks
 from workers.model.families import KERNEL_FEATURES, expected_window
-from workers.model.flash_kernels import Segments
+from workers.model.flash_kernels import Segments, window_size
+from workers.model.model_rules import check_kernel_features, kernel_problem
 from workers.model.packing import PackedRow
 from workers.model.sink_attention import sink_attention
 
@@ -49,16 +50,16 @@ PackedAttention = Callable[..., Tensor]
     scores_ij = scale q_i . k_j, then softcap tanh(scores_ij / softcap)
     out_i = sum_j exp(scores_ij) v_j / (exp(sink) + sum_j exp(scores_ij))    over 0 <= i - j < window
 
-window: tokens that each token sees, itself included. sinks: [H], one logit a head. These three are handed over only by
-layers that have them, so an attention that cannot compute them need not name them; see `choose_backend`.
+window: tokens that each token sees, itself included. sinks: [H], one logit a head. Only layers that have these three
+pass them, so an attention that cannot compute one does not take it; see `choose_backend`.
 """
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What is on this machine. generation: major compute capability of the card, 9 for Hopper; 0 without a card.
+    """The machine's card and packages. generation: major compute capability, 9 for Hopper; 0 without a card.
 
-    packages: those that some backend needs, as they are imported.
+    packages: import names of the installed packages that some backend needs.
     """
 
     generation: int
@@ -83,17 +84,16 @@ class Backend:
     features: frozenset[str]
     package: str = ""
     generation: int = 0
-    only_half_on_cuda: bool = True
 
-    def obstacle(self, device: torch.device, compute_dtype: torch.dtype, installed: Installed) -> str:
-        """What keeps it from running here, or an empty string."""
-        half = compute_dtype in (torch.bfloat16, torch.float16)
-        if self.only_half_on_cuda and not (device.type == "cuda" and half):
-            return f"a CUDA device and half precision, not {device.type} and {compute_dtype}"
+    def obstacle(self, installed: Installed) -> str:
+        """Why it does not run on this machine, or an empty string."""
         if self.generation not in (0, installed.generation):
-            return f"a card of compute capability {self.generation}, and this one has {installed.generation}"
+            return (
+                f"needs a card of compute capability {self.generation}, and this one has {installed.generation}; set "
+                "auto"
+            )
         if self.package and self.package not in installed.packages:
-            return f"the package {self.package.replace('_', '-')}, which is not installed"
+            return f"needs the package {self.package.replace('_', '-')}, which is not installed; set auto"
         return ""
 
 
@@ -103,30 +103,28 @@ def choose_backend(
     compute_dtype: torch.dtype,
     features: frozenset[str] = frozenset(),
     installed: Installed | None = None,
+    model: str = "the model",
 ) -> str:
     """The backend of `model.attention` for packed rows; `auto` is the first of `BACKENDS` that can do it.
 
-    features: what the model needs, from `families.required_features`. installed: None looks at this machine. Raises
-    ConfigError if the backend asked for cannot run here or is none of packed rows, UnsupportedModelError if it does not
-    compute what the model needs.
+    features: what the model needs, from `families.required_features`. installed: None looks at this machine. model:
+    its name in messages. Raises ConfigError if the backend asked for cannot run here or is none of packed rows,
+    UnsupportedModelError if it does not compute what the model needs.
     """
     installed = installed or Installed.here(device)
+
+    def obstacle(kernel: str) -> str:
+        problem = kernel_problem(kernel, "packed", cuda=device.type == "cuda", half=compute_dtype.itemsize == 2)
+        return problem or BACKENDS[kernel].obstacle(installed)
+
     if setting == "auto":
         able = [name for name, backend in BACKENDS.items() if features <= backend.features]
-        chosen = next(name for name in able if not BACKENDS[name].obstacle(device, compute_dtype, installed))
+        chosen = next(name for name in able if not obstacle(name))
         log.info("model.attention=auto takes %s on %s in %s, for %s", chosen, device, compute_dtype, sorted(features))
         return chosen
-    if setting not in BACKENDS:
-        raise ConfigError(f"model.attention={setting} is not for packed rows; set {', '.join(BACKENDS)} or auto")
-    obstacle = BACKENDS[setting].obstacle(device, compute_dtype, installed)
-    if obstacle:
-        raise ConfigError(f"model.attention={setting} needs {obstacle}; set model.attention=auto")
-    missing = sorted(features - BACKENDS[setting].features)
-    if missing:
-        raise UnsupportedModelError(
-            f"model.attention={setting} does not compute {', '.join(missing)}, which the model uses; set "
-            "model.attention=auto"
-        )
+    if problem := obstacle(setting):
+        raise ConfigError(f"model.attention={setting} {problem}.")
+    check_kernel_features(setting, "packed", features, model)
     return setting
 
 
@@ -255,7 +253,7 @@ def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
             longest,
             longest,
             scale=scale,
-            window_size=_window_size(window),
+            window_size=window_size(True, window),
             enable_gqa=enable_gqa,
         )
         return output.unsqueeze(0)
@@ -286,7 +284,7 @@ def _flash(row: PackedRow, device: torch.device) -> PackedAttention:
             longest,
             softmax_scale=scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=window_size(True, window),
             softcap=softcap or 0.0,
         )
         return output.unsqueeze(0)
@@ -299,21 +297,16 @@ def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor[0].transpose(0, 1) for tensor in tensors)
 
 
-def _window_size(window: int | None) -> tuple[int, int]:
-    """(tokens seen to the left, to the right) besides the token itself; -1 is all of them. (-1, 0) is causal."""
-    return (-1 if window is None else window - 1, 0)
-
-
 BACKENDS = {
     "flash3": Backend(_flash3, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9),
     "varlen": Backend(_varlen, KERNEL_FEATURES["packed"]["varlen"]),
     "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),
-    "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"], only_half_on_cuda=False),
+    "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"]),
 }
 """In the order in which `auto` prefers them."""
 
-# Under these names transformers' layers hand over what an attention function must not ignore: what is computed here, by
-# its name in PackedAttention, and what is refused.
+# Arguments of transformers' layers that an attention function must not ignore: those computed here, with their names in
+# PackedAttention, and those refused.
 COMPUTED_FEATURES = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
 REFUSED_FEATURES = ("position_bias", "indices", "cache")
 
@@ -330,11 +323,10 @@ def ballast_packed(
     packed_attention: PackedAttention | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+    """Called by transformers in every layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
-    Raises UnsupportedModelError, naming the module, if the layer asks for something that would change the result and is
-    not computed here (a mask, a cache, a position bias, dropout), or does not ask for the window that its
-    configuration gives it.
+    Raises UnsupportedModelError, naming the module, if the layer asks for a feature that is not computed here (a mask,
+    a cache, a position bias, dropout), or does not ask for the window of its configuration.
     """
     name = type(module).__name__
     if packed_attention is None:
@@ -363,7 +355,7 @@ def ballast_packed(
 
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """Heads [..., D] filled up with zeros to the largest D, which changes no score and adds zeros to the output.
+    """Heads [..., D] padded with zeros to the largest D, which changes no score and adds zeros to the output.
 
     Latent attention has smaller values than keys. Flash kernels and the exchange between ranks take one size alone.
     """
@@ -373,7 +365,7 @@ def _of_one_size(*tensors: Tensor) -> list[Tensor]:
 
 
 def _check_window(module: torch.nn.Module, window: int | None) -> None:
-    """Some layers leave their window to transformers' mask, which packed rows do not have: it would be lost."""
+    """Some layers leave their window to transformers' mask, which packed rows do not have: refuse them."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     if config is None or index is None:
         return

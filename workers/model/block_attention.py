@@ -11,7 +11,7 @@ computes them again from the log-sum-exp, as flash attention does (Dao et al. 20
     ds_ij = p_ij (dout_i . v_j - delta_i)                       delta_i = dout_i . out_i
     dsink = - sum_i exp(sink - lse_i) delta_i                   a key with the score `sink` and the value 0
 
-Not flex_attention: it has no backward pass on a CPU, and is compiled anew for each kind of layer on CUDA.
+Not flex_attention: it has no backward pass on a CPU, and is compiled again for each kind of layer on CUDA.
 
 Shapes: L tokens of one segment; K key-value heads with G query heads each, H = K G; B queries of a block, N keys that
 they can see; D head dimension.
@@ -77,7 +77,7 @@ def block_attention(
 
 @dataclass(frozen=True)
 class _Rule:
-    """What the scores of one segment are, and in which blocks they are computed."""
+    """Definition of the scores of one segment, and the blocks in which they are computed."""
 
     scale: float
     window: int
@@ -137,7 +137,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """What is summed over many keys or queries is summed in float32 at least."""
+    """The type of sums over many keys or queries: float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

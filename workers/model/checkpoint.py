@@ -8,8 +8,8 @@ Every tensor is stored as safetensors and everything else as JSON, so that loadi
 DCP's own format keeps its metadata as a pickle; `HuggingFaceStorageReader` derives them from the files' headers.
 
 Stored are the parameters that are trained, persistent buffers, AdamW's state, the schedule, and the random states of
-every rank (torch's, on CPU and GPU; the engine draws from no other). The settings of the optimiser are not: the run's
-configuration says them.
+every rank (torch's, on CPU and GPU; the engine draws from no other). The optimiser's settings are not stored: they come
+from the run's configuration.
 """
 
 import logging
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.lr_scheduler import LambdaLR
 
 from workers.errors import CheckpointError
+from workers.model.agreement import raise_on_all_ranks
 from workers.model.checkpoint_folder import (
     Manifest,
     StoredFile,
@@ -46,15 +47,15 @@ from workers.model.parallel import reshard
 
 log = logging.getLogger(__name__)
 
-# A file is serialised in memory before it is written: what a save takes beyond the copy of the state, a rank.
+# A file is serialised in memory before it is written: memory of a save on each rank beyond the copy of the state.
 FILE_BYTES = 2**30
 
 
 class Checkpointer:
     """Saves and loads the state of one engine, one save at a time. Every method is collective.
 
-    The folder in which checkpoints stand is one that all ranks see and no other engine saves into. A process that dies
-    leaves there the checkpoints that stood before.
+    All ranks see the folder of the checkpoints, and no other engine saves into it. If a process dies, the checkpoints
+    completed before remain.
     """
 
     def __init__(
@@ -75,11 +76,10 @@ class Checkpointer:
         step: int,
         engine: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
-        score: float | None = None,
     ) -> None:
         """Begin to save as `path`; returns when the state is copied, while files are still being written.
 
-        step, score: see `Manifest`. engine, extra: JSON objects that `load` gives back, the engine's and the caller's.
+        step: see `Manifest`. engine, extra: JSON objects that `load` gives back, the engine's and the caller's.
 
         Raises CheckpointError if the save before this one failed or `path` holds a complete checkpoint, DataError if
         `extra` is not JSON.
@@ -90,7 +90,7 @@ class Checkpointer:
         numbers = {"schedule_steps": self._schedule.last_epoch, **(engine or {})}
 
         def finish(files: dict[str, StoredFile]) -> None:
-            commit(unfinished, path, Manifest(step, dist.get_world_size(), numbers, extra, score, files))
+            commit(unfinished, path, Manifest(step, dist.get_world_size(), numbers, extra, files))
 
         state = self._trained_state() | _random_state(self._device)
         writer = _CommittingWriter(unfinished, _files_of(state), finish)
@@ -98,7 +98,7 @@ class Checkpointer:
         self._saving = path, cast(Future, future)
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises CheckpointError if the last one failed, once."""
+        """Wait for the save under way, if any. Raises CheckpointError, once, if the last one failed."""
         if self._saving is None:
             return
         (path, future), self._saving = self._saving, None
@@ -110,8 +110,7 @@ class Checkpointer:
     def load(self, path: str | Path) -> Manifest:
         """Put the state at `path` into the engine, whatever number of ranks wrote it; returns its manifest.
 
-        Random states are set if as many ranks load as saved, and are otherwise left as they are, with a warning: there
-        is no meaning in giving one rank's to another.
+        Random states are restored if as many ranks load as saved; otherwise they stay as they are, with a warning.
 
         Raises CheckpointError if the checkpoint is torn, foreign or of another model; the engine is then unchanged
         unless a file changed while it was read.
@@ -125,7 +124,7 @@ class Checkpointer:
         metadata = self._on_all_ranks(lambda: _read_metadata(path, reader))
         _check_same_model(path, state, metadata)
         random_state = _random_state(self._device) if manifest.world_size == self._size else {}
-        # A state of the GPU is not there if a CPU saved.
+        # A checkpoint saved on a CPU has no state of a GPU.
         random_state = {name: part for name, part in random_state.items() if name in metadata.state_dict_metadata}
         try:
             dcp.load(state | random_state, storage_reader=reader, process_group=self._group)
@@ -134,7 +133,7 @@ class Checkpointer:
         _set_random_state(random_state, self._device)
         if not random_state:
             log.warning(
-                "%s was saved by %d ranks and is loaded by %d: random states start anew",
+                "%s was saved by %d ranks and is loaded by %d: random states are not restored",
                 path,
                 manifest.world_size,
                 self._size,
@@ -163,31 +162,18 @@ class Checkpointer:
         return state
 
     def _from_rank_zero(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank zero, on all ranks; what it raises, too."""
-        made: list[Any] = [None]
-        if self._rank == 0:
-            try:
-                made = [make()]
-            except (CheckpointError, OSError) as error:
-                made = [CheckpointError(str(error))]
+        """Call `make` on rank zero; all ranks return its result or raise its error."""
+        made = [self._on_all_ranks(lambda: make() if self._rank == 0 else None)]
         dist.broadcast_object_list(made, src=0, group=self._group)
-        if isinstance(made[0], CheckpointError):
-            raise made[0]
         return made[0]
 
     def _on_all_ranks(self, check: Callable[[], Any]) -> Any:
-        """What `check` returns on this rank; where it fails on one, all raise its error, so that none waits for it."""
-        result = problem = None
-        try:
-            result = check()
-        except (CheckpointError, OSError) as error:
-            problem = str(error)
-        problems: list[str | None] = [None] * self._size
-        dist.all_gather_object(problems, problem, group=self._group)
-        for found in problems:
-            if found is not None:
-                raise CheckpointError(found)
-        return result
+        """Call `check` on every rank and return its own result; all raise CheckpointError if one fails."""
+        with raise_on_all_ranks(self._group):
+            try:
+                return check()
+            except OSError as error:
+                raise CheckpointError(str(error)) from error
 
 
 class _CommittingWriter(dcp.HuggingFaceStorageWriter):

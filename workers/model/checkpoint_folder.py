@@ -1,11 +1,11 @@
-"""What makes a folder a checkpoint: a manifest of all its files, and a name that appears only when they stand.
+"""The folder of a checkpoint: a manifest of all its files, and a name that appears when they are complete.
 
-    .step-30.unfinished-9c1f --files, fsync--> manifest.json, fsync --rename--> step-30 --prune--> last n and best
+    .step-30.unfinished-9c1f --files, fsync--> manifest.json, fsync --rename--> step-30 --prune--> last n
 
-A crash at any moment leaves a hidden folder that nobody reads, or a complete checkpoint; never one in between. What
-carries a checkpoint's name and is torn all the same (a failing disk, a copy cut short) is refused by name.
+A crash leaves either a hidden folder, which is never read, or a complete checkpoint. A folder with a checkpoint's name
+that is torn all the same (a failing disk, an interrupted copy) is refused by name.
 
-Needs neither torch nor the engine: a driver looks for the checkpoint to resume from before anything is started.
+Imports neither torch nor the engine: the driver looks for the checkpoint to resume from before it starts anything.
 """
 
 import hashlib
@@ -42,17 +42,16 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """Describes a checkpoint.
 
-    step: the caller's count, by which checkpoints are ordered. score: by which the best is kept, higher is better.
-    world_size: ranks that wrote it. engine: the engine's own numbers. extra: the caller's, any JSON object.
+    step: the caller's count, by which checkpoints are ordered. world_size: ranks that wrote it. engine: the engine's
+    own numbers. extra: the caller's, any JSON object. files: by name.
     """
 
     step: int
     world_size: int
     engine: dict[str, Any]
     extra: dict[str, Any]
-    score: float | None
     files: dict[str, StoredFile]
 
 
@@ -68,18 +67,18 @@ def check_json(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def unfinished_folder(path: Path) -> Path:
-    """A hidden name beside `path` under which to write; a new one at every call."""
+    """A hidden folder name beside `path` to write to; a new one at every call."""
     return path.with_name(f".{path.name}.unfinished-{secrets.token_hex(4)}")
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what saves that never ended have left in `folder`; call it while none is under way."""
+    """Remove the remains of interrupted saves in `folder`; call it while no save is under way."""
     for path in folder.glob(".*.unfinished-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def check_free(path: Path) -> None:
-    """Raise CheckpointError if a complete checkpoint stands at `path`; a torn one may be replaced."""
+    """Raise CheckpointError if `path` holds a complete checkpoint; a torn one may be replaced."""
     try:
         read_manifest(path)
     except CheckpointError:
@@ -88,9 +87,10 @@ def check_free(path: Path) -> None:
 
 
 def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
-    """Complete what was written to `unfinished` and give it its name. The files themselves are on disk already.
+    """Write the manifest of the files in `unfinished`, then rename the folder to `path`.
 
-    Raises CheckpointError if a file is not there as its rank wrote it: the ranks do not share the folder.
+    The files themselves are on disk already. Raises CheckpointError if one is missing or of another size than its rank
+    wrote: the ranks do not share the folder.
     """
     for name, stored in manifest.files.items():
         if not (unfinished / name).is_file() or (unfinished / name).stat().st_size != stored.size:
@@ -109,16 +109,16 @@ def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, whose files are all there in their full size.
+    """The manifest of the checkpoint at `path`, after checking that all its files exist in their full size.
 
-    Raises CheckpointError, naming `path`, if it is no checkpoint or not all of one. Contents are not read:
-    `verify_files` does that.
+    Raises CheckpointError, naming `path`, for anything but a complete checkpoint. `verify_files` reads the contents.
     """
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
             raise CheckpointError(f"{path} is no checkpoint of this version: its {MANIFEST} does not say {FORMAT!r}.")
         files = {name: StoredFile(**stored) for name, stored in content.pop("files").items()}
+        content.pop("score", None)  # in checkpoints of earlier versions
         manifest = Manifest(**content, files=files)
         if not isinstance(manifest.step, int) or not isinstance(manifest.world_size, int):
             raise TypeError("step and world_size must be whole numbers")
@@ -131,7 +131,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _check_listing(path: Path, manifest: Manifest) -> None:
-    """The folder holds the files of the manifest and no others, so that nothing foreign is ever opened."""
+    """Raise CheckpointError unless the folder holds exactly the manifest's files, so that no foreign file is opened."""
     found = {entry.name: entry.stat().st_size for entry in path.iterdir() if entry.name != MANIFEST}
     wanted = {name: stored.size for name, stored in manifest.files.items()}
     for name in sorted(found.keys() | wanted.keys()):
@@ -149,7 +149,7 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
-    """The complete checkpoints in `folder`, by rising step; what is torn or foreign is named in a warning."""
+    """The complete checkpoints in `folder` by ascending step; others are logged as warnings."""
     found = []
     for path in _visible(Path(folder)):
         try:
@@ -159,38 +159,19 @@ def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda entry: (entry[1].step, entry[0].name))
 
 
-def latest_complete(folder: str | Path) -> Path | None:
-    """The complete checkpoint with the highest step in `folder`; None if there is none."""
-    checkpoints = complete(folder)
-    return checkpoints[-1][0] if checkpoints else None
-
-
-def best_complete(folder: str | Path) -> Path | None:
-    """The complete checkpoint with the highest score, of equals the latest; None if none has a score."""
-    return _best(complete(folder))
-
-
-def _best(checkpoints: list[tuple[Path, Manifest]]) -> Path | None:
-    scored = [(manifest.score, manifest.step, path) for path, manifest in checkpoints if manifest.score is not None]
-    return max(scored)[2] if scored else None
-
-
 def prune(folder: str | Path, keep_last: int) -> None:
-    """Remove all but the last `keep_last` complete checkpoints and the best one, whether or not a save is under way.
+    """Remove all but the last `keep_last` complete checkpoints, whether or not a save is under way.
 
-    What is torn or foreign stays, for a person to look at. Raises DataError if nothing would be left.
+    Torn and foreign folders stay, for a person to inspect. Raises DataError if `keep_last` is below 1.
     """
     if keep_last < 1:
         raise DataError(f"keep_last={keep_last} would remove the checkpoint to resume from; keep 1 or more.")
-    checkpoints = complete(folder)
-    best = _best(checkpoints)
-    for path, _ in checkpoints[:-keep_last]:
-        if path != best:
-            remove(path)
+    for path, _ in complete(folder)[:-keep_last]:
+        remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder in a way that never shows a part of it under its name."""
+    """Remove a folder, renaming it first so that a crash leaves no torn checkpoint."""
     doomed = unfinished_folder(path)
     path.rename(doomed)
     shutil.rmtree(doomed)
@@ -202,7 +183,7 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Put the folder's entries, not only its files' contents, on the disk."""
+    """Flush the folder's entries to disk, beside the contents of its files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Which tensors of a model make which of its checkpoint: transformers names and fuses some of them otherwise in memory.
+"""Maps tensors of a model to those of its checkpoint: transformers renames and fuses some of them in memory.
 
     in memory                                             on disk
     ...layers.0.mlp.experts.gate_up_proj [E, 2F, H] --+--> ...layers.0.block_sparse_moe.experts.0.w1.weight [F, H]
@@ -29,8 +29,8 @@ from transformers.core_model_loading import (
 class Conversion:
     """Tensors `sources` of a model that together make one or several of its checkpoint.
 
-    target: the checkpoint's name, or one that `converter` makes several of. patterns: of each source, what of the
-    converter's rules it matched; both are for fused weights, a plain one is only renamed.
+    target: the name in the checkpoint; `converter` may make several of it. patterns: the pattern of the converter that
+    each source matched. Fused weights have patterns and a converter; other weights are only renamed.
     """
 
     sources: tuple[str, ...]
@@ -45,7 +45,7 @@ class Conversion:
         """
         if self.converter is None:
             return {self.target: tensors[0]}
-        converter = copy.deepcopy(self.converter)  # it keeps what it is given
+        converter = copy.deepcopy(self.converter)  # a converter collects the tensors added to it
         for source, pattern, tensor in zip(self.sources, self.patterns, tensors, strict=True):
             converter.add_tensor(self.target, source, pattern, tensor)
         made = converter.convert(self.target, model=model, config=model.config)
@@ -53,18 +53,20 @@ class Conversion:
 
 
 def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
-    """What transformers did when it loaded `model` from its files; of a model made from its configuration alone, what
-    it would do with the files that the family usually has."""
+    """The conversions that transformers applied when it loaded `model` from its files.
+
+    For a model made from its configuration alone, those that it applies to the family's usual files.
+    """
     rules = getattr(model, "_weight_conversions", None)
     if rules is None:
-        # As in transformers' own `revert_weight_conversion`: whether a prefix was there only the files could say.
+        # As in transformers' `revert_weight_conversion`: only the files show whether there was a prefix.
         rules = get_model_conversion_mapping(model, add_legacy=False)
         rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
     return rules
 
 
 def plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> list[Conversion]:
-    """How the tensors of a model called `names` become those of its checkpoint, in the order of `names`.
+    """The conversions of a model's tensors `names` into those of its checkpoint, in the order of `names`.
 
     rules: see `loading_rules`. Where several ranks share a model they must use the same.
     """
@@ -89,7 +91,7 @@ def plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> 
 def converted_metadata(
     plan: Sequence[Conversion], sources: Mapping[str, Tensor], model: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """What `plan` makes of the model's tensors `sources`, in its order, on the meta device: names, shapes and types."""
+    """The checkpoint tensors that `plan` makes of `sources`, by name in its order, on the meta device."""
     made: dict[str, Tensor] = {}
     for conversion in plan:
         made |= conversion.apply([sources[name].to("meta") for name in conversion.sources], model)

@@ -5,7 +5,7 @@ kernel each.
                                                             --> [compiled: o, norm, MLP] --> FSDP frees
 
 `forward` is compiled and not the layer, so that FSDP's hooks and checkpointing run around it as without compiling (as
-in torchtitan). Attention is a graph break on purpose: traced, it would be compiled anew for every layer index that
+in torchtitan). Attention is a graph break on purpose: traced, it would be compiled again for every layer index that
 `ballast_packed` reads, and for every list of segment lengths. Without it all layers of one kind share their graphs, and
 rows of any length do: dimensions are dynamic from the start. Compiled apart are only passes with and without gradient,
 inputs that require one or do not, and rows of one token; all of them come in the first step.
@@ -21,8 +21,8 @@ from workers.model.attention import ATTENTION_NAME, ballast_packed
 
 BACKEND = "inductor"  # tests on a CPU take one that only traces
 MOST_GRAPHS = 64
-"""Of one function: dynamo's own limit, 8, is reached by a family with two kinds of layers and adapters; what is beyond
-runs uncompiled, with a warning of dynamo."""
+"""Graphs of one function. A family with two kinds of layers and adapters exceeds dynamo's default of 8, beyond which
+dynamo runs the function uncompiled, with a warning."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

@@ -31,14 +31,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from balancing.alignment import zigzag_positions
-from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import PackedAttention
 from workers.model.packing import PackedRow
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """What one context-parallel rank computes of a packed row.
+    """The part of a packed row that one context-parallel rank computes.
 
     input_ids, position_ids: int64 [1, T/cp]; positions are those in the whole sequence.
     predicting: int64 [n], the cells of this part whose hidden states predict a token. targets: int64 [n], its id.
@@ -94,31 +93,6 @@ class _GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (selected,) = ctx.saved_tensors
         return grad[selected], None, None, None
-
-
-def check_heads(config: Any, *, context_parallel: int, tensor_parallel: int) -> None:
-    """Raise ConfigError if Ulysses cannot deal out the heads of a Hugging Face model (`config`)."""
-    heads, sharing = config.get_text_config().num_attention_heads, context_parallel * tensor_parallel
-    if context_parallel > 1 and heads % sharing:
-        raise ConfigError(
-            f"parallel.context_parallel_method=ulysses needs attention heads that divide by context_parallel * "
-            f"tensor_parallel = {sharing}, and the model has {heads}; set context_parallel_method=ring"
-        )
-
-
-def check_ring(features: frozenset[str], device: torch.device, compute_dtype: torch.dtype) -> None:
-    """Raise if ring attention cannot compute a model: UnsupportedModelError for features beyond causal attention
-    (`families.required_features`), ConfigError for single precision on CUDA, where its kernels want half."""
-    if features:
-        raise UnsupportedModelError(
-            f"ring attention is causal only, and the model uses {', '.join(sorted(features))}; set "
-            "parallel.context_parallel_method=ulysses"
-        )
-    if device.type == "cuda" and compute_dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"ring attention on CUDA needs half precision, not {compute_dtype}; set model.dtype=bfloat16 or "
-            "parallel.context_parallel_method=ulysses"
-        )
 
 
 class Ulysses:

@@ -34,7 +34,7 @@ def loss_token_counts(sequences: Sequences) -> Tensor:
 
 @dataclass(frozen=True)
 class KlPenalty:
-    """What a token's reward loses: `coefficient` times its estimated KL to the reference, see `kl_estimate`."""
+    """The penalty on a token's reward: `coefficient` times its estimated KL to the reference, see `kl_estimate`."""
 
     coefficient: float
     estimator: str

@@ -29,8 +29,8 @@ from workers.model.checkpoint import Checkpointer
 from workers.model.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.compile import compile_layers
 from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
-from workers.model.input_checks import check_sequences, check_tokenizer, max_positions
-from workers.model.layout import LaidOut, Layout
+from workers.model.input_checks import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
+from workers.model.layout import LaidOut, RowLayout
 from workers.model.loading import Source
 from workers.model.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
 from workers.model.losses import (
@@ -46,6 +46,7 @@ from workers.model.losses import (
     to_metrics,
 )
 from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
+from workers.model.model_rules import check_tensor_parallel, check_value_head
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.packing import ModelInput, Sequences
 from workers.model.parallel import (
@@ -57,17 +58,15 @@ from workers.model.parallel import (
 )
 from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.skipping import SkipPolicy
-from workers.model.tensor_parallel import check_tensor_parallel, share_model
+from workers.model.tensor_parallel import share_model
 from workers.model.timing import MicroStepClock
 from workers.model.values import load_value_model
 
-MicroBatch = tuple[int, int]
-
 LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
-"""Of each head, what loads the model with it."""
+"""The loader of each head."""
 
 
-class Engine:
+class TrainingEngine:
     """One model, sharded over the data-parallel ranks, with an optimiser unless it is frozen.
 
     model_config: what to load and how to compute it. optimizer: None for a frozen model. total_steps: optimiser steps
@@ -96,28 +95,21 @@ class Engine:
         if head not in LOADERS:
             raise ConfigError(f"head={head} is not one of {', '.join(LOADERS)}")
         self.device = torch.device(device)
+        self.model_config, self.head, self.optimizer_config = model_config, head, optimizer
         self.temperature = temperature
         self.reshard_after_forward = reshard_after_forward
-        dtype = compute_dtype(model_config.dtype, self.device)
-        self.dtype = dtype
+        self.dtype = compute_dtype(model_config.dtype, self.device)
         self.tokenizer = load_tokenizer(model_config.path)
         self.parallel = make_parallel(self.device, parallel)
-        self.defer_gradient_reduction = parallel is not None and parallel.defer_gradient_reduction
-        # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
-        parameter_dtype = torch.promote_types(dtype, torch.float32)
-        shared = self.parallel.context.size() * self.parallel.tensor.size() > 1
-        loaded = replace(model_config, layout=model_config.attention_layout(shared=shared), forward_layout="same")
-        source = Source(partial(LOADERS[head], loaded, parameter_dtype))
-        self.module = source.module
-        self.model_config, self.head = model_config, head
-        if head == "value" and self.parallel.tensor.size() > 1:
-            raise ConfigError("a value head is not shared between ranks; set parallel.tensor_parallel=1")
-        check_tensor_parallel(self.module.model.config, model_config, self.parallel.tensor.size())
-        self.layout = Layout(model_config, self.parallel, self.module, self.device, dtype)
         self.clock = MicroStepClock(self.device)
+        # Parameters, gradients and optimiser state stay in float32 when the computation is in bfloat16.
+        parameter_dtype = torch.promote_types(self.dtype, torch.float32)
+        source = self._source(parameter_dtype)
+        self.module = source.module
         self.vocabulary = self.module.model.get_input_embeddings().num_embeddings
         self.positions = max_positions(self.module.model.config)
-        check_tokenizer(self.tokenizer, self.vocabulary, model_config.path)
+        self._check_model()
+        self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
         self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.module.requires_grad_(optimizer is not None)
         # A frozen engine is a reference: the base model, which adapters leave as it is.
@@ -125,30 +117,49 @@ class Engine:
         if self.has_adapters:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
         if check_parity:
-            probe = make_probe(self.module, dtype, temperature)
+            probe = make_probe(self.module, self.dtype, temperature)
             expected = source.ask(lambda module: own_outputs(module, probe))
-        if self.parallel.tensor.size() > 1:
-            share_model(self.module.model, self.parallel.tensor)
-        if model_config.compile:
-            compile_layers(self.module.layers)
-        shard_model(
-            self.module,
-            self.module.layers,
-            self.parallel.sharding,
-            compute_dtype=dtype,
-            cpu_offload=cpu_offload,
-            reshard_after_forward=reshard_after_forward,
-        )
+        self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
         self.checkpoint_weights = CheckpointWeights(self.module.model, source.rules, self._shards, self.device)
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
-        self.optimizer_config = optimizer
         if optimizer is not None:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
         if check_parity:
             prove(self, probe, expected)
+
+    def _source(self, parameter_dtype: torch.dtype) -> Source[PackedModel]:
+        """The model to load, with the attention of the layout that all passes can use."""
+        shared = self.parallel.context.size() * self.parallel.tensor.size() > 1
+        layout = self.model_config.attention_layout(shared=shared)
+        loaded = replace(self.model_config, layout=layout, forward_layout="same")
+        return Source(partial(LOADERS[self.head], loaded, parameter_dtype))
+
+    def _check_model(self) -> None:
+        """Raise ConfigError if the model does not go with the tokenizer or `parallel`."""
+        parallel, hf_config = self.parallel.config, self.module.model.config
+        if self.head == "value":
+            check_value_head(parallel, "value model")
+        family, sizes = hf_config.model_type, hf_config.to_dict()
+        check_tensor_parallel(parallel, self.model_config, self.module.name, family, sizes)
+        check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
+
+    def _distribute(self, cpu_offload: bool) -> None:
+        """Divide the module's parameters between the ranks; compiled layers come before FSDP wraps them."""
+        if self.parallel.tensor.size() > 1:
+            share_model(self.module.model, self.parallel.tensor)
+        if self.model_config.compile:
+            compile_layers(self.module.layers)
+        shard_model(
+            self.module,
+            self.module.layers,
+            self.parallel.sharding,
+            compute_dtype=self.dtype,
+            cpu_offload=cpu_offload,
+            reshard_after_forward=self.reshard_after_forward,
+        )
 
     @property
     def data_parallel_groups(self) -> list[dist.ProcessGroup]:
@@ -166,7 +177,6 @@ class Engine:
         Raises ConfigError for an engine with a value head, DataError if the micro-batches leave a row out or name one
         twice.
         """
-
         self._check_head("lm")
         (log_probs,), metrics = self._forward_only("log_probs", sequences, micro_batches, ("log_probs",), _measure)
         return log_probs, metrics
@@ -191,16 +201,12 @@ class Engine:
         Raises as `log_probs` does.
         """
         self._check_head("lm")
-        check_sequences(sequences, self.vocabulary, self.positions)
-        _check_micro_batches(micro_batches, len(sequences), complete=True)
         result = torch.zeros(len(sequences), dtype=torch.float64)
-        for start, stop in micro_batches:
-            with self.clock.micro_step("log_probs", sequences.lengths[start:stop]):
-                predictions, _ = self._predict(sequences.slice(start, stop))
-                summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
-                summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
-                result[start:stop] = summed.cpu()
-        reshard(self.module)
+        for start, stop in self._forward_passes("log_probs", sequences, micro_batches):
+            predictions, _ = self._predict(sequences.slice(start, stop))
+            summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
+            summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
+            result[start:stop] = summed.cpu()
         return result
 
     @torch.no_grad()
@@ -217,19 +223,15 @@ class Engine:
 
     @torch.no_grad()
     def scores(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """What the value head says of each whole sequence, at its last token, forward only: float32 [B] on the CPU.
+        """Output of the value head at the last token of each sequence, forward only: float32 [B] on the CPU.
 
         Raises ConfigError for an engine without a value head, DataError as `log_probs` does.
         """
         self._check_head("value")
-        check_sequences(sequences, self.vocabulary, self.positions)
-        _check_micro_batches(micro_batches, len(sequences), complete=True)
         result = torch.zeros(len(sequences), dtype=torch.float32)
-        for start, stop in micro_batches:
-            with self.clock.micro_step("scores", sequences.lengths[start:stop]):
-                laid_out = self.layout.lay_out(sequences.slice(start, stop), forward=True, last=True)
-                result[start:stop] = self._values(laid_out).float().cpu()
-        reshard(self.module)
+        for start, stop in self._forward_passes("scores", sequences, micro_batches):
+            laid_out = self.layout.lay_out(sequences.slice(start, stop), forward=True, last=True)
+            result[start:stop] = self._values(laid_out).float().cpu()
         return result
 
     def _forward_only(
@@ -240,20 +242,27 @@ class Engine:
         kept: Sequence[str],
         measure: Callable[[Any], Statistics],
     ) -> tuple[list[Tensor], Metrics]:
-        """name: of the pass. kept: of the predictions of a micro-batch, each [N], given back as [T]."""
-        check_sequences(sequences, self.vocabulary, self.positions)
-        _check_micro_batches(micro_batches, len(sequences), complete=True)
+        """Returns the columns `kept` of the predictions, float32 [T] each, and metrics of what `measure` gives."""
         results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
+        for start, stop in self._forward_passes(name, sequences, micro_batches):
+            predictions, row = self._predict(sequences.slice(start, stop), forward=True)
+            first = int(sequences.lengths[:start].sum())
+            for result, column in zip(results, kept, strict=True):
+                result[first + row.loss_positions] = getattr(predictions, column).float().cpu()
+            statistics.append(measure(predictions))
+        return results, to_metrics(statistics)
+
+    def _forward_passes(
+        self, name: str, sequences: Sequences, micro_batches: Sequence[MicroBatch]
+    ) -> Iterator[MicroBatch]:
+        """The micro-batches, each timed as a micro-step `name` until the next is asked for."""
+        check_sequences(sequences, self.vocabulary, self.positions)
+        check_micro_batches(micro_batches, len(sequences), complete=True)
         for start, stop in micro_batches:
             with self.clock.micro_step(name, sequences.lengths[start:stop]):
-                predictions, row = self._predict(sequences.slice(start, stop), forward=True)
-                first = int(sequences.lengths[:start].sum())
-                for result, column in zip(results, kept, strict=True):
-                    result[first + row.loss_positions] = getattr(predictions, column).float().cpu()
-                statistics.append(measure(predictions))
+                yield start, stop
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
-        return results, to_metrics(statistics)
 
     def _check_head(self, head: str) -> None:
         if self.head != head:
@@ -279,7 +288,7 @@ class Engine:
         if not micro_batches:
             raise DataError("a mini-batch needs at least one micro-batch on every rank, if only an empty one")
         check_sequences(sequences, self.vocabulary, self.positions)
-        _check_micro_batches(micro_batches, len(sequences), complete=False)
+        check_micro_batches(micro_batches, len(sequences), complete=False)
         slices = [sequences.slice(*rows) for rows in micro_batches]
         parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
@@ -325,8 +334,8 @@ class Engine:
         dtype: of the weights; None is that of the parameters. keeper: the only rank that gets them, while the others
         take part and get none; None is every rank.
 
-        `lm_head.weight` comes even if it is tied to the embedding. vLLM keeps a packed copy of the output layer, and a
-        list without it would leave that copy at the old weights without a word.
+        `lm_head.weight` is included even if it is tied to the embedding: vLLM keeps a packed copy of the output layer,
+        which would silently stay at the old weights otherwise.
         """
         reshard(self.module)
         return self.checkpoint_weights.convert(self.checkpoint_weights.plan, dtype, keeper)
@@ -352,9 +361,9 @@ class Engine:
             yield
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks return when they stand.
+        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks wait for it.
 
-        A folder that was there is replaced. Raises CheckpointError, on every rank alike, if rank 0 cannot write.
+        An existing folder is replaced. Raises OutputError, on every rank alike, if rank 0 cannot write.
         """
         self._check_adapters("save adapters")
         reshard(self.module)
@@ -368,28 +377,26 @@ class Engine:
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
-        """What saves and loads the training state; collective when first used. Raises ConfigError if frozen."""
+        """Saves and loads the training state; creating it is collective. Raises ConfigError if frozen."""
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer and has no state to save")
         return Checkpointer(self.module, self.optimizer, self.schedule, self.device)
 
-    def save_checkpoint(
-        self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None, score: float | None = None
-    ) -> None:
-        """Begin to save what training needs to go on, in the background; see `Checkpointer.save`. Collective.
+    def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
+        """Begin to save the training state in the background; see `Checkpointer.save`. Collective.
 
-        extra: the caller's own state, a JSON object; it stands or falls with the checkpoint.
+        extra: the caller's own state, a JSON object, which becomes part of the checkpoint.
         """
         checkpointer = self.checkpointer
         numbers = {"skipped_in_a_row": self.skip_policy.in_a_row}
-        checkpointer.save(path, step=step, engine=numbers, extra=extra, score=score)
+        checkpointer.save(path, step=step, engine=numbers, extra=extra)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no save is under way; collective. Raises CheckpointError if the last one failed."""
         self.checkpointer.wait()
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, see `Checkpointer.load`; returns the caller's `extra`. Collective."""
+        """Resume from a checkpoint, see `Checkpointer.load`; returns the caller's `extra`. Collective."""
         manifest = self.checkpointer.load(path)
         self.optimizer.zero_grad(set_to_none=True)
         self.skip_policy.in_a_row = manifest.engine["skipped_in_a_row"]
@@ -398,8 +405,8 @@ class Engine:
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
         """Write model and tokenizer in Hugging Face format, in the type of the model's files; collective.
 
-        Ranks share the writing, in files of about `file_bytes`, and return when the folder stands; one that was there
-        is replaced. Raises OutputError if a rank cannot write.
+        Ranks share the writing, in files of about `file_bytes`, and return when the folder is complete; an existing
+        folder is replaced. Raises OutputError if a rank cannot write.
         """
         reshard(self.module)
         write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
@@ -419,14 +426,14 @@ class Engine:
         return laid_out.whole(self.module(**arguments))
 
     def prepare_backward(self, last: bool) -> None:
-        """What the next backward pass does with gradients and gathered parameters; last: of the mini-batch.
+        """Set up the next backward pass; last: whether it is that of the mini-batch's last micro-batch.
 
-        Gradients are reduced onto the shards at once, since those that wait are whole, in float32 and on every rank.
-        Copies of the model (HSDP) sum their shards in the last pass. Parameters do not change between the passes: with
-        `reshard_after_forward=False` they stay gathered until then.
+        By default every pass reduces its gradients onto the shards: unreduced ones are whole, in float32 and on every
+        rank. Copies of the model (HSDP) sum their shards in the last pass only. Parameters do not change between
+        passes: with `reshard_after_forward=False` they stay gathered until the last.
         """
         for module in fsdp_modules(self.module):
-            if self.defer_gradient_reduction:
+            if self.parallel.config.defer_gradient_reduction:
                 module.set_requires_gradient_sync(last, recurse=False)
             else:
                 module.set_requires_all_reduce(last, recurse=False)
@@ -435,16 +442,3 @@ class Engine:
 
 def _measure(predictions: Any) -> Statistics:
     return {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
-
-
-def _check_micro_batches(micro_batches: Sequence[MicroBatch], rows: int, *, complete: bool) -> None:
-    """Every row at most once, and with `complete` every row of the batch."""
-    expected = 0
-    for start, stop in sorted((start, stop) for start, stop in micro_batches if start != stop):
-        if start < expected or stop > rows or stop < start:
-            raise DataError(f"micro-batch ({start}, {stop}) overlaps another or leaves the batch of {rows} sequences")
-        if complete and start != expected:
-            raise DataError(f"no micro-batch holds the sequences {expected} to {start - 1}")
-        expected = stop
-    if complete and expected != rows:
-        raise DataError(f"no micro-batch holds the sequences {expected} to {rows - 1}")

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder, written by several ranks at once; the folder appears when it is complete.
+"""Writes a model as a Hugging Face folder, by several ranks at once; the folder appears when it is complete.
 
     conversions --5 GB a file--> files --round of one file a rank--> gather to its writer --> every rank writes its own
     rank 0: config.json, tokenizer, index --> all files there? --> rename
@@ -8,7 +8,6 @@ A rank holds one file at a time in host memory. The folder is one that all ranks
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from workers.errors import OutputError, clause
+from workers.model.agreement import raise_on_all_ranks
 from workers.model.checkpoint_names import Conversion
 from workers.model.checkpoint_weights import CheckpointWeights
 
@@ -66,15 +66,16 @@ def plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) 
 def write_model(
     weights: CheckpointWeights, tokenizer: Any, path: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write model and tokenizer to `path`, weights in `dtype`; collective, all ranks return when it stands.
+    """Write model and tokenizer to `path`, weights in `dtype`; collective, all ranks return when it is complete.
 
-    A folder that was there is replaced. Raises OutputError, on every rank alike, if a rank cannot write.
+    An existing folder is replaced. Raises OutputError, on every rank alike, if a rank cannot write.
     """
-    unfinished = Path(_on_rank_zero(lambda: _make_unfinished(path), path))
+    unfinished = _unfinished(path)
+    _on_rank_zero(lambda: _make_empty(unfinished), path)
     files, ranks = plan_files(weights, dtype, file_bytes), dist.get_world_size()
 
     def finish() -> None:
-        _write_the_rest(weights, tokenizer, unfinished, files, dtype)
+        _write_metadata(weights, tokenizer, unfinished, files, dtype)
         _replace(path, unfinished)
 
     try:
@@ -87,14 +88,15 @@ def write_model(
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """`write(folder)` on rank 0 in place of `path`; collective, all ranks return when it stands.
+    """`write(folder)` on rank 0 in place of `path`; collective, all ranks return when it is complete.
 
-    A folder that was there is replaced when the new one is complete. Raises CheckpointError, on every rank alike, if
-    rank 0 cannot write.
+    An existing folder is replaced when the new one is complete. Raises OutputError, on every rank alike, if rank 0
+    cannot write.
     """
 
     def finish() -> None:
-        unfinished = Path(_make_unfinished(path))
+        unfinished = _unfinished(path)
+        _make_empty(unfinished)
         try:
             write(unfinished)
             _replace(path, unfinished)
@@ -114,7 +116,7 @@ def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: 
     _together(lambda: save_file(mine, folder / files[rank].name, metadata={"format": "pt"}) if mine else None, folder)
 
 
-def _write_the_rest(
+def _write_metadata(
     weights: CheckpointWeights, tokenizer: Any, folder: Path, files: Sequence[FilePlan], dtype: torch.dtype
 ) -> None:
     missing = [file.name for file in files if not (folder / file.name).exists()]
@@ -139,34 +141,33 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
         model.generation_config.save_pretrained(folder)
 
 
-def _make_unfinished(path: Path) -> str:
-    unfinished = path.with_name(f"{path.name}.unfinished-{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    return str(unfinished)
+def _unfinished(path: Path) -> Path:
+    """The folder beside `path` that all ranks write to; at most one engine writes to `path` at a time."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _replace(path: Path, unfinished: Path) -> None:
-    replaced = path.with_name(f"{path.name}.replaced-{os.getpid()}")
+    replaced = path.with_name(f"{path.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
         path.rename(replaced)
     unfinished.rename(path)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _on_rank_zero(action: Callable[[], Any], path: Path) -> Any:
-    return _together(lambda: action() if dist.get_rank() == 0 else None, path)[0]
+def _on_rank_zero(action: Callable[[], None], path: Path) -> None:
+    _together(lambda: action() if dist.get_rank() == 0 else None, path)
 
 
-def _together(action: Callable[[], Any], path: Path) -> list[Any]:
-    """What `action` returns on every rank. Raises OutputError, on all ranks, if it fails on one."""
-    try:
-        answer, problem = action(), ""
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        answer, problem = None, f"{path} could not be written by rank {dist.get_rank()}: {clause(error)}."
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (answer, problem))
-    for _, problem in answers:
-        if problem:
-            raise OutputError(problem)
-    return [answer for answer, _ in answers]
+def _together(action: Callable[[], None], path: Path) -> None:
+    """Run `action` on every rank. Raises OutputError, on all ranks, if it fails on one."""
+    with raise_on_all_ranks():
+        try:
+            action()
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            raise OutputError(f"{path} could not be written by rank {dist.get_rank()}: {clause(error)}.") from error

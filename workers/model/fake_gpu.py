@@ -1,11 +1,10 @@
-"""A GPU that is not there: tensors of it have sizes and no numbers, so that the real engine runs for its memory alone.
+"""A simulated GPU: its tensors have sizes but no numbers, so that the real engine runs to measure its memory.
 
     real tensors on the CPU  --.to("gpu")-->  fake tensors on "gpu"  --.item()-->  1
 
 The device is a backend of torch's in Python (PrivateUse1), which autograd, FSDP2 and DTensor take like any other; every
-operation on it is one on fake tensors, of which torch knows shapes and types. What stays on the CPU is computed. So no
-line of the engine is another; what is replaced is listed in `stand_in`: what asks for CUDA by name, reads files, or
-would need numbers that there are not.
+operation on it is one on fake tensors, of which torch knows shapes and types. Tensors on the CPU are computed as usual.
+The engine's code is not changed; `stand_in` replaces calls that check for CUDA by name, read files, or need numbers.
 
 For a process of its own: the backend stays registered. Needs the exact torch that pyproject.toml pins.
 """
@@ -13,7 +12,6 @@ For a process of its own: the backend stays registered. Needs the exact torch th
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ DEVICE = "gpu"
 
 
 class Stream:
-    """Of a device that does nothing: a stream, and an event on it."""
+    """A stream, or an event, of a device that does nothing."""
 
     device = torch.device("cpu")
 
@@ -48,7 +46,7 @@ class Stream:
 
 
 class Backend:
-    """What torch, FSDP2 and DeviceMesh ask a device's module for, as `torch.cuda` is that of CUDA."""
+    """The device's module as torch, FSDP2 and DeviceMesh use it, like `torch.cuda`."""
 
     def __init__(self) -> None:
         self.Stream = self.Event = Stream
@@ -83,7 +81,7 @@ class Backend:
 
 
 class Ledger:
-    """Bytes of the storages that are there now, and the most that there were since `restart`.
+    """Bytes of the live storages, and their peak since `restart`.
 
     (torch's own MemTracker sees the results of DTensor's operations, not what they allocate inside.)
     """
@@ -149,7 +147,7 @@ def _is_fake(leaf: Any) -> bool:
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a real tensor its size and type, in a mode of fake tensors."""
+    """A tensor of the same size and type in the mode of fake tensors."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -157,7 +155,7 @@ def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def fake_gpus(ranks: int) -> Iterator[FakeGpu]:
-    """Inside, this process is rank 0 of a group of so many, each with a fake GPU, whose collectives do nothing."""
+    """Inside, this process is rank 0 of `ranks` ranks, each with a fake GPU, whose collectives do nothing."""
     _setup_privateuseone_for_python_backend(DEVICE, Backend())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     stand_in()
@@ -192,9 +190,7 @@ def stand_in() -> None:
     loading.set_model_state_dict = lambda *_, **__: None
     engine.load_tokenizer = lambda path: None
     engine.check_tokenizer = lambda *_: None
-    attention.BACKENDS |= {
-        name: replace(backend, only_half_on_cuda=False) for name, backend in attention.BACKENDS.items()
-    }
+    attention.kernel_problem = lambda *_, **__: ""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(propagator: ShardingPropagator, op_schema: Any) -> Any:

@@ -1,16 +1,14 @@
-"""What a model's configuration asks for beyond plain causal attention, and what no layout computes.
+"""Features of a model's configuration beyond plain causal attention, and those that a layout does not compute.
 
-    config.json --uncomputed_features--> refused by name, on the driver from the file and on a worker as loaded
+    config.json --uncomputed_features--> refused by name, see `model_rules`
                 --required_features----> a backend that computes them
 
-Every name of a feature that is refused here would change the log-probs if it were ignored. Nothing heavy is imported:
-the driver looks here before it starts anything.
+Ignoring any of the refused features would change the log-probs. The module imports nothing heavy, because preflight
+uses it before anything starts.
 """
 
 from collections.abc import Mapping
 from typing import Any
-
-from workers.errors import UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CHUNKED = "chunked_attention"
@@ -31,7 +29,7 @@ SELECTION = ("index_topk", "compress_rates", "indexer_budget")
 
 ATTENTION_SOFTCAP = "attn_logit_softcapping"
 FINAL_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-INNER_SOFTCAPS = ("router", "gate")  # of these the model's own layers take care
+INNER_SOFTCAPS = ("router", "gate")  # applied by the model's own layers
 
 LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -54,20 +52,7 @@ KERNEL_FEATURES = {
     },
     "padded": {"sdpa": frozenset({"sliding_window"}), "eager": frozenset({"sliding_window", "softcap", "sinks"})},
 }
-"""What the kernels of each layout compute beyond causal attention, in the names of `required_features`."""
-
-
-def check_supported(config: Any, layout: str = "packed") -> None:
-    """Raise UnsupportedModelError, naming the feature, if a Hugging Face configuration asks for one not computed.
-
-    layout: `packed` or `padded`; padded rows go through transformers' own attention and layers of any kind.
-    """
-    text = config.get_text_config()
-    asked = uncomputed_features(text.to_dict(), layout)
-    if asked:
-        raise UnsupportedModelError(
-            f"{type(text).__name__} uses {', '.join(asked)}, which the {layout} layout does not compute"
-        )
+"""Features beyond causal attention that each kernel computes, by layout, in the names of `required_features`."""
 
 
 def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> list[str]:
@@ -99,7 +84,7 @@ def _layer_kinds(features: Mapping[str, Any]) -> set[str]:
 
 
 def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
-    """Of `sliding_window` and `softcap`, what a config.json asks for in so many words; a model class may add more."""
+    """Those of `sliding_window` and `softcap` that a config.json names; the model class may need more."""
     layer_types = features.get("layer_types")
     says_window = features.get("use_sliding_window", features.get("model_type") == "mistral")
     windowed = SLIDING in layer_types if layer_types else bool(says_window and features.get("sliding_window"))
@@ -108,7 +93,7 @@ def features_of_file(features: Mapping[str, Any]) -> frozenset[str]:
 
 
 def required_features(config: Any, parameter_names: list[str]) -> frozenset[str]:
-    """Of `sliding_window`, `softcap` and `sinks`, those that the attention layers of a model need."""
+    """Those of `sliding_window`, `softcap` and `sinks` that the attention layers of a model need."""
     text = config.get_text_config()
     layers = range(text.num_hidden_layers)
     needed = {
@@ -135,7 +120,7 @@ def final_softcap(config: Any) -> float | None:
 
 
 def logit_factor(config: Any) -> float:
-    """By what the output layer multiplies its logits, before a soft cap; 1 for most families."""
+    """The factor of the output layer's logits, applied before a soft cap; 1 for most families."""
     text, factor = config.get_text_config(), 1.0
     for name in (*LOGIT_MULTIPLIERS, *LOGIT_DIVISORS):
         value = getattr(text, name, None)
@@ -153,7 +138,7 @@ def _is_unknown_cap(name: str, value: Any) -> bool:
 
 
 def _rotary_types(features: Mapping[str, Any]) -> list[str]:
-    """Of one table for all layers, or of one for each type of layer; older files say rope_scaling and type."""
+    """Rotary types of the one table for all layers, or of each type of layer; older files name it rope_scaling."""
     parameters = features.get("rope_parameters") or features.get("rope_scaling") or {}
     tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
     kinds = (table.get("rope_type", table.get("type")) for table in tables)

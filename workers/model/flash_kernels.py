@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the segments of a ragged tensor lie. bounds: int32 [B + 1] on the device."""
+    """Segments of a ragged tensor. bounds: their cumulative lengths from 0, int32 [B + 1] on the device."""
 
     lengths: list[int]
     bounds: Tensor
@@ -48,8 +48,8 @@ def flash_forward(
     query [Q, H, D], key and value [T, K, D] -> (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]).
     """
     if query.is_cuda:
-        where = _where_segments_lie(query_segments, key_segments)
-        left, right = _window_size(causal, window)
+        where = _segment_arguments(query_segments, key_segments)
+        left, right = window_size(causal, window)
         output, lse, *_ = aten._flash_attention_forward(
             query,
             key,
@@ -89,10 +89,10 @@ def flash_backward(
     """Gradients of query, key and value, given out [Q, H, D] and lse [H, Q] of an attention that may have seen more
     keys than these: the result is then these keys' share of the gradient."""
     if query.is_cuda:
-        where = _where_segments_lie(query_segments, key_segments)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of a generator that is not asked
+        where = _segment_arguments(query_segments, key_segments)
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of an unused generator
         given = (grad_output, query, key, value, output, lse.contiguous())
-        left, right = _window_size(causal, window)
+        left, right = window_size(causal, window)
         return aten._flash_attention_backward(
             *given,
             *where,
@@ -123,18 +123,18 @@ def flash_backward(
     return grad_query, _sum_repeats(grad_key, key), _sum_repeats(grad_value, value)
 
 
-def _where_segments_lie(queries: Segments, keys: Segments) -> tuple[Tensor, Tensor, int, int]:
-    """As the CUDA kernels take it."""
+def _segment_arguments(queries: Segments, keys: Segments) -> tuple[Tensor, Tensor, int, int]:
+    """The arguments of the CUDA kernels: bounds of queries and of keys, then their longest segments."""
     return queries.bounds, keys.bounds, queries.longest, keys.longest
 
 
-def _window_size(causal: bool, window: int | None) -> tuple[int, int]:
+def window_size(causal: bool, window: int | None) -> tuple[int, int]:
     """(tokens seen to the left, to the right) besides the token itself; -1 is all of them."""
     return -1 if window is None else window - 1, 0 if causal else -1
 
 
 def _mask_on_cpu(query: Tensor, window: int | None) -> Tensor | None:
-    """What to add to the scores of query [1, H, L, D] so that each token sees a causal window, or None without one."""
+    """Additive mask [L, L] of a causal window for query [1, H, L, D], or None without a window."""
     if window is None:
         return None
     place = torch.arange(query.shape[2])

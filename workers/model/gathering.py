@@ -59,7 +59,7 @@ def _undo(part: Tensor, tensor: DTensor, dimension: int, here: list[int], keeper
 
 
 def _chunk(rows: int, ranks: int, rank: int) -> int:
-    """Rows of a rank's part of so many."""
+    """Rows of `rank`'s part when `rows` rows are sharded over `ranks`."""
     largest = -(-rows // ranks)
     return max(0, min(rows - rank * largest, largest))
 

@@ -1,9 +1,13 @@
-"""Input that a model would take without a word, or end on with a CUDA assertion, refused with its name."""
+"""Refuses input by name that a model would take silently, or that would end in a CUDA assertion."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from workers.errors import ConfigError, DataError
 from workers.model.packing import Sequences
+
+MicroBatch = tuple[int, int]
+"""Rows start..stop-1 of the sequences of a rank; start == stop is a micro-batch without work."""
 
 
 def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
@@ -23,7 +27,7 @@ def check_tokenizer(tokenizer: Any, vocabulary: int, path: str) -> None:
 
 
 def max_positions(config: Any) -> int | None:
-    """Longest sequence that the model's own configuration allows; None where it does not say or stretches it."""
+    """Longest sequence that the model's configuration allows; None if it sets no limit or scales its positions."""
     text = config.get_text_config()
     scaling = getattr(text, "rope_parameters", None) or {}
     if "factor" in scaling or any(isinstance(part, dict) and "factor" in part for part in scaling.values()):
@@ -51,3 +55,16 @@ def check_sequences(sequences: Sequences, vocabulary: int, positions: int | None
             f"sequence {owner} holds the id {int(ids[position])}, and the model embeds {vocabulary} tokens; the "
             "tokenizer that made it is not this model's."
         )
+
+
+def check_micro_batches(micro_batches: Iterable[MicroBatch], rows: int, *, complete: bool) -> None:
+    """Raise DataError unless they hold every row at most once and, with `complete`, every row of the batch."""
+    expected = 0
+    for start, stop in sorted((start, stop) for start, stop in micro_batches if start != stop):
+        if start < expected or stop > rows or stop < start:
+            raise DataError(f"micro-batch ({start}, {stop}) overlaps another or leaves the batch of {rows} sequences")
+        if complete and start != expected:
+            raise DataError(f"no micro-batch holds the sequences {expected} to {start - 1}")
+        expected = stop
+    if complete and expected != rows:
+        raise DataError(f"no micro-batch holds the sequences {expected} to {rows - 1}")

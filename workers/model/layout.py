@@ -4,7 +4,7 @@
               --pad---> PaddedRows ----------------------------------> values of all tokens
 
 Padded rows that ranks share, or that a flash kernel computes, are a PackedRow whose segments are all as long as the
-longest: attention is causal and padding stands at the end, so that no token sees it.
+longest: attention is causal and padding is at the end, so that no token sees it.
 
 T cells of the row, N predicted tokens of the micro-batch.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from balancing.alignment import length_multiple
-from workers.config import ModelConfig
-from workers.errors import ConfigError, UnsupportedModelError
+from workers.config import ModelConfig, ParallelConfig
 from workers.model.attention import choose_backend, packed_attention
-from workers.model.context_parallel import Ulysses, check_heads, check_ring, cut, gather_tokens
-from workers.model.model import PackedCausalLM
+from workers.model.context_parallel import Ulysses, cut, gather_tokens
+from workers.model.model import PackedModel
+from workers.model.model_rules import check_context_parallel, check_ring_settings
 from workers.model.packing import ModelInput, PackedRow, Sequences, pack
 from workers.model.padded import pad
 from workers.model.parallel import Parallel
@@ -43,8 +43,8 @@ class LaidOut:
     whole: Callable[[Tensor], Tensor]
 
 
-class Layout:
-    """How one engine lays out its micro-batches. parallel: None is a process alone, without a process group.
+class RowLayout:
+    """Lays out the micro-batches of one engine. parallel: None for a process without a process group.
 
     Raises ConfigError or UnsupportedModelError if model, layout, attention kernel and parallelism do not go together.
     """
@@ -53,31 +53,26 @@ class Layout:
         self,
         config: ModelConfig,
         parallel: Parallel | None,
-        model: PackedCausalLM,
+        model: PackedModel,
         device: torch.device,
         compute_dtype: torch.dtype,
     ) -> None:
-        cp, tp = (parallel.context.size(), parallel.tensor.size()) if parallel else (1, 1)
+        shares = parallel.config if parallel else ParallelConfig()
+        cp, tp = shares.context_parallel, shares.tensor_parallel
         self._context = parallel.context if parallel and cp > 1 else None
-        self._ring = parallel is not None and cp > 1 and parallel.method == "ring"
+        self._ring = cp > 1 and shares.context_parallel_method == "ring"
         self._device, self._config, self._sharing = device, config, length_multiple(cp, tp)
         self._by_segment = config.attention_layout(shared=cp * tp > 1) == "packed"
-        if cp > 1 and model.is_recurrent:
-            raise UnsupportedModelError(
-                f"{type(model.model).__name__} carries a state from token to token, which ranks that share a sequence "
-                "do not hand on; set parallel.context_parallel=1"
-            )
-        if self._ring and config.attention != "auto":
-            raise ConfigError(f"model.attention={config.attention} does nothing with ring attention; set auto")
-        if self._ring:
-            check_ring(model.required_features, device, compute_dtype)
-        elif self._by_segment:
-            check_heads(model.model.config, context_parallel=cp, tensor_parallel=tp)
-            self._backend = choose_backend(config.attention, device, compute_dtype, model.required_features)
+        name, features = model.name, model.required_features
+        heads = getattr(model.model.config.get_text_config(), "num_attention_heads", None)
+        check_context_parallel(shares, name, recurrent=model.is_recurrent, heads=heads, features=features)
+        check_ring_settings(shares, config.attention, cuda=device.type == "cuda", half=compute_dtype.itemsize == 2)
+        if self._by_segment and not self._ring:
+            self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 
     def lay_out(self, micro_batch: Sequences, *, forward: bool = False, last: bool = False) -> LaidOut:
-        """forward: as in forward-only passes, not in training. last: in place of what is before each token with
-        `loss_mask`, what is after the last token of each sequence.
+        """forward: with the layout of forward-only passes, not of training. last: read the last cell of each sequence
+        instead of the cell before each token with `loss_mask`.
 
         Raises DataError if `loss_mask` marks the first token of a sequence.
         """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from workers.errors import BallastError
+from workers.model.agreement import raise_on_all_ranks
 from workers.model.checkpoint_names import loading_rules
 from workers.model.model import PackedModel
 
@@ -32,36 +32,35 @@ class Load(Protocol[Result]):
 
 
 class Source(Generic[Packed]):
-    """A model on its way to its ranks: `module` is to be changed and sharded, and then filled. `rules`: transformers'
+    """A model being distributed: the caller changes and shards `module`, then calls `fill`. `rules`: transformers'
     conversions of the files, see `checkpoint_names`.
 
-    A process alone loads `module` as it is, and has nothing to fill. Collective; what goes wrong on rank 0 is raised by
-    all, as `load` does.
+    A single process loads `module` directly and has nothing to fill. Collective; errors of rank 0 are raised by all.
     """
 
     def __init__(self, load: Load[Packed]) -> None:
         self._whole = _on_rank_zero(load)
         alone = dist.get_world_size() == 1
         self.module: Packed = self._whole if alone and self._whole else load(skeleton=True)
-        # How files became this model: what rank 0 met in them is what every rank undoes when it gives weights out.
+        # Every rank exports weights by reversing the conversions that rank 0 applied to the files.
         rules = [loading_rules(self._whole.model) if self._whole else None]
         dist.broadcast_object_list(rules, src=0)
         self.rules = rules[0] or []
 
     def change(self, function: Callable[[Packed], None]) -> None:
-        """Apply `function`, which adds parameters, to every copy of the model; rank 0's values are those that stay."""
+        """Apply `function`, which adds parameters, to every copy of the model; `fill` takes rank 0's values."""
         function(self.module)
         if self._whole is not None and self._whole is not self.module:
             function(self._whole)
 
     def ask(self, function: Callable[[Packed], Answer]) -> Answer:
-        """What `function` says of the whole model, on every rank alike; it must leave the model as it was."""
+        """The result of `function` on the whole model, on every rank; `function` must not change the model."""
         answers = [_on_rank_zero(lambda: function(cast(Packed, self._whole)))]
         dist.broadcast_object_list(answers, src=0)
         return cast(Answer, answers[0])
 
     def fill(self, device: torch.device, *, cpu_offload: bool) -> None:
-        """Give the sharded `module` memory and the values that rank 0 has read, and let go of the whole model.
+        """Allocate the sharded `module`, copy rank 0's values into it and drop the whole model.
 
         device: that of the computation; with `cpu_offload` parameters stay in host memory.
         """
@@ -77,14 +76,14 @@ class Source(Generic[Packed]):
 
 
 def _tie_again(model: Any) -> None:
-    """New memory has parted the weights that the family ties (output layer and embedding)."""
+    """Restore the ties (output layer and embedding) that allocating new memory has broken."""
     for target, source in model.all_tied_weights_keys.items():
         owner, _, name = target.rpartition(".")
         setattr(model.get_submodule(owner), name, model.get_parameter(source))
 
 
 def _fill_buffers(skeleton: nn.Module, values: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Buffers that no state dict holds (rotary frequencies) would keep what was in memory before."""
+    """Copy buffers that no state dict holds (rotary frequencies); `to_empty` leaves them uninitialised."""
     for name, buffer in list(skeleton.named_buffers()):
         value = values[name].to(device) if values else torch.empty_like(buffer, device=device)
         dist.broadcast(value, src=0)
@@ -93,14 +92,5 @@ def _fill_buffers(skeleton: nn.Module, values: dict[str, torch.Tensor], device: 
 
 
 def _on_rank_zero(load: Callable[[], Answer]) -> Answer | None:
-    loaded, problem = None, None
-    if dist.get_rank() == 0:
-        try:
-            loaded = load()
-        except BallastError as error:
-            problem = error
-    problems: list[BallastError | None] = [problem]
-    dist.broadcast_object_list(problems, src=0)
-    if problems[0] is not None:
-        raise problems[0]
-    return loaded
+    with raise_on_all_ranks():
+        return load() if dist.get_rank() == 0 else None

@@ -49,7 +49,7 @@ def linear_log_probs(
 
 @dataclass(frozen=True)
 class _Head:
-    """How logits are made, and what part of them this rank has."""
+    """Scaling of the logits, and the part of the vocabulary that this rank has."""
 
     temperature: float
     softcap: float | None

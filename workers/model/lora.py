@@ -6,7 +6,7 @@
                                       |--without_adapters--> the reference: the same weights, no second model
                                       |--merged_shards--> W + alpha / rank * B A under W's own name: vLLM, export
 
-There is no dropout on the adapters' input: the policy that learns must be the policy that was sampled.
+There is no dropout on the adapters' input: the trained policy must be the sampled policy.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
             )
         layer.lora_A.to(base.dtype)
         layer.lora_B.to(base.dtype)
-    # peft leaves what it makes in training mode; layers say by theirs that they are checkpointed, and keep it.
+    # peft sets new modules to training mode; layers use that flag for checkpointing, so restore it.
     for part in model.modules():
         part.training = training.get(part, False)
 

@@ -5,8 +5,8 @@
 
     echo '{...}' | python -m workers.model.memory_trace
 
-A process of its own for each request, see `fake_gpu`. What kernels take for themselves is not seen: the workspaces of
-cuBLAS, of flash attention (its backward pass: 4 bytes a token and query channel) and of NCCL, nor fragmentation.
+Run in a process of its own for each request, see `fake_gpu`. Workspaces of kernels are not counted: those of cuBLAS,
+flash attention (in backward 4 bytes a token and query channel) and NCCL; nor is fragmentation.
 """
 
 import gc
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from workers.config import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.fake_gpu import DEVICE, Ledger, fake_gpus
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.optimizer import optimizer_state
@@ -35,7 +35,7 @@ MICRO_BATCHES = 2  # the second finds the gradients of the first
 @dataclass(frozen=True)
 class Role:
     """description: its config.json. tokens: of a full micro-batch of a group of ranks that share sequences, by pass:
-    `update`, `log_probs`, `values`, `scores`. model, optimizer and so on: see `Engine`."""
+    `update`, `log_probs`, `values`, `scores`. model, optimizer and so on: see `TrainingEngine`."""
 
     description: dict[str, Any]
     model: ModelConfig
@@ -62,7 +62,7 @@ def trace(request: Mapping[str, Any], ledger: Ledger) -> dict[str, dict[str, Any
     for name, given in request["roles"].items():
         try:
             found[name] = _trace_role(Role.read(given), request, ledger)
-        except Exception as error:  # whatever stops it, the others are still measured
+        except Exception as error:  # the other roles are still measured
             found[name] = {
                 "problem": f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             }
@@ -79,7 +79,7 @@ def _trace_role(role: Role, request: Mapping[str, Any], ledger: Ledger) -> dict[
 
 
 def extrapolate(points: Mapping[int, float], layers: int) -> float:
-    """The value at so many layers of the straight line through the last two points, or the point there."""
+    """The value at `layers`: a given point, or a straight line through the last two points."""
     if layers in points:
         return points[layers]
     (few, less), (many, more) = sorted(points.items())[-2:]
@@ -91,7 +91,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledge
     gc.collect()
     before = ledger.current
     with _folder(role.description, layers) as path:
-        engine = Engine(
+        engine = TrainingEngine(
             ModelConfig(**{**vars(role.model), "path": path}),
             optimizer=OptimizerConfig() if role.trains else None,
             total_steps=1,
@@ -108,13 +108,13 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledge
         layout, _ = role.model.rows(forward=name != "update")
         sequences, micro_batches = full_micro_batches(tokens, request["longest"], padded=layout == "padded")
         ledger.restart()
-        run = _update if name == "update" else getattr(Engine, name)
+        run = _update if name == "update" else getattr(TrainingEngine, name)
         run(engine, sequences, micro_batches, **({"request": request} if name == "update" else {}))
         found[name] = ledger.peak - before
     return found
 
 
-def _update(engine: Engine, sequences: Sequences, micro_batches: list[tuple[int, int]], request: Any) -> None:
+def _update(engine: TrainingEngine, sequences: Sequences, micro_batches: list[tuple[int, int]], request: Any) -> None:
     loss: Callable[..., Any] = make_value_loss(ValueLossConfig())
     if engine.head == "lm":
         loss = make_policy_loss(LossConfig(kl_coefficient=1.0, entropy_coefficient=request["entropy_coefficient"]))
@@ -123,7 +123,7 @@ def _update(engine: Engine, sequences: Sequences, micro_batches: list[tuple[int,
 
 
 def full_micro_batches(tokens: int, longest: int, *, padded: bool) -> tuple[Sequences, list[tuple[int, int]]]:
-    """Micro-batches of so many tokens each, in sequences as long as possible, of which all but the first is learned."""
+    """Micro-batches of `tokens` tokens each, in sequences as long as possible; all tokens but the first are learned."""
     lengths = [longest] * (tokens // longest)
     if not padded and tokens % longest > 1:
         lengths.append(tokens % longest)
@@ -155,7 +155,7 @@ def main() -> None:
     with fake_gpus(request["ranks"]) as gpu:
         found = trace(request, gpu.ledger)
     print(json.dumps(found), flush=True)
-    os._exit(0)  # threads of autograd for a device in Python do not outlive the interpreter
+    os._exit(0)  # autograd's threads for a device in Python crash when the interpreter ends
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """From a Hugging Face folder to a causal LM that reads packed or padded rows.
 
-config.json --check_supported--> safetensors --> HF model + ballast_packed --> PackedCausalLM     packed layout
-                                             --> HF model + its own attention --> PackedCausalLM  padded layout
+config.json --check_layout--> safetensors --> HF model + ballast_packed --> PackedCausalLM     packed layout
+                                          --> HF model + its own attention --> PackedCausalLM  padded layout
 
 Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 """
@@ -20,8 +20,9 @@ from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.activations import activations_on_host
 from workers.model.attention import ATTENTION_NAME, PackedAttention
-from workers.model.families import check_supported, final_softcap, logit_factor, required_features
+from workers.model.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features
 from workers.model.logprobs import linear_log_probs
+from workers.model.model_rules import check_kernel_features, check_layout
 from workers.model.parallel import full_tensor
 from workers.model.recurrent import check_mixers, find_mixers, split_by_segment
 from workers.model.tensor_parallel import own_vocabulary
@@ -42,7 +43,7 @@ def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face decoder that reads rows of tokens; what is made of its hidden states is up to the subclass.
+    """A Hugging Face decoder that reads rows of tokens; subclasses make outputs of its hidden states.
 
     The output layer is applied in `forward` of the subclass, not outside, so that FSDP has its weight gathered; and
     only to the hidden states that predict something.
@@ -58,6 +59,11 @@ class PackedModel(nn.Module):
         self.logit_factor = logit_factor(model.config)
         # Families that know positions by their distance alone (ALiBi) take none.
         self.takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
+
+    @property
+    def name(self) -> str:
+        """The model's name in messages."""
+        return described(self.model)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -143,7 +149,7 @@ def read_pretrained(
     _check_path(config.path)
     try:
         hf_config = AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False, **options)
-        check_supported(hf_config, config.attention_layout())
+        _check_layout(hf_config, config)
         if skeleton:
             with torch.device("meta"):
                 return auto_class.from_config(hf_config, dtype=dtype, trust_remote_code=False), []
@@ -173,7 +179,7 @@ def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Pa
 
     Raises UnsupportedModelError if it cannot, ConfigError for settings that do not go together.
     """
-    check_supported(model.config, config.attention_layout())
+    _check_layout(model.config, config)
     if _layers(model) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of layers, so it cannot be sharded by layer")
     _check_shares(model)
@@ -196,6 +202,17 @@ def read_rows(model: PreTrainedModel, config: ModelConfig, wrap: Callable[[], Pa
                 True  # read by the layer itself, only to decide on checkpointing; its children stay in eval
             )
     return packed
+
+
+def _check_layout(hf_config: Any, config: ModelConfig) -> None:
+    features, name = hf_config.get_text_config().to_dict(), described(hf_config)
+    check_layout(features, config.attention_layout(), name)
+
+
+def described(model: Any) -> str:
+    """The name of a model in messages; `model` may also be its configuration."""
+    config = getattr(model, "config", model)
+    return f"model.path={config.name_or_path} ({config.model_type})"
 
 
 def _check_shares(model: PreTrainedModel) -> None:
@@ -227,13 +244,8 @@ def _use_packed_attention(model: PreTrainedModel) -> None:
 def _use_own_attention(model: PreTrainedModel, setting: str, features: frozenset[str]) -> None:
     """transformers' attention for padded rows: `sdpa`, or `eager` where sdpa would leave out what the model needs or
     the family has none."""
-    beyond_sdpa = sorted(features & {"softcap", "sinks"})
-    if setting == "sdpa" and beyond_sdpa:
-        raise UnsupportedModelError(
-            f"model.attention=sdpa with model.layout=padded does not compute {', '.join(beyond_sdpa)}, which "
-            f"{type(model).__name__} uses; set eager or auto"
-        )
-    wanted = ("eager" if beyond_sdpa else "sdpa") if setting == "auto" else setting
+    check_kernel_features(setting, "padded", features, described(model))
+    wanted = ("sdpa" if features <= KERNEL_FEATURES["padded"]["sdpa"] else "eager") if setting == "auto" else setting
     try:
         model.set_attn_implementation(wanted)
     except ValueError as error:

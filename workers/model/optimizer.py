@@ -57,9 +57,9 @@ def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """AdamW's tensors of every parameter; before the first step those that it would start from, put in place.
+    """AdamW's tensors of every parameter, initialised here if there has been no step yet.
 
-    A checkpoint holds the same tensors whenever it is written, and is read into them before there was any step.
+    So a checkpoint holds the same tensors whenever it is written, and can be loaded before the first step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -73,7 +73,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict
 
 
 def resume_schedule(schedule: LambdaLR, steps: int) -> None:
-    """Put the schedule, and the learning rates of its optimiser, to where `steps` optimiser steps have brought them."""
+    """Set the schedule, and the learning rates of its optimiser, to their state after `steps` optimiser steps."""
     rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     position = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
     schedule.load_state_dict(schedule.state_dict() | position)

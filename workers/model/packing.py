@@ -31,7 +31,7 @@ class Sequences:
         the token) are always there; a pass may need `old_log_probs`, `reference_log_probs`, `rollout_log_probs`.
     columns: per-sequence columns, name -> [B], such as `advantages`.
     objects: per-sequence columns of anything else, name -> object array [B], such as `uid`.
-    meta: what is true of the whole batch, such as `step`.
+    meta: values of the whole batch, such as `step`.
 
     Raises DataError if sizes disagree or a required column is missing.
     """
@@ -112,7 +112,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One micro-batch as the model reads it, in rows of cells, and where its predicted tokens stand.
+    """One micro-batch as the model reads it, in rows of cells, and the places of its predicted tokens.
 
     input_ids, position_ids: int64 [R, W]; positions restart at 0 in every sequence; padding holds 0 in both.
     loss_positions: int64 [N], every token with `loss_mask`, counted along the ragged axis of the sequences.
@@ -144,15 +144,15 @@ class PackedRow(ModelInput):
 
     @property
     def max_length(self) -> int:
-        """Of the padded segments."""
+        """Length of the longest padded segment."""
         return max(self.padded_lengths)
 
 
 def pack(sequences: Sequences, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:
     """The packed row of a micro-batch, on the CPU; each sequence is padded to a multiple of `multiple` tokens.
 
-    to_longest: each to the longest of them, as in rows of the padded layout that stand one after another.
-    `balancing.alignment.length_multiple` says what context and tensor parallelism need; 1 is no padding at all.
+    to_longest: pad all to the longest, which gives the rows of the padded layout one after another.
+    `balancing.alignment.length_multiple` is what context and tensor parallelism need; 1 is no padding at all.
     Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
     """
     sequences = with_work(sequences)

@@ -4,7 +4,7 @@
                                                   1 1 1 1 1 p p p
                                                   2 2 p p p p p p      (p is padding)
 
-Padding stands at the end of a row, where causal attention keeps it from every real token; the mask says so once more.
+Padding is at the end of a row, where causal attention hides it from every real token, as the mask does.
 
 Shapes: B sequences in R = max(B, 1) rows of W cells.
 """

@@ -1,4 +1,4 @@
-"""Who holds which part of the parameters, and how gradients come together: one DeviceMesh, FSDP2 over most of it.
+"""The device mesh of the ranks, FSDP2 sharding over it, and gradient clipping.
 
     rank = ((dp_replicate * DP_SHARD + dp_shard) * CP + cp) * TP + tp          ranks of one tp group are neighbours
 
@@ -29,14 +29,15 @@ DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Parallel:
-    """The mesh of all ranks with the dimensions `dp_replicate`, `dp_shard`, `cp` and `tp`, and what follows from it.
+    """The mesh of all ranks with the dimensions `dp_replicate`, `dp_shard`, `cp` and `tp`.
 
-    sharding: the part of it over which FSDP2 shards parameters, with `dp_replicate` before it for HSDP.
+    sharding: the part of it over which FSDP2 shards parameters, with `dp_replicate` before it for HSDP. config: the
+    settings it was made from.
     """
 
     mesh: DeviceMesh
     sharding: DeviceMesh
-    method: str
+    config: ParallelConfig
 
     @property
     def context(self) -> DeviceMesh:
@@ -54,19 +55,9 @@ class Parallel:
         return self.mesh["dp_replicate"].size() * self.mesh["dp_shard"].size()
 
     @property
-    def dp_rank(self) -> int:
-        """Whose sequences this rank computes, 0 to dp - 1."""
-        replicate, shard, _, _ = self._coordinate()
-        return replicate * self.mesh["dp_shard"].size() + shard
-
-    @property
     def leads_dp_group(self) -> bool:
-        """Whether this rank answers for those that hold the same sequences."""
-        return self._coordinate()[2:] == (0, 0)
-
-    def _coordinate(self) -> tuple[int, ...]:
-        coordinate = self.mesh.get_coordinate()
-        return tuple(coordinate or ())
+        """Whether this rank is the first of those that hold the same sequences."""
+        return self.context.get_local_rank() == self.tensor.get_local_rank() == 0
 
 
 def process_group_backend(device: torch.device) -> str:
@@ -77,19 +68,19 @@ def process_group_backend(device: torch.device) -> str:
 def make_parallel(device: torch.device, config: ParallelConfig | None = None) -> Parallel:
     """Arrange all ranks of the process group on the mesh.
 
-    A process without a process group gets one of its own with a single rank, in memory, so that one process takes the
-    same path as many. Raises ConfigError if the ranks do not divide as `config` says.
+    A process without a process group gets one of a single rank, in memory, so that one process runs the same code as
+    many. Raises ConfigError if the ranks do not divide as `config` says.
     """
     config = config or ParallelConfig()
     if not dist.is_initialized():
         dist.init_process_group(process_group_backend(device), store=dist.HashStore(), rank=0, world_size=1)
     shape = mesh_shape(dist.get_world_size(), config)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
-    return Parallel(mesh, _sharding(mesh), config.context_parallel_method)
+    return Parallel(mesh, _sharding(mesh), config)
 
 
 def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int]:
-    """Sizes of `DIMENSIONS` for so many ranks. Raises ConfigError if they do not divide."""
+    """Sizes of `DIMENSIONS` for `ranks` ranks. Raises ConfigError if they do not divide."""
     sharing = config.context_parallel * config.tensor_parallel
     dp, left = divmod(ranks, sharing)
     if left:

@@ -5,15 +5,15 @@
     Expected, Outputs --compare--> Difference --judge--> nothing, or UnsupportedModelError
 
 Lists of families cannot keep up with transformers: a state that leaks from one sequence into the next, positions that
-are not taken, or a factor on the logits change log-probs without a word. The first sequence of a row shows none of
-this, so there are three. Policy and reference are compared by log-probs, critic and reward model by their values and by
-what the value head reads; gradients are those of a trained policy.
+are ignored, or a factor on the logits change log-probs silently. The first sequence of a row shows none of this, so
+there are three. Policy and reference are compared by log-probs, critic and reward model by their values and by the
+inputs of the value head; gradients are compared for a trained policy.
 
 Shapes: N predicted tokens of the probe, C columns: 1 for log-probs, 1 + H (hidden size) for a value head.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,27 +24,28 @@ from transformers import PreTrainedModel
 
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError
+from workers.model.attention import ATTENTION_NAME
 from workers.model.input_checks import max_positions
-from workers.model.layout import LaidOut, Layout
-from workers.model.model import PackedModel
+from workers.model.layout import LaidOut, RowLayout
+from workers.model.model import PackedModel, described
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor, reshard
 from workers.model.values import HEAD, PackedValueModel
 from workers.tolerance import TOLERANCE
 
 if TYPE_CHECKING:
-    from workers.model.engine import Engine
+    from workers.model.engine import TrainingEngine
 
 LENGTHS = (7, 19, 12)
-SPANS = ("sliding_window", "index_topk")  # tokens that a token sees at most, in the names of configurations
-LONGEST_SPAN = 512  # of those that the longest sequence goes beyond
+SPANS = ("sliding_window", "index_topk")  # configuration names of the most tokens that a token sees
+LONGEST_SPAN = 512  # longer spans are not exceeded by the probe
 BEYOND_SPAN = 8
 
 GRADIENT_TOLERANCE = 1e-2
 """Relative, in the L2 norm. Exact models reach 1e-6 in float32; a sequence or a rank that is left out gives 0.1."""
 TIMES_ROUNDING, HALF_TOLERANCE, HALF_GRADIENT = 4.0, 2e-2, 1e-1
-"""A half-precision engine may differ by so many times what rounded activations change in the model's own pass, and by
-so much in any case: its kernels sum in another order."""
+"""Limits in half precision: a multiple of the change that rounded activations make in the model's own pass, and an
+absolute difference that is always allowed, since kernels sum in another order."""
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
@@ -52,8 +53,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Probe:
-    """sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameter: the name of that
-    whose gradient is compared, empty for none."""
+    """sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameter: name of the
+    parameter whose gradient is compared, empty for none."""
 
     sequences: Sequences
     temperature: float
@@ -62,13 +63,13 @@ class Probe:
 
     @property
     def dtype_name(self) -> str:
-        """As `model.dtype` has it."""
+        """The dtype as a value of `model.dtype`."""
         return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """values: float32 [N, C] on the CPU. gradient: of the sum of values by the probed parameter, flat, if any."""
+    """values: float32 [N, C] on the CPU. gradient: that of their sum by the probed parameter, flat, if there is one."""
 
     values: Tensor
     gradient: Tensor | None = None
@@ -88,22 +89,22 @@ class Difference:
 
 @dataclass(frozen=True)
 class Expected:
-    """Of the model's own forward pass. rounding: how far it is from itself with activations rounded to the engine's
-    type; nothing for an engine in float32."""
+    """Outputs of the model's own forward pass. rounding: the difference that rounding activations to the engine's type
+    makes to them; 0 for an engine in float32."""
 
     outputs: Outputs
     rounding: Difference = Difference(0.0, 0.0)
 
 
 def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None) -> Difference:
-    """What one process finds, in float32, for a model as `load_model` or `load_value_model` gives it.
+    """Compare, in one process and in float32, a model from `load_model` or `load_value_model`.
 
-    The module is on the CPU, in float32, and not sharded; it is left as it was. Raises what the model raises in rows,
-    and as `own_outputs` does.
+    The module is on the CPU, in float32, and not sharded; it is not changed. Raises the model's own errors in rows, and
+    those of `own_outputs`.
     """
     probe = probe or make_probe(packed, torch.float32)
     expected = own_outputs(packed, probe)
-    layout = Layout(config, None, packed, CPU, probe.dtype)
+    layout = RowLayout(config, None, packed, CPU, probe.dtype)
     with _undisturbed(), torch.set_grad_enabled(bool(probe.parameter)):
         values = row_values(packed, layout.lay_out(probe.sequences), probe.temperature)
         found = Outputs(values.detach().float(), _gradient(values, packed, probe.parameter))
@@ -118,11 +119,11 @@ def check_parity(packed: PackedModel, config: ModelConfig) -> Difference:
     return found
 
 
-def prove(engine: "Engine", probe: Probe, expected: Expected) -> Difference:
-    """Compute the probe as `engine` computes its micro-batches, and compare; collective, nothing of it is changed.
+def prove(engine: "TrainingEngine", probe: Probe, expected: Expected) -> Difference:
+    """Compute the probe as `engine` computes its micro-batches, and compare; collective, the engine is not changed.
 
-    Raises UnsupportedModelError, on every rank alike, if the difference is more than rounding or a pass raises; it
-    names family, layout and largest difference.
+    Raises UnsupportedModelError on every rank, naming family, layout and largest difference, if the difference is more
+    than rounding or a pass raises.
     """
     found = _prove_pass(engine, probe, expected, forward=False)
     config = engine.model_config
@@ -131,8 +132,8 @@ def prove(engine: "Engine", probe: Probe, expected: Expected) -> Difference:
     return found
 
 
-def _prove_pass(engine: "Engine", probe: Probe, expected: Expected, forward: bool) -> Difference:
-    """Of training's layout of rows, or of the one of forward-only passes."""
+def _prove_pass(engine: "TrainingEngine", probe: Probe, expected: Expected, forward: bool) -> Difference:
+    """Prove the layout of training, or with `forward` that of forward-only passes."""
     config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
     path = _path(config, engine.parallel.context.size(), engine.parallel.tensor.size())
     outputs = _translated(engine.module, path, lambda: _engine_outputs(engine, probe, forward))
@@ -144,7 +145,7 @@ def _prove_pass(engine: "Engine", probe: Probe, expected: Expected, forward: boo
     return found
 
 
-def _engine_outputs(engine: "Engine", probe: Probe, forward: bool) -> Outputs:
+def _engine_outputs(engine: "TrainingEngine", probe: Probe, forward: bool) -> Outputs:
     trains, gradient = bool(probe.parameter), None
     if trains:
         engine.prepare_backward(last=True)
@@ -165,7 +166,7 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
     """Sequences of random ids, the same for every model of a vocabulary; `packed` may be a skeleton.
 
     Ids with a meaning to the model's own forward pass (padding, images) are left out. The longest sequence, in the
-    middle, goes beyond a window of up to `LONGEST_SPAN` tokens.
+    middle, is longer than a window of up to `LONGEST_SPAN` tokens.
     """
     config = packed.model.config.get_text_config()
     spans = [span for name in SPANS if (span := getattr(config, name, None)) and span <= LONGEST_SPAN]
@@ -190,10 +191,10 @@ def _ordinary_ids(model: PreTrainedModel) -> Tensor:
 
 
 def probed_parameter(packed: PackedModel) -> str:
-    """Name of the smallest trained parameter of the first layer; its gradient has passed all that comes after.
+    """Name of the smallest trained parameter of the first layer, whose gradient has passed all later layers.
 
     Not a bias, which softmax may cancel, nor the half of an adapter whose gradient is 0 at the start. Empty for a
-    frozen model, and for a value head, which is 0 when it is new and then passes no gradient on.
+    frozen model, and for a value head: a new head is 0 and passes no gradient on.
     """
     if isinstance(packed, PackedValueModel):
         return ""
@@ -207,7 +208,7 @@ def probed_parameter(packed: PackedModel) -> str:
 
 
 def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
-    """What transformers computes of each sequence by itself: its own forward pass, attention and output layer.
+    """Outputs of transformers for each sequence by itself: its own forward pass, attention and output layer.
 
     packed: whole, on the CPU, in float32 or float64. Raises ConfigError for weights with NaN or infinity,
     UnsupportedModelError if the forward pass raises or gives such.
@@ -216,22 +217,22 @@ def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
     with _undisturbed(), _own_attention(packed.model), torch.set_grad_enabled(bool(probe.parameter)):
         outputs = _translated(packed, "its own forward pass", lambda: _own_forward(packed, probe))
         if not outputs.values.isfinite().all():
-            raise UnsupportedModelError(f"{_described(packed)}: its own forward pass gives NaN or infinity")
+            raise UnsupportedModelError(f"{packed.name}: its own forward pass gives NaN or infinity")
         if probe.dtype in (torch.float32, torch.float64):
             return Expected(outputs)
         with _rounded(packed.model, probe.dtype):
             return Expected(outputs, compare(_own_forward(packed, probe), outputs))
 
 
-def _translated(packed: nn.Module, where: str, compute: Callable[[], Result]) -> Result:
-    """`compute()`; what any line of any family may raise in it becomes an UnsupportedModelError."""
+def _translated(packed: PackedModel, where: str, compute: Callable[[], Result]) -> Result:
+    """`compute()`; any error of a family's code in it becomes an UnsupportedModelError."""
     try:
         return compute()
     except (BallastError, torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), "")
-        raise UnsupportedModelError(f"{_described(packed)}: {where} raises {type(error).__name__}: {text}") from error
+        raise UnsupportedModelError(f"{packed.name}: {where} raises {type(error).__name__}: {text}") from error
 
 
 def check_weights(packed: PackedModel) -> None:
@@ -246,8 +247,8 @@ def check_weights(packed: PackedModel) -> None:
 
 
 def row_values(packed: nn.Module, laid_out: LaidOut, temperature: float) -> Tensor:
-    """[N, C] of the engine's path, on every rank of a context-parallel group: log-probs, or values and what the head
-    reads."""
+    """Outputs [N, C] of the engine's path, on every rank of a context-parallel group: log-probs, or values and the
+    inputs of the value head."""
     if not isinstance(packed, PackedValueModel):
         return laid_out.whole(packed(**laid_out.arguments, temperature=temperature)[0])[:, None]
     arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
@@ -257,8 +258,8 @@ def row_values(packed: nn.Module, laid_out: LaidOut, temperature: float) -> Tens
 
 
 def compare(actual: Outputs, expected: Outputs) -> Difference:
-    """NaN on either side is an infinite difference."""
-    # Of values and hidden states, blocks of their own units; log-probs are compared in nats.
+    """The difference of two outputs; NaN on either side counts as infinite."""
+    # Values and hidden states are compared in units of their own; log-probs in nats.
     blocks = [1, expected.values.shape[1] - 1] if expected.values.shape[1] > 1 else [1]
     scales = [_scale(block) for block in expected.values.split(blocks, dim=1)] if len(blocks) > 1 else [1.0]
     scale = torch.cat([torch.full((size,), one) for size, one in zip(blocks, scales, strict=True)])
@@ -276,12 +277,12 @@ def _relative(actual: Tensor | None, expected: Tensor | None) -> float:
     return float(((actual - expected).norm() / expected.norm()).nan_to_num(nan=torch.inf))
 
 
-def judge(found: Difference, rounding: Difference, probe: Probe, packed: nn.Module, path: str) -> None:
+def judge(found: Difference, rounding: Difference, probe: Probe, packed: PackedModel, path: str) -> None:
     """Raise UnsupportedModelError if a difference is more than rounding in the engine's type.
 
-    In float32 every token counts. In half precision single tokens may be far off, in a mixture of experts above all,
-    where rounding sends them to another expert: the mean is judged, by several times what rounding does to the model's
-    own pass. rounding: that. path: how the engine computed the probe, in settings.
+    In float32 the largest difference of a token is judged. In half precision it is the mean, since single tokens may be
+    far off, above all in a mixture of experts, where rounding sends them to another expert. rounding: the difference
+    that rounding makes to the model's own pass. path: the settings by which the engine computed the probe.
     """
     is_half = probe.dtype not in (torch.float32, torch.float64)
     outputs = max(HALF_TOLERANCE, TIMES_ROUNDING * rounding.mean) if is_half else TOLERANCE[probe.dtype_name]
@@ -295,7 +296,7 @@ def judge(found: Difference, rounding: Difference, probe: Probe, packed: nn.Modu
         problem = f"the gradient of {probe.parameter} differs by {found.gradient:.1%}"
     if problem:
         raise UnsupportedModelError(
-            f"{_described(packed)}: with {path} {problem} from the model's own forward pass of one sequence at a time, "
+            f"{packed.name}: with {path} {problem} from the model's own forward pass of one sequence at a time, "
             f"which is more than rounding in {probe.dtype_name}; {_advice(path)}"
         )
 
@@ -322,7 +323,7 @@ def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:
 
 
 def _gradient(values: Tensor, packed: nn.Module, name: str) -> Tensor | None:
-    """By the parameter of that name, flat; no other gets a gradient."""
+    """The gradient by the parameter of that name, flat; no other parameter gets one."""
     if not name:
         return None
     return _flat(torch.autograd.grad(values.sum(), [packed.get_parameter(name)], allow_unused=True)[0])
@@ -342,7 +343,7 @@ def _own_values(packed: PackedModel, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
-    """What the value head reads inside; a new head gives 0 whatever that is."""
+    """A list of the value head's inputs inside the block; a new head gives 0 for any input."""
     seen: list[Tensor] = []
     handle = getattr(packed.model, HEAD).register_forward_pre_hook(lambda head, given: seen.append(given[0].detach()))
     try:
@@ -353,26 +354,32 @@ def _head_inputs(packed: PackedModel) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, attention is transformers' own: `eager`, which computes all that a family asks for."""
+    """Inside, attention is transformers' own: `eager`, which computes all that a family asks for.
+
+    Raises UnsupportedModelError if that cannot be had.
+    """
     before = model.config._attn_implementation
-    with ExitStack() as stack:
-        try:
-            model.set_attn_implementation("eager")
-        except ValueError:  # a family with one of its own
-            pass
-        else:
-            stack.callback(model.set_attn_implementation, before)
+    with suppress(ValueError):  # of a family without `eager`, which keeps the attention that it has
+        model.set_attn_implementation("eager")
+    if model.config._attn_implementation == ATTENTION_NAME:  # ours would be compared with itself
+        raise UnsupportedModelError(
+            f"{described(model)} has no attention of its own to compare packed rows with; set model.layout=padded"
+        )
+    try:
         yield
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
 
 
 def _undisturbed(device: torch.device = CPU) -> Any:
-    """A context in which random numbers are drawn that are not missing afterwards."""
+    """A context that restores the state of the random generators."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextmanager
 def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, what every module gives, and its gradient, is rounded to `dtype`."""
+    """Inside, the output of every module, and its gradient, is rounded to `dtype`."""
 
     def rounded(part: nn.Module, given: Any, output: Any) -> Any:
         is_float = isinstance(output, Tensor) and output.is_floating_point()
@@ -388,7 +395,3 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def _flat(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.detach().float().flatten().cpu()
-
-
-def _described(packed: Any) -> str:
-    return f"model.path={packed.model.name_or_path} ({packed.model.config.model_type})"

@@ -42,15 +42,15 @@ def check_mixers(layers: Sequence[nn.Module], config: Any) -> None:
 
 
 def split_by_segment(layers: Iterable[nn.Module]) -> None:
-    """Make the mixers of `layers` start anew at every segment of a packed row; other rows they read as before."""
+    """Make the mixers of `layers` reset their state at every segment of a packed row; other rows are unaffected."""
     for layer in layers:
         mixers = [_Mixer(mixer) for mixer in find_mixers(layer)]
         if mixers:
-            layer.register_forward_pre_hook(_Tell(mixers), with_kwargs=True)
+            layer.register_forward_pre_hook(_SegmentHook(mixers), with_kwargs=True)
 
 
 class _Mixer:
-    """Stands in place of a module's `forward`. lengths: of the segments of the row; none for rows of other layouts."""
+    """Replaces a module's `forward`. lengths: of the row's segments; none for rows of other layouts."""
 
     def __init__(self, mixer: nn.Module) -> None:
         self._forward, self.lengths = mixer.forward, ()
@@ -58,7 +58,7 @@ class _Mixer:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         everything: dict[Any, Any] = {**dict(enumerate(arguments)), **named}
-        # Inside another mixer only one segment comes along.
+        # A mixer inside another mixer is called with one segment.
         if len(self.lengths) < 2 or not any(map(self._is_of_row, everything.values())):
             return self._forward(*arguments, **named)
         parts = {name: self._split(value) for name, value in everything.items()}
@@ -70,15 +70,15 @@ class _Mixer:
         return _joined(outputs)
 
     def _split(self, value: Any) -> Any:
-        """One for each segment: its tokens of a tensor [1, T, ...], or the same for all."""
+        """The value for each segment: its tokens of a tensor [1, T, ...], or the same value for all."""
         return value.split(self.lengths, dim=1) if self._is_of_row(value) else [value] * len(self.lengths)
 
     def _is_of_row(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == sum(self.lengths)
 
 
-class _Tell:
-    """A hook before a layer, which is called with `packed_attention` if rows are packed."""
+class _SegmentHook:
+    """A pre-forward hook that sets the segments of a layer's mixers from `packed_attention`, if rows are packed."""
 
     def __init__(self, mixers: list[_Mixer]) -> None:
         self._mixers = mixers
@@ -90,7 +90,7 @@ class _Tell:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Outputs of the segments as one of the row; what else a module returns, a cache, packed rows do not have."""
+    """Joins the segments' outputs into that of the row; of further results, such as a cache, the first is kept."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, dim=1)
     return (torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:])

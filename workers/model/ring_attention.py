@@ -22,7 +22,7 @@ pass and sends 4 (2c) K D bytes, so that communication hides behind compute if
 F = 5e14 and B = 4.5e11 (NVLink) ask for 1,100 tokens times K / H, or 2,200 K/H tokens of the sequence on a rank;
 B = 5e10 (a 400 Gb/s network card) for 10,000 times K / H. Backward computes 2.5 times as much and sends 3 times as much
 (keys and values, and their gradients in float32), so it asks for 1.2 times that. Shorter sequences are exact all the
-same, and wait; `ulysses` sends less.
+same, but wait for the exchange; `ulysses` sends less.
 
 Shapes: T tokens on this rank (T/cp of the row), H query heads, K key-value heads (K divides H), D head dimension.
 """
@@ -98,7 +98,7 @@ class _Ring:
         return self.group.size()
 
     def block(self, step: int) -> _Block:
-        """What this rank computes at `step`, when it holds the keys of rank r - step."""
+        """The block that this rank computes at `step`, when it holds the keys of rank r - step."""
         if step == 0:
             return self.own
         return self.earlier if step <= self.group.rank() else self.later

@@ -1,4 +1,4 @@
-"""What happens when a loss or gradient is not a number: the step is skipped by every rank alike, and not for ever.
+"""Skips optimiser steps whose loss or gradient is not finite, on all ranks alike, up to a limit.
 
     micro-batches --watch--> losses finite? --\\
                         gradient norm finite? --all ranks--> step taken: count 0
@@ -19,7 +19,7 @@ SHOWN = 8  # sequences that an error names of each rank
 
 
 class SkipPolicy:
-    """Decides over one engine's optimiser steps. max_in_a_row: skipped steps after which training stops."""
+    """Decides whether one engine takes an optimiser step. max_in_a_row: skipped steps after which training stops."""
 
     def __init__(self, max_in_a_row: int) -> None:
         self.in_a_row = 0
@@ -27,7 +27,7 @@ class SkipPolicy:
         self._watched: list[tuple[list[str], Tensor]] = []
 
     def watch(self, sequences: Sequences, start: int, stop: int, loss: Tensor) -> None:
-        """Note the loss, 0-d, of the micro-batch of rows start..stop-1; nothing is copied from the device yet."""
+        """Record the loss, 0-d, of the micro-batch of rows start..stop-1, without a copy from the device."""
         self._watched.append((_names(sequences, start, stop), loss.detach().isfinite()))
 
     def takes_step(self, gradient_norm: float, device: torch.device) -> bool:
@@ -48,7 +48,7 @@ class SkipPolicy:
         return False
 
     def _message(self, watched: Sequence[tuple[list[str], Tensor]]) -> str:
-        """Names the sequences of micro-batches whose loss is not finite, or of all if only gradients are not."""
+        """Name the sequences of micro-batches whose loss is not finite, or all if only gradients are not."""
         mine = [name for names, finite in watched if not finite for name in names]
         everything = [name for names, _ in watched for name in names]
         found: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
@@ -65,8 +65,8 @@ class SkipPolicy:
 
 
 def _names(sequences: Sequences, start: int, stop: int) -> list[str]:
-    """By uid, and number in its group, where the batch has them, and else by the row on this rank."""
-    uids = sequences.objects.get("uid", sequences.columns.get("uid"))
+    """Names of rows: uid and number in the group where the batch has them, else the row on this rank."""
+    uids = sequences.objects.get("uid")
     if uids is None:
         return [f"row {row}" for row in range(start, stop)]
     names = [f"uid {uid}" for uid in uids[start:stop].tolist()]

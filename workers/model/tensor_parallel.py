@@ -25,34 +25,6 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
-from workers.config import ModelConfig
-from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.families import TENSOR_PARALLEL_FAMILIES
-
-
-def check_tensor_parallel(config: Any, settings: ModelConfig, tensor_parallel: int) -> None:
-    """Raise if a Hugging Face model (`config`) cannot be shared by so many ranks.
-
-    UnsupportedModelError for a family whose layers are not known here, ConfigError for sizes that do not divide, for
-    compiled layers, and for adapters, whose two small matrices are not worth sharing.
-    """
-    if tensor_parallel == 1:
-        return
-    if config.model_type not in TENSOR_PARALLEL_FAMILIES:
-        raise UnsupportedModelError(
-            f"tensor parallelism is for {', '.join(TENSOR_PARALLEL_FAMILIES)}, and the model is {config.model_type}; "
-            "set parallel.tensor_parallel=1"
-        )
-    if settings.lora.rank:
-        raise ConfigError("adapters are not shared between ranks; set model.lora.rank=0 or parallel.tensor_parallel=1")
-    if settings.compile:
-        # With torch 2.13 tracing a layer of DTensors ends in a RecursionError.
-        raise ConfigError("model.compile does not take layers that ranks share; set parallel.tensor_parallel=1")
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        size = getattr(config, name)
-        if size % tensor_parallel:
-            raise ConfigError(f"parallel.tensor_parallel={tensor_parallel} does not divide the model's {name}={size}")
-
 
 def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shard a model's parameters over the one dimension of `mesh`, in place.
@@ -95,7 +67,7 @@ def own_vocabulary(head: nn.Module) -> dict[str, Any]:
 
 
 def _layer_plan() -> dict[str, ParallelStyle]:
-    """What is between Shard(1) inputs and outputs gets whole rows; each head is normalised by itself (Qwen3)."""
+    """Styles of a layer's modules: Shard(1) at its edges, whole rows inside; Qwen3 normalises each head by itself."""
     return {
         "input_layernorm": SequenceParallel(use_local_output=True),
         "self_attn": _gather_input("hidden_states"),

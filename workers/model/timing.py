@@ -1,4 +1,4 @@
-"""How long each micro-step of a rank took: what a timeline shows, and what a cost model is fitted to.
+"""Times of a rank's micro-steps, for timelines and for fitting the cost model.
 
     with clock.micro_step("update", lengths): forward, backward        --take()--> [MicroStepTime, ...]
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 MOST_KEPT = 100_000
-"""Micro-steps that wait for `take`; beyond it the oldest go, so that a caller who takes none loses no memory."""
+"""Micro-steps kept for `take`; older ones are dropped, so that memory stays bounded if it is never called."""
 
 
 @dataclass(frozen=True)

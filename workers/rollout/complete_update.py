@@ -1,10 +1,10 @@
-"""The rule of every way to send weights: an update brings every parameter of the engine's model, or it is refused.
+"""Every update of weights must bring every parameter of the engine's model; an incomplete one is refused.
 
     start  --> layers wait for weights, their old ones put aside
     chunks --> vLLM's own loading --> layers that are complete take the new weights
-    finish --> left_out(model)? --> none: go on    some: ValueError that names them
+    finish --> left_out(model)? --> none: resume    some: ValueError that names them
 
-vLLM alone loads what it knows by name, and leaves the rest at the old weights with a warning that nobody sees.
+vLLM alone loads the names it knows, and keeps the old weights of all others with a warning in a log.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,10 +27,10 @@ STACKED_EXPERTS = ".mlp.experts."
 
 
 def left_out(model: nn.Module) -> list[str]:
-    """Parameters to which an update, after its last chunk and before vLLM finishes it, has brought nothing or a part.
+    """Parameters that an update, after its last chunk and before vLLM finishes it, has not brought or only in part.
 
-    A module that stands under two names (an MoE layer's router) counts once. Scales of an attention layer's cache are
-    none of the trainer's, and not counted.
+    A module with two names (an MoE layer's router) counts once. Scales of an attention layer's cache do not count: the
+    trainer has none.
     """
     missing = []
     for prefix, module in model.named_modules():
@@ -52,13 +52,13 @@ def left_out(model: nn.Module) -> list[str]:
 
 
 class ExpertKernels:
-    """On a CPU, the kernels of fused experts, which arrange weights in memory when they are made and never again.
+    """On a CPU, the kernels of fused experts, which arrange weights in memory only when they are built.
 
-    So that new weights are arranged too, vLLM is made to make the kernels anew: it does where a layer has none.
+    vLLM builds a kernel for a layer that has none; removing them before an update makes it arrange the new weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Take the kernels away, before weights come. On a GPU weights are arranged with every update."""
+        """Remove the kernels before an update. On a GPU weights are arranged with every update."""
         layers = model.modules() if current_platform.is_cpu() else ()
         methods: list[Any] = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
         self._kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None)]
@@ -66,7 +66,7 @@ class ExpertKernels:
             method.moe_kernel = None
 
     def put_back(self) -> None:
-        """Give layers that got no weights their old kernel."""
+        """Restore the kernel of layers that got no weights."""
         for method, kernel in self._kernels:
             method.moe_kernel = method.moe_kernel or kernel
 
@@ -120,14 +120,14 @@ class CompleteUpdate(WeightTransferEngine[Any, Any]):
     model: Any
 
     def start_weight_update(self) -> None:
-        """Make ready for new weights."""
+        """Prepare for new weights."""
         super().start_weight_update()
         self._kernels = ExpertKernels(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load what comes. Raises ValueError, naming the weights, if it was to be all and is not.
+        """Load a chunk. Raises ValueError, naming the missing weights, if it should be complete and is not.
 
-        Layers that got nothing have their old weights back when it raises.
+        Layers that got nothing then have their old weights back.
         """
         model = self.model
         try:

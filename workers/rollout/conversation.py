@@ -3,7 +3,7 @@
     turn ids --response--> text for Environment.step
     text of an observation --observation_ids--> the ids that follow the turn
 
-Of chat messages, what follows is what the template renders behind the end of the policy's turn:
+With chat messages, the new text is the part that the template renders after the end of the policy's turn:
 
     rendered with the turn last              ...<assistant>four<end>\n
     rendered with the observation behind it  ...<assistant>four<end>\n<user>Sure?<end>\n<assistant>
@@ -21,15 +21,15 @@ Messages = list[dict[str, Any]]
 
 
 class Conversation:
-    """One episode's. A prompt that is a list of chat messages goes through the tokenizer's chat template."""
+    """The conversation of one episode. Chat messages are rendered by the tokenizer's chat template."""
 
     def __init__(self, tokenizer: Any, prompt: Text, model: str) -> None:
-        """`prompt`: as it was tokenized, with its system message. `model`: names the template in errors."""
+        """`prompt`: as it was tokenized, including its system message. `model`: names the template in errors."""
         self._tokenizer, self._model = tokenizer, model
         self._messages = list(prompt) if isinstance(prompt, list) else None
 
     def opened(self, prompt_ids: np.ndarray, opening: Text) -> np.ndarray:
-        """The prompt, int32, with what the environment adds to it. Raises EpisodeError as `observation_ids`."""
+        """The prompt, int32, extended by the environment's opening. Raises EpisodeError as `observation_ids` does."""
         if not opening:
             return prompt_ids
         if self._messages is None:
@@ -42,7 +42,7 @@ class Conversation:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def observation_ids(self, turn_ids: np.ndarray, observation: Text) -> np.ndarray:
-        """Ids, int32, of an observation behind a turn that ended with the end-of-sequence token.
+        """Ids, int32, of an observation after a turn that ended with the end-of-sequence token.
 
         Raises EpisodeError if messages follow a text, or the template has no suffix for it.
         """
@@ -66,7 +66,7 @@ class Conversation:
 
 
 def appended_text(before: str, after: str, end: str, model: str) -> str:
-    """What `after` renders behind the `end` token of the turn that `before` ends with.
+    """The part of `after` that follows the `end` token of the turn that `before` ends with.
 
     Raises EpisodeError, naming the model, if `before` has no such token or `after` is not a continuation of it:
     then earlier tokens would have to change.
@@ -85,7 +85,7 @@ def appended_text(before: str, after: str, end: str, model: str) -> str:
 
 
 def check_template(tokenizer: Any, model: str) -> None:
-    """Raise ConfigError if the tokenizer's chat template cannot continue a turn, by a conversation made up for it."""
+    """Raise ConfigError if the tokenizer's chat template cannot continue a turn; tried on a made-up conversation."""
     conversation = Conversation(tokenizer, [{"role": "user", "content": "one"}], model)
     turn = np.asarray([*tokenizer("two", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], np.int32)
     try:

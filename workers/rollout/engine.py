@@ -1,4 +1,4 @@
-"""Our settings in vLLM's words: process environment, engine arguments, sampling parameters."""
+"""Translates our settings for vLLM: process environment, engine arguments, sampling parameters."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.engine_process import mark_actor
-from workers.rollout.weight_transfer import BACKENDS, ENGINE_OF_BACKEND
+from workers.rollout.placement import BACKENDS
+from workers.rollout.weight_transfer import ENGINE_OF_BACKEND
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
@@ -22,21 +22,8 @@ PREFILL_TOKENS = 8192
 CPU_KV_BLOCK_TOKENS = 32  # the smallest block of vLLM's fast CPU kernels: prompts of a group share their full blocks
 
 
-def check_placement(placement: str, *, has_gpu: bool) -> None:
-    """Raises ConfigError where the placement's way of moving weights cannot work."""
-    if placement not in BACKENDS:
-        raise ConfigError(f"rollout.placement={placement} is unknown; use one of {', '.join(BACKENDS)}.")
-    if (placement == "shared_memory") == has_gpu:
-        device = "GPU" if has_gpu else "CPU"
-        fit = "colocated or apart" if has_gpu else "shared_memory"
-        raise ConfigError(
-            f"rollout.placement={placement} sends weights by {BACKENDS[placement]}, which an engine on a {device} "
-            f"cannot receive; set rollout.placement to {fit}."
-        )
-
-
 def prepare_environment(config: RolloutConfig, placement: str) -> None:
-    """Set what vLLM reads when it is imported and what its processes inherit. Call before importing vllm."""
+    """Set the environment variables that vLLM reads at import and its processes inherit. Call before importing vllm."""
     mark_actor()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -96,9 +83,9 @@ def engine_arguments(
 
 
 def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
-    """The engine, with its core in a process of its own or in a thread, as `prepare_environment` has set.
+    """The engine, with its core in a separate process or in a thread, as `prepare_environment` has set.
 
-    What vLLM raises passes through.
+    Errors of vLLM pass through.
     """
     from vllm import envs
     from vllm.v1.engine.async_llm import AsyncLLM

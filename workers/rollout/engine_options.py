@@ -1,4 +1,4 @@
-"""`rollout.engine`: arguments of vLLM's own that are passed through to its engines, and those that are not.
+"""`rollout.engine`: arguments of vLLM that are passed through to its engines, and those that are refused.
 
     {quantization: fp8} --a field of vLLM's? --no setting of ours? --goes with updates of weights?--> AsyncEngineArgs
 
@@ -34,7 +34,7 @@ OWNED = {
     "enable_sleep_mode": "rollout.placement",
     "weight_transfer_config": "rollout.placement",
 }
-"""vLLM's arguments that follow from settings of ours, and from which."""
+"""vLLM's arguments that follow from our settings, and the setting of each."""
 
 REFUSED = {
     "trust_remote_code": "code of a model is never run",
@@ -58,15 +58,16 @@ ONLINE_QUANTIZATION = (
     "int8_per_channel_weight_only",
     "mxfp8",
 )
-"""What vLLM makes of plain weights as they arrive, and again with every update."""
+"""Methods that quantize plain weights as vLLM loads them, and again with every update."""
 
 DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that vLLM does not know, that is not free, or that updates of weights preclude.
+    """Raise ConfigError for an option that vLLM does not have, that a setting of ours determines, or that would break
+    updates of weights.
 
-    Where vLLM is not installed, names are not checked.
+    Names are not checked if vLLM is not installed.
     """
     known = vllm_fields()
     for name, value in options.items():

@@ -3,25 +3,23 @@
     RolloutWorker --spawn--> VLLM::EngineCore --spawn--> VLLM::Worker, where several share a model
        SIGKILL -------------------> SIGKILL ------------------> SIGKILL
 
-Left alone, vLLM's scheduler goes on after its actor was killed, and keeps its memory (on a GPU: nearly all of it) from
-the engine that is started in its place.
+Otherwise vLLM's scheduler outlives a killed actor and keeps its memory (on a GPU: nearly all of it), which the engine
+started in its place then lacks.
 """
 
-import ctypes
 import os
-import signal
+
+from workers.isolation.process import end_with_parent
 
 ACTOR = "BALLAST_ROLLOUT_ACTOR"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def mark_actor() -> None:
-    """This process is the actor: those that inherit its environment are to end with it."""
+    """Mark this process as the actor; processes that inherit its environment end with it."""
     os.environ[ACTOR] = str(os.getpid())
 
 
-def end_with_parent() -> None:
-    """Below a marked actor: have the kernel kill this process when the one that started it ends."""
-    if os.environ.get(ACTOR) in (None, str(os.getpid())):
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_actor() -> None:
+    """Below a marked actor: let the kernel kill this process when the one that started it ends."""
+    if os.environ.get(ACTOR) not in (None, str(os.getpid())):
+        end_with_parent()

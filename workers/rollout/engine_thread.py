@@ -1,13 +1,13 @@
-"""vLLM's scheduler and model in a thread of the actor: what `AsyncLLM` otherwise keeps in a process of its own.
+"""vLLM's scheduler and model in a thread of the actor; `AsyncLLM` normally runs them in a separate process.
 
     AsyncLLM --command, future--> [thread: commands between two steps; one step after another while requests wait]
         ^----------- outputs of a step, as they are, no serialisation ------------|
 
-On a CPU a second process takes from the first what both need: it loads vLLM again (12 s of CPU), and every step's
-tokens are packed, sent, and unpacked on cores that could compute (a seventh of the time of a small model).
+On a CPU a second process competes with the first for cores: it loads vLLM again (12 s of CPU), and every step's tokens
+are packed, sent and unpacked (a seventh of the time of a small model).
 
-The actor must not have imported Numba before: when vLLM 0.32 starts on a CPU without Triton it looks at all that is
-loaded, and stumbles over an object of llvmlite that has every attribute.
+The actor must not have imported Numba before: when vLLM 0.32 starts on a CPU without Triton it inspects all loaded
+modules, and fails on an object of llvmlite that has every attribute.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ JOIN_SECONDS = 10.0
 
 @dataclass
 class Resources:
-    """What `AsyncLLM` reads of its client's state."""
+    """The part of a client's state that `AsyncLLM` reads."""
 
     engine_dead: bool = False
 
@@ -67,7 +67,7 @@ class EngineThread(EngineCoreClient):
             self._core.shutdown()
 
     def _obey(self) -> bool:
-        """Follow the commands there are, and wait for one while no request could be stepped. False: to end."""
+        """Run queued commands, waiting for one while there is no request to step. Returns False to end the thread."""
         while not (self._commands.empty() and self._core.scheduler.has_requests()):
             command = self._commands.get()
             if command is None:
@@ -80,13 +80,13 @@ class EngineThread(EngineCoreClient):
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
 
     def _refuse_commands(self) -> None:
-        """Nothing is to wait for a thread that has ended."""
+        """Answer queued commands with an error, so that no caller waits for a thread that has ended."""
         while not self._commands.empty():
             if (command := self._commands.get()) is not None:
                 command()
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns or raises, called between two steps. Raises EngineDeadError after the thread."""
+        """Call the function between two steps. Raises as it does, and EngineDeadError if the thread ended."""
         self._loop = asyncio.get_running_loop()
         answer: Future[Any] = Future()
 
@@ -149,7 +149,7 @@ class EngineThread(EngineCoreClient):
         return await self._call(self._core.collective_rpc, method, timeout, args, kwargs)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the thread after the step that it is in. Waits at most `timeout` seconds."""
+        """End the thread after its current step. Waits at most `timeout` seconds."""
         self.resources.engine_dead = True
         self._commands.put(None)
         self._thread.join(JOIN_SECONDS if timeout is None else timeout)

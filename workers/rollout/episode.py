@@ -3,8 +3,8 @@
     prompt | turn | observation | turn | observation | turn          one row of a TokenBlock
              ^^^^                 ^^^^                 ^^^^          the policy's: loss_mask True, log-probs
 
-The next request's prompt is `Episode.ids`, the very numbers that were sampled: text that is tokenized again need not
-give the same tokens, and then the trainer's log-probs would be of something that was never sampled.
+The next request's prompt is `Episode.ids`, the sampled ids themselves: tokenizing their text again need not give the
+same tokens, and the trainer's log-probs would then be of tokens that were never sampled.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from workers.rollout.requests import LENGTH, STOP, TURNS
 
 @dataclass(frozen=True)
 class Turn:
-    """What the engine sampled in one request.
+    """Tokens that the engine sampled in one request.
 
     ids: int32 [n], with the end-of-sequence token if that ended it. log_probs: float32 [n]. finish_reason: `stop` or
     `length`. versions: of the weights that its tokens were sampled with, at least one.
@@ -30,14 +30,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Limits:
-    """turns: most turns of an episode. tokens: most tokens after the prompt, of turns and observations together."""
+    """turns: maximum turns of an episode. tokens: maximum tokens after the prompt, turns and observations together."""
 
     turns: int
     tokens: int
 
 
 class Episode:
-    """The tokens so far, the turns among them, and what is left of the limits."""
+    """The tokens so far, the turns among them, and the room that the limits leave."""
 
     def __init__(self, prompt_ids: np.ndarray, limits: Limits) -> None:
         """`prompt_ids`: int32 [prompt tokens]."""
@@ -70,7 +70,10 @@ class Episode:
         return min(found), max(found)
 
     def open(self, prompt_ids: np.ndarray) -> bool:
-        """Begin with a longer prompt, int32, if that leaves room for a turn; what is added counts too."""
+        """Replace the prompt by a longer one, int32; returns False if that leaves no room for a turn.
+
+        Added tokens count against the limit.
+        """
         added = len(prompt_ids) - self.prompt_tokens
         if added >= self.room:
             return False
@@ -80,12 +83,12 @@ class Episode:
         return True
 
     def add(self, turn: Turn) -> None:
-        """Append what the policy sampled after `ids`."""
+        """Append a turn that the policy sampled after `ids`."""
         self.turns.append(turn)
         self._append(turn.ids, turn.log_probs, sampled=True)
 
     def observe(self, ids: np.ndarray) -> bool:
-        """Append an observation, int32, if it leaves room for another turn; else nobody would learn from it."""
+        """Append an observation, int32; returns False if that leaves no room for another turn to learn from."""
         if len(ids) >= self.room:
             return False
         self.observation_tokens += len(ids)
@@ -93,8 +96,8 @@ class Episode:
         return True
 
     def end(self, *, done: bool) -> str:
-        """Why no turn follows the last one: `length` (it was cut off), `stop` (the environment is `done`), `turns`
-        (there are no more), or "" if one may."""
+        """The finish reason after the last turn: `length` (it was cut off), `stop` (the environment is `done`), `turns`
+        (no turn is left), or "" if another turn follows."""
         if self.turns[-1].finish_reason == LENGTH:
             return LENGTH
         if done:

@@ -1,4 +1,4 @@
-"""The engine's side of `ipc` and `nccl`: vLLM's own engines, which refuse an update that leaves a parameter out."""
+"""The engine's side of `ipc` and `nccl`: vLLM's own engines, made to refuse an update that omits a parameter."""
 
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine

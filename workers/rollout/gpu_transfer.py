@@ -1,4 +1,4 @@
-"""New weights for engines on GPUs, device to device. On a CPU tests replace communicator and memory handles.
+"""Sends new weights to engines on GPUs, device to device. CPU tests replace communicator and memory handles.
 
     sender = WeightSender("apart", engines, weights, metadata, rank=rank, ...)   # on every policy rank, once
     sender.send(version)                                                # on every policy rank, after every update
@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
 from workers.errors import BallastError, ConfigError, LostError, RolloutError
-from workers.rollout.weight_transfer import BACKENDS
+from workers.rollout.placement import BACKENDS
 
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
@@ -46,7 +46,7 @@ class EngineClient:
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Every replica receives; with nccl this runs beside the trainer's broadcast, in a thread of its own.
 
-        When one fails, `on_failure` is called, so that a broadcast to it does not wait for ever.
+        If one fails, `on_failure` is called, so that a broadcast to it does not wait for ever.
         """
         try:
             self._all("receive_update", [update_info] * len(self._engines))
@@ -56,7 +56,7 @@ class EngineClient:
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Every replica goes on, under `self.version`: vLLM's trainer side does not pass the version through."""
+        """Every replica resumes under `self.version`: vLLM's trainer side does not pass the version through."""
         self._all("finish_update", [self.version] * len(self._engines))
 
     def _for_replica(self, init_info: dict[str, Any], replica: int) -> dict[str, Any]:
@@ -155,10 +155,10 @@ class WeightSender:
         self._client.on_failure = self._trainer_side.shutdown
 
     def send(self, version: int) -> None:
-        """Bring the weights to all engines as `version`; collective over the policy's ranks.
+        """Send the weights to all engines as `version`; collective over the policy's ranks.
 
         Raises on rank zero: RolloutError, naming the weights, if an engine refuses the update, LostError if one is
-        lost. After either the sender is of no more use.
+        lost. The sender cannot be used after either.
         """
         self._client.version = version
         try:
@@ -183,7 +183,7 @@ def trainer_init_info(
     largest_bytes: int,
     buffer_bytes: int = DEFAULT_PACKED_BUFFER_SIZE_BYTES,
 ) -> TrainerInitInfo:
-    """What vLLM's trainer side needs to know. Raises ConfigError for a placement without GPUs.
+    """Arguments of vLLM's trainer side. Raises ConfigError for a placement without GPUs.
 
     `largest_bytes`: of the largest weight, which ipc's buffer must hold whole.
     """

@@ -1,4 +1,4 @@
-"""How an episode is played: policy and environment in turn, until one of them or a limit ends it.
+"""Plays an episode: policy and environment take turns until one of them or a limit ends it.
 
 reset --> [sample a turn --> step --> observation] --> ... --> done | no turn or token left | failed
 """
@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from workers.environment import Observation, Text
-from workers.environment_process import Played
+from workers.environment_process import EpisodeEnvironment
 from workers.errors import EpisodeError
 from workers.rollout.conversation import Conversation
 from workers.rollout.episode import Episode, Turn
@@ -21,14 +21,14 @@ SampleTurn = Callable[[Episode], Awaitable[Turn]]
 async def play(
     episode: Episode,
     sample: SampleTurn,
-    environments: AbstractAsyncContextManager[Played],
+    environments: AbstractAsyncContextManager[EpisodeEnvironment],
     conversation: Conversation,
     record: dict[str, Any],
 ) -> tuple[str, Score]:
-    """Play `episode` to its end; returns its finish reason, and its reward or why it has none.
+    """Play `episode` to its end; returns its finish reason, and its score, with `failure` set if it has none.
 
-    Whatever the environment does, the episode has a turn: one that failed at once leaves the policy's answer to the
-    bare prompt, because no sequence is without a token to learn from. What `sample` raises passes through.
+    The episode has at least one turn: if the environment fails at the start, the policy answers the bare prompt,
+    because every sequence needs a token to learn from. Errors of `sample` pass through.
     """
     score = Score(0.0, "")
     try:

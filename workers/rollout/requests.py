@@ -1,4 +1,4 @@
-"""What goes to an engine and the light facts that come back; importable without torch or vLLM.
+"""Requests to an engine and the light results that come back; importable without torch or vLLM.
 
 SampleRequest --engine--> SampleResult (to the driver) + one row of a TokenBlock (stays in the object store)
 """
@@ -17,7 +17,7 @@ STOP, LENGTH, TURNS, ERROR = "stop", "length", "turns", "error"
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """What an environment begins with: the record, and its prompt as it was tokenized (text or chat messages)."""
+    """Start of an episode: the record, and its prompt as it was tokenized (text or chat messages)."""
 
     record: dict[str, Any]
     prompt: Text
@@ -25,8 +25,8 @@ class EpisodeStart:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One response wanted. prompt_ids: int32 [prompt tokens]; the samples of a group share the array. start: set where
-    an environment answers the policy's turns; else there is one turn."""
+    """A request for one response. prompt_ids: int32 [prompt tokens]; the samples of a group share the array. start: set
+    if an environment answers the policy's turns; otherwise there is one turn."""
 
     uid: str
     sample: int
@@ -36,13 +36,13 @@ class SampleRequest:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What identifies the sample within a round."""
+        """Identifies the sample within a round."""
         return self.uid, self.sample
 
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What became of one request.
+    """The result of one request.
 
     response_tokens: those of the policy. observation_tokens: those that an environment put between its turns.
     finish_reason: `stop` (end of sequence, or the environment was done), `length` (sampling.max_new_tokens,
@@ -71,7 +71,7 @@ class SampleResult:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What identifies the sample within a round."""
+        """Identifies the sample within a round."""
         return self.uid, self.sample
 
     @property
@@ -81,13 +81,14 @@ class SampleResult:
 
     @property
     def failed(self) -> bool:
-        """No response came of it."""
+        """True if there is no response."""
         return self.finish_reason == ERROR
 
 
 @dataclass(frozen=True)
 class WeightLoad:
-    """New weights in one engine: held requests included. start: seconds since 1970 by the clock there."""
+    """One update of weights in one engine, including the time that requests are paused. start: seconds since 1970 by
+    its clock."""
 
     version: int
     start: float

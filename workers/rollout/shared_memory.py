@@ -60,4 +60,4 @@ class _FileEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateI
 
 
 class SharedMemoryWeightTransferEngine(CompleteUpdate, _FileEngine):
-    """The whole model from one file, or a refusal."""
+    """Loads the whole model from one file; refuses an incomplete one."""

@@ -1,4 +1,4 @@
-"""New weights for the engines. On CPU they travel as one array of safetensors bytes, through shared memory:
+"""Sends new weights to the engines. On CPU they travel as one array of safetensors bytes, through shared memory:
 
     payload = pack_weights(policy.named_weights())        # policy rank 0; uint8 [bytes], a Ray object
     with private_file(payload) as path:                   # every rollout actor; in memory, mode 0600
@@ -6,7 +6,7 @@
         await engine.start_weight_update()
         await engine.update_weights({"path": path})       # every engine process maps the file and loads its share
         await engine.finish_weight_update(version)
-        await engine.resume_generation()                  # they go on under the new weights, KV cache recomputed
+        await engine.resume_generation()                  # they continue with the new weights, KV cache recomputed
 
 On GPUs the bytes never leave the devices: see `workers.rollout.gpu_transfer`. This module imports neither torch nor
 vLLM until it is used, because every process of vLLM imports it as a plugin.
@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workers.rollout.engine_process import end_with_parent
+from workers.rollout.engine_process import end_with_actor
+from workers.rollout.placement import BACKENDS
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-BACKENDS = {"shared_memory": "shared_memory", "colocated": "ipc", "apart": "nccl"}  # by rollout.placement
 
 # The engine's side of each backend, by the name that vLLM knows it by: module and class.
 ENGINES = {
@@ -33,13 +32,13 @@ ENGINES = {
     "complete_ipc": ("workers.rollout.gpu_engines", "CompleteIPCWeightTransferEngine"),
     "complete_nccl": ("workers.rollout.gpu_engines", "CompleteNCCLWeightTransferEngine"),
 }
-ENGINE_OF_BACKEND = dict(zip(("shared_memory", "ipc", "nccl"), ENGINES, strict=True))
+ENGINE_OF_BACKEND = dict(zip(BACKENDS.values(), ENGINES, strict=True))
 
 
 @functools.cache  # vLLM may load a plugin more than once in a process, and its factory refuses a name that it knows
 def register() -> None:
-    """Tell vLLM about our engines: the entry point that its processes call when they start."""
-    end_with_parent()
+    """Register our engines with vLLM: the entry point that its processes call when they start."""
+    end_with_actor()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, (module, engine) in ENGINES.items():

@@ -6,8 +6,8 @@
                             [EnvironmentPool: a process an episode]
     payload --update_weights--> pause, load, resume (requests in flight go on)
 
-On GPUs an `AsyncLLM` keeps its model in processes of its own, and this one only hands requests over and packs what
-returns; on a CPU the model runs in a thread of this process.
+On GPUs an `AsyncLLM` runs its model in separate processes, and this one only passes requests on and packs the results;
+on a CPU the model runs in a thread of this process.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from workers.remote_batch import TokenBlock
 from workers.rollout.conversation import Conversation
 from workers.rollout.engine import (
     build_engine,
-    check_placement,
     engine_arguments,
     prepare_environment,
     refusal,
     sampling_parameters,
 )
 from workers.rollout.episode import Episode, Limits, Turn
+from workers.rollout.placement import check_placement
 from workers.rollout.play import play
 from workers.rollout.requests import (
     ERROR,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 FLUSH_SECONDS = 0.25
 STOP_SECONDS = 10.0
-ALIVE_SECONDS = 1.0  # how often an engine that is waited for is asked whether it lives
+ALIVE_SECONDS = 1.0  # between checks that an engine which has not answered is alive
 Row = dict[str, np.ndarray]
 Sample = tuple[SampleResult, Row | None]
 
@@ -75,7 +75,7 @@ class RolloutWorker:
         environment: bytes = b"",
         environment_timeout_s: float = 0.0,
     ) -> None:
-        """`placement`: one of `workers.rollout.weight_transfer.BACKENDS`. The engine comes with `start`. `environment`,
+        """`placement`: one of `workers.rollout.placement.BACKENDS`. The engine comes with `start`. `environment`,
         `environment_timeout_s`: see EnvironmentPool; without one every sample is one turn.
 
         Raises ConfigError if this process's device cannot receive weights the placement's way.
@@ -105,7 +105,7 @@ class RolloutWorker:
     async def start(self) -> None:
         """Build the engine, with the weights of `model.path` as version 0. Takes 15 to 60 s.
 
-        Raises ConfigError for an impossible placement; what vLLM raises passes through.
+        Raises ConfigError for an impossible placement; errors of vLLM pass through.
         """
         import torch
 
@@ -136,11 +136,11 @@ class RolloutWorker:
     async def generate(
         self, requests: list[SampleRequest], sampling: SamplingConfig
     ) -> AsyncIterator[TokenBlock | list[SampleResult]]:
-        """Yield a TokenBlock and then the list of its results, again and again, as samples finish.
+        """Yield a TokenBlock and then the list of its results, repeatedly, as samples finish.
 
-        The block comes first: whoever holds the list knows that the block was made. Its columns are `input_ids` int32,
-        `loss_mask` bool (True where the policy sampled) and `rollout_log_probs` float32 (0 elsewhere); failed samples
-        have no row. A sample that fails, fails alone; only the engine's death ends the stream, with RolloutError.
+        The block comes first, so that a caller with the list knows that the block exists. Its columns are `input_ids`
+        int32, `loss_mask` bool (True where the policy sampled) and `rollout_log_probs` float32 (0 elsewhere); failed
+        samples have no row. A failed sample does not affect others; if the engine dies, RolloutError ends the stream.
         """
         pending = {asyncio.create_task(self._timed(request, sampling)) for request in requests}
         try:
@@ -176,7 +176,7 @@ class RolloutWorker:
             return _failure(request, f"{type(error).__name__}: {error.__cause__ or error}")
 
     async def _play(self, request: SampleRequest, sampling: SamplingConfig) -> Sample:
-        """One turn, or as many as an environment makes of it."""
+        """One turn, or several with an environment."""
         limits = Limits(self.config.max_turns, self.config.response_limit(sampling))
         episode, sample = Episode(request.prompt_ids, limits), partial(self._turn, request, sampling)
         if request.start is None:
@@ -191,7 +191,7 @@ class RolloutWorker:
         )
 
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Turn:
-        """What the engine samples after the episode's tokens."""
+        """Sample a turn after the episode's tokens."""
         from vllm.inputs.engine import tokens_input
 
         number = len(episode.turns)
@@ -205,8 +205,8 @@ class RolloutWorker:
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
         """Load `payload` (see `pack_weights`); samples of this engine carry `version` from the next token on.
 
-        Requests in flight go on with the new weights. Raises RolloutError, naming the weights, if they do not fit the
-        model or leave a part of it out, and LostError if the engine dies.
+        Requests in flight continue with the new weights. Raises RolloutError, naming the weights, if they do not fit
+        the model or are incomplete, and LostError if the engine dies.
         """
         with private_file(payload) as path:
             try:
@@ -227,7 +227,7 @@ class RolloutWorker:
         await self._answer("join the transfer", self.engine.init_weight_transfer_engine(request))
 
     async def begin_update(self) -> None:
-        """Hold requests in flight and make ready for new weights."""
+        """Pause requests in flight and prepare for new weights."""
         self._update_began = time.time()
         await self._answer("hold its requests", self.engine.pause_generation(mode="keep", clear_cache=True))
         await self._answer("make ready for new weights", self.engine.start_weight_update())
@@ -239,9 +239,9 @@ class RolloutWorker:
         await self._answer("load the weights", self.engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def finish_update(self, version: int) -> None:
-        """Put the new weights in place under `version` and go on with the requests in flight.
+        """Put the new weights in place under `version` and resume the requests in flight.
 
-        Raises as `update_weights`; requests then wait.
+        Raises as `update_weights` does; requests then stay paused.
         """
         await self._answer(f"take version {version}", self.engine.finish_weight_update(str(version)))
         await self._answer("go on", self.engine.resume_generation())
@@ -287,8 +287,8 @@ class RolloutWorker:
 
     async def sleep(self) -> None:
         """Free the GPU for training: weights and KV cache are dropped. For a colocated engine without requests."""
-        # Level 1 would copy the weights to pinned host memory, in buffers rounded up to powers of two; what comes back
-        # at the next wake is the policy's own, whether it has learned in between or not.
+        # Level 1 would copy the weights to pinned host memory, in buffers rounded up to powers of two; the policy sends
+        # its weights at the next wake anyway.
         await self.engine.sleep(level=2)
 
     async def wake_for_weights(self) -> None:
@@ -300,13 +300,13 @@ class RolloutWorker:
         await self.engine.wake_up(["kv_cache"])
 
     async def alive(self) -> None:
-        """Return at once, also while weights are being loaded; raises what vLLM raises if a process of its died."""
+        """Return at once, also while weights are being loaded; raises vLLM's error if one of its processes died."""
         await self.engine.check_health()
 
     async def health(self) -> None:
-        """Return when the engine's scheduler has answered: one that hangs does not.
+        """Return when the engine's scheduler has answered; with one that hangs, it does not return.
 
-        Raises what vLLM raises if the engine is dead, RolloutError if there is none.
+        Raises vLLM's error if the engine is dead, RolloutError if there is none.
         """
         await self.engine.check_health()  # knows of processes that died
         await self.weight_version()

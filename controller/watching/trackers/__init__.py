@@ -2,8 +2,8 @@
 
     step's metrics --> Tracker.log of each: metrics.jsonl | TensorBoard | Weights & Biases | MLflow | Ray (Prometheus)
 
-Each is opened with what it needs to go on after a resume and closed with whether the run succeeded. A tracker whose
-service is away does not stop a run; what could not be written is said at the end.
+Each is opened with the state that a resume needs, and closed with whether the run succeeded. A tracker whose service is
+unreachable does not stop a run; missing metrics are logged at the end.
 """
 
 from collections.abc import Mapping

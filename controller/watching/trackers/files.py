@@ -25,8 +25,8 @@ class JsonLines:
     """A file of JSON lines, each flushed at once, so that a killed run loses nothing. Raises OutputError."""
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
-        """`after`: the step that a run goes on from; later lines come again, as does one that a crash cut short. 0
-        keeps nothing."""
+        """`after`: the step that a run resumes from; later lines, and one that a crash cut short, are removed. 0 keeps
+        nothing."""
         self.path = path
         with writing(path):
             kept = _lines_until(path, after) if after and path.exists() else []
@@ -74,7 +74,7 @@ class TensorBoardTracker:
     """TensorBoard events."""
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
-        """`after`: the step that a run goes on from; TensorBoard hides what was recorded beyond."""
+        """`after`: the step that a run resumes from; TensorBoard hides later records."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Which trackers a run has, opened where its resume says."""
+"""Opens the trackers of a run, at the step that it resumes from."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def open_trackers(
-    config: TrainingConfig, progress: "Progress", say: Callable[[str], None], exported: RayMetrics
+    config: TrainingConfig, progress: "Progress", log: Callable[[str], None], exported: RayMetrics
 ) -> list[Tracker]:
     """metrics.jsonl, Ray and the trackers of tracking.*.
 
     Ids of the run in services go into `progress.trackers`, for the next resume.
 
-    A run that goes on under its own name goes on in its trackers; under a new name it is a new run there too. Raises
+    A run that resumes under its own name resumes in its trackers; under a new name it is a new run there too. Raises
     ConfigError if a service does not take the run.
     """
     folder, tracking = config.run_folder, config.tracking
@@ -38,7 +38,7 @@ def open_trackers(
         trackers.append(wandb)
         progress.trackers["wandb"] = wandb.id
     if tracking.mlflow:
-        mlflow = MlflowTracker(*shared, say, id=known.get("mlflow", ""))
+        mlflow = MlflowTracker(*shared, log, id=known.get("mlflow", ""))
         trackers.append(mlflow)
         progress.trackers["mlflow"] = mlflow.id
     return trackers

@@ -14,7 +14,7 @@ from controller.watching.metric_catalog import STEP, STEPS, Declaration, Kind, d
 
 REPEAT_SECONDS = 0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms=1000 every second, and not oftener
 _so_far: dict[tuple[str, ...], float] = {}
-"""What counters that tell a sum have told last. Of the process, as Ray's counters are: a run that recovers goes on."""
+"""Last value of each cumulative counter. Global, as Ray's counters are: a recovered run continues them."""
 
 
 class RayMetrics:
@@ -24,7 +24,7 @@ class RayMetrics:
     """
 
     def __init__(self, run: str) -> None:
-        """Ray must be up: it forgets what it is told before."""
+        """Ray must be up: metrics made before are lost."""
         self._run = run
         self._exported: dict[str, Gauge | Counter | Histogram] = {}
         self._values: dict[tuple[str, ...], tuple[Gauge, dict[str, str], float]] = {}
@@ -92,10 +92,10 @@ class RayTracker:
                 self._metrics.export(*found, value)
 
     def close(self, *, succeeded: bool) -> None:
-        """Nothing: `metrics` belongs to who has made it."""
+        """No effect: the maker of `metrics` closes it."""
         del succeeded
 
 
 def growth(before: float, now: float) -> float:
-    """What a sum has grown by; all of it where it began anew."""
+    """Increase of a cumulative value; all of it after a restart."""
     return now - before if now >= before else now

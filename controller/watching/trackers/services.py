@@ -17,7 +17,7 @@ class WandbTracker:
     """A run in Weights & Biases; `id` names it. WANDB_MODE=offline writes to `folder`/wandb, for `wandb sync`."""
 
     def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, Any], id: str = "") -> None:
-        """`settings`: shown beside the run. `id`: of the run to go on with; empty begins one.
+        """`settings`: shown beside the run. `id`: of the run to resume; empty begins one.
 
         Raises ConfigError if W&B cannot begin it: no key, no such project, no connection.
         """
@@ -62,9 +62,9 @@ class MlflowTracker:
     """A run in MLflow, at MLFLOW_TRACKING_URI; `id` names it."""
 
     def __init__(
-        self, project: str, name: str, settings: Mapping[str, Any], say: Callable[[str], None], id: str = ""
+        self, project: str, name: str, settings: Mapping[str, Any], log: Callable[[str], None], id: str = ""
     ) -> None:
-        """`settings`: a new run's parameters. `say`: shows a line. `id`: of the run to go on with; empty begins one.
+        """`settings`: a new run's parameters. `log`: shows a line. `id`: of the run to resume; empty begins one.
 
         Raises ConfigError if MLflow does not answer or does not know the run.
         """
@@ -74,7 +74,7 @@ class MlflowTracker:
         from mlflow.tracking import MlflowClient
 
         self._failure, self._client = MlflowException, MlflowClient()
-        self._say, self._waiting = say, list[Any]()
+        self._log, self._waiting = log, list[Any]()
         try:
             self.id = id or self._begin(project, name, settings)
             self._client.update_run(self.id, status="RUNNING")
@@ -101,7 +101,7 @@ class MlflowTracker:
         try:
             self._send()
         except self._failure as error:
-            self._say(f"MLflow: {_first_line(error)}; {len(self._waiting)} metrics wait for the next step")
+            self._log(f"MLflow: {_first_line(error)}; {len(self._waiting)} metrics wait for the next step")
 
     def _send(self) -> None:
         while self._waiting:
@@ -113,7 +113,7 @@ class MlflowTracker:
             self._send()
             self._client.set_terminated(self.id, "FINISHED" if succeeded else "FAILED")
         except self._failure as error:
-            self._say(
+            self._log(
                 f"MLflow: {_first_line(error)}; {len(self._waiting)} metrics are not there, metrics.jsonl has them all"
             )
 

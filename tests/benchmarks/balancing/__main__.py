@@ -23,7 +23,7 @@ MODULES = ("partitions", "plans")
 INTRODUCTION = """# Balancing: how good, how fast
 
 Made by `{command}` on {machine}. Seconds are medians of several repetitions with compiled code warm, and belong to
-that machine; ratios are of both sides in one process. Batches are seeded: `balancing/distributions.py` draws them.
+that machine; ratios are of both sides in one process. Batches are seeded (`balancing/analysis/distributions.py`).
 
 """
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancing import partition
-from balancing.crowding import crowded_bound
-from balancing.distributions import DISTRIBUTIONS, draw
+from balancing.analysis.distributions import DISTRIBUTIONS, draw
 from balancing.exchange import TOLERANCE
+from balancing.lower_bounds import pigeonhole_bound
 from tests.benchmarks.balancing.differencing_by_the_book import with_objects, with_tuples
 from tests.benchmarks.balancing.optimum import optimum
 from tests.benchmarks.balancing.table import Table
@@ -165,7 +165,7 @@ def _heaviest(weights: NDArray[np.int64], k: int, algorithm: Any, equal_size: bo
 
 
 def _bound(weights: NDArray[np.int64], k: int, equal_size: bool = True) -> float:
-    return crowded_bound(np.sort(weights)[::-1].astype(np.float64), k, equal_size)
+    return pigeonhole_bound(np.sort(weights)[::-1].astype(np.float64), k, equal_size)
 
 
 def _median_seconds(action: Callable[[], Any], repetitions: int) -> float:

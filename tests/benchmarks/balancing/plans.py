@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from balancing import CostModel, Plan, pack, plan_batch
 from balancing.alignment import round_up
-from balancing.bounds import fewest_bins, step_time_bound
-from balancing.distributions import DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
+from balancing.analysis.distributions import DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
+from balancing.analysis.statistics import computed_tokens
 from balancing.errors import CountError
+from balancing.lower_bounds import fewest_bins, step_time_bound
 from balancing.model_config import SEVEN_BILLION
-from balancing.statistics import computed_tokens
 from tests.benchmarks.balancing.table import Table
 
 COST_MODEL = CostModel.from_model_config(SEVEN_BILLION)
@@ -100,8 +100,8 @@ def step_times(title: str, names: tuple[str, ...], cap_over_longest: float | Non
         ["lengths", "sequences x ranks", "cap", "over ideal", "lower bound", "above bound, mean", "worst", "re-dealt"],
         rows,
         f"Time of synchronous micro-steps over workload / ranks, - 1: mean over {len(SEEDS)} batches of {MINI_BATCHES} "
-        "random mini-batches; the lower bound (bounds.py) likewise; percentage points between the two, mean and worst "
-        f"mini-batch. Re-dealt: whole groups of {GROUP} moved between mini-batches. Costs of a 7B-like Qwen2.5.",
+        "random mini-batches; the lower bound (lower_bounds.py) likewise; percentage points between the two, mean and "
+        f"worst mini-batch. Re-dealt: whole groups of {GROUP} moved between mini-batches. Costs of a 7B-like Qwen2.5.",
     )
 
 

@@ -1,7 +1,7 @@
 """One family on the ranks of a process group: a tiny model saved, loaded as a run loads it, and compared.
 
     tiny configuration --> folder --> transformers, a sequence at a time         --> log-probs, gradient --> Outcome
-                                  `-> Engine that checks itself, on 1 or 2 ranks --> log-probs, gradient --^
+                                  `-> engine that checks itself, on 1 or 2 ranks --> log-probs, gradient --^
 
 The engine refuses by itself what it computes wrongly (`workers.model.parity`). This is measured a second time, with
 other sequences and another parameter's gradient: `wrong` is what that check has missed.
@@ -20,7 +20,7 @@ from tests.benchmarks.families.shrinking import VOCABULARY, tiny_config
 from tests.workers.model.tiny import save_tokenizer
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import BallastError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators
 from workers.model.losses.supervised import sft
 from workers.model.packing import Sequences
@@ -103,14 +103,14 @@ def sequences() -> Sequences:
     return Sequences.from_list([{"input_ids": row, "loss_mask": torch.arange(len(row)) > 0} for row in rows])
 
 
-def _engine(folder: Path, run: Run, settings: dict[str, Any]) -> Engine:
+def _engine(folder: Path, run: Run, settings: dict[str, Any]) -> TrainingEngine:
     parallel = ParallelConfig(context_parallel=run.ranks, context_parallel_method=run.method or "ulysses")
     config = ModelConfig(path=str(folder), dtype="float32", layout=run.layout, **settings)
     options = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "parallel": parallel}
-    return Engine(config, **options, check_parity=True)
+    return TrainingEngine(config, **options, check_parity=True)
 
 
-def _embedding_gradient(engine: Engine) -> Tensor:
+def _embedding_gradient(engine: TrainingEngine) -> Tensor:
     gradient = engine.module.model.get_input_embeddings().weight.grad
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 

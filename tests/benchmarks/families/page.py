@@ -1,6 +1,7 @@
 """The measurements as a page of the documentation."""
 
 import json
+import re
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -116,8 +117,9 @@ def _cell(outcome: Outcome | None) -> str:
 
 
 def _uses(reason: str) -> str:
-    """`DeepseekV4Config uses index_topk, which ...` -> `index_topk`."""
-    return reason.partition(" uses ")[2].partition(", which ")[0] or reason.replace("|", "/")[:120]
+    """`model.path=... (deepseek_v4) with index_topk, which ...` -> `index_topk`; layers say `uses`."""
+    found = re.search(r" (?:with|uses) (.+?), which ", reason)
+    return found[1] if found else reason.replace("|", "/")[:120]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

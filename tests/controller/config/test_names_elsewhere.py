@@ -8,9 +8,11 @@ import pytest
 from controller.config import Config, load
 from controller.config.file import settings
 from controller.config.names_elsewhere import NAMES_ELSEWHERE, name_here
+from controller.config.offline import PreferencesConfig, SftConfig
 from workers.errors import ConfigError
 
 PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
+KNOWN = [[found.key for found in settings(schema())] for schema in (Config, SftConfig, PreferencesConfig)]
 ROWS = [line.split(" | ", 1) for line in PAGE.splitlines() if line.startswith("| `")]
 
 
@@ -34,9 +36,15 @@ def test_a_key_of_another_system_is_answered_by_its_name_here(override: str, ans
 
 @pytest.mark.parametrize("name", NAMES_ELSEWHERE)
 def test_the_names_are_those_of_the_migration_page(name: str) -> None:
-    """The setting exists, and a row of the page has both names, whole or by their last part."""
-    here = NAMES_ELSEWHERE[name]
-    assert any(found.key == here or found.key.startswith(f"{here}.") for found in settings(Config()))
-    last, last_here = name.rpartition(".")[2], here.rpartition(".")[2]
-    assert any(re.search(rf"\b{last}\b", there) and re.search(rf"\b{last_here}\b", ours) for there, ours in ROWS), name
-    assert name_here(f"elsewhere.{name}") == here
+    """Each setting is that of a command, and a row of the page has both names, whole or by their last part."""
+    given = {name_here(f"elsewhere.{name}", known) for known in KNOWN} - {""}
+    assert given == set(NAMES_ELSEWHERE[name].split())
+    for here in given:
+        last, last_here = rf"\b{name.rpartition('.')[2]}\b", rf"\b{here.rpartition('.')[2]}\b"
+        assert any(re.search(last, there) and re.search(last_here, ours) for there, ours in ROWS), (name, here)
+
+
+def test_a_name_that_only_another_command_has_is_not_offered() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, ["max_length=9"])
+    assert "data.max_tokens" not in str(caught.value)

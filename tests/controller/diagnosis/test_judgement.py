@@ -10,7 +10,7 @@ import pytest
 from controller.diagnosis import judgement
 from controller.diagnosis.findings import Finding, Status
 from controller.diagnosis.judgement import Expected, bandwidth, log_probs, new_weights, node_findings, peak_memory
-from tests.controller.diagnosis.machines import CARD, ON_CPUS, ON_GPUS, cpu_node, gpu_node
+from tests.controller.diagnosis.machines import CARD, NODE_LINES, ON_CPUS, ON_GPUS, cpu_node, gpu_node
 
 WARN, FAIL = Status.WARN, Status.FAIL
 
@@ -19,18 +19,7 @@ WARN, FAIL = Status.WARN, Status.FAIL
 def test_a_machine_on_which_all_is_well_has_nothing_but_ok_and_the_same_lines(facts: Any, expected: Expected) -> None:
     findings = node_findings(facts, expected)
     assert {finding.status for finding in findings} == {Status.OK}
-    assert [finding.name for finding in findings] == [
-        "versions",
-        "driver",
-        "GPUs",
-        "peer access",
-        "CUDA IPC",
-        "/dev/shm",
-        "open files",
-        "locked memory",
-        "memory",
-        "network",
-    ]
+    assert [finding.name for finding in findings] == list(NODE_LINES)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +62,11 @@ def test_a_machine_on_which_all_is_well_has_nothing_but_ok_and_the_same_lines(fa
 def test_what_is_wrong_with_a_node_of_gpus_is_said_with_what_to_change(
     changes: dict[str, Any], name: str, status: Status, text: str, advice: str
 ) -> None:
-    troubles = {f.name: f for f in node_findings(gpu_node(**changes), ON_GPUS) if f.status is not Status.OK}
-    assert troubles[name].status is status
-    assert text in troubles[name].text
-    assert advice in troubles[name].advice
-    assert troubles.keys() <= {name, "GPUs"}  # without a driver torch sees none
+    found = {f.name: f for f in node_findings(gpu_node(**changes), ON_GPUS) if f.status is not Status.OK}
+    assert found[name].status is status
+    assert text in found[name].text
+    assert advice in found[name].advice
+    assert found.keys() <= {name, "GPUs"}  # without a driver torch sees none
 
 
 @pytest.mark.parametrize(

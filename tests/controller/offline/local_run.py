@@ -18,7 +18,7 @@ from examples.addition import data
 from examples.addition.warm_start import create_model, pairs
 from tests.controller.stand_ins.local_ray import LocalRay
 from tests.controller.stand_ins.run import LocalReservation, NoMetrics
-from tests.end_to_end.trouble import Listening
+from tests.end_to_end.faults import Listening
 
 COMMANDS: dict[str, OfflineCommand[Any]] = {"sft": SFT, "preferences": PREFERENCES}
 SETTINGS = (

@@ -170,12 +170,11 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (
             ("batch.epochs=2", "algorithm.loss.name=reinforce"),
-            "algorithm.loss.name=reinforce takes samples for the policy's own, which they are not any more after the "
-            "first of batch.epochs=2",
+            "algorithm.loss.name=reinforce assumes samples of the current policy, and batch.epochs=2 trains on them",
         ),
         (
             ("batch.epochs=2", "policy.optimizer.warmup_steps=41"),
-            "policy.optimizer.warmup_steps=41 is more than the 40 optimiser steps of the run",
+            "policy.optimizer.warmup_steps=41 is more than the 40 optimiser steps of the policy",
         ),
         (("algorithm.loss.name=custom",), "algorithm.loss.function='' must be module:function."),
         (
@@ -259,14 +258,26 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "model.attention=sdpa has no effect without policy.parallel.context_parallel_method=ulysses",
         ),
         (
-            ("policy.parallel.context_parallel=8",),
-            "policy.parallel.context_parallel * tensor_parallel = 8 does not divide the 4 attention heads of model; "
-            "set policy.parallel.context_parallel_method=ring",
+            (
+                "resources.device=cuda",
+                "policy.parallel.context_parallel=2",
+                "policy.parallel.context_parallel_method=ring",
+                "model.dtype=float32",
+            ),
+            "policy.parallel.context_parallel_method=ring needs half precision on GPUs",
         ),
-        (("policy.parallel.tensor_parallel=4",), "policy.parallel.tensor_parallel=4 does not divide the 2 key-value"),
+        (
+            ("policy.parallel.context_parallel=8",),
+            "model.path: a model of type qwen2 has 4 attention heads, which policy.parallel.context_parallel * "
+            "tensor_parallel = 8 does not divide; set policy.parallel.context_parallel_method=ring",
+        ),
+        (
+            ("policy.parallel.tensor_parallel=4",),
+            "model.path: a model of type qwen2 has num_key_value_heads=2, which policy.parallel.tensor_parallel=4",
+        ),
         (
             ("policy.parallel.tensor_parallel=2", "model.layout=padded", "model.attention=eager"),
-            "model.attention=eager is transformers' own, for padded rows, and not for ranks that share",
+            "model.attention=eager is for padded rows that ranks do not share",
         ),
         (("policy.parallel.tensor_parallel=2", "model.lora.rank=8"), "adapters are not shared between ranks"),
         (
@@ -294,7 +305,7 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (
             ("rollout.overlap=true", "algorithm.loss.name=reinforce"),
-            "algorithm.loss.name=reinforce takes samples for the policy's own, but rollout.overlap=true makes them",
+            "algorithm.loss.name=reinforce assumes samples of the current policy, but rollout.overlap=true makes them",
         ),
         (
             ("rollout.overlap=true", "policy.forward_max_tokens=4096"),
@@ -317,10 +328,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         (("model.attention=flash",), "model.attention=flash is a CUDA kernel"),
         (("model.attention=flash3",), "model.attention=flash3 is a CUDA kernel"),
         (("model.compile=true",), "model.compile=True has no effect without GPUs"),
-        (("model.attention=eager",), "model.attention=eager is transformers' own, for padded rows, and not for packed"),
+        (("model.attention=eager",), "model.attention=eager is for padded rows that ranks do not share"),
         (
             ("model.attention=eager", "model.layout=padded", "model.forward_layout=packed"),
-            "model.attention=eager is transformers' own, for padded rows, and not for packed",
+            "model.attention=eager is for padded rows that ranks do not share",
         ),
         (("model.attention=varlen", "model.layout=padded"), "model.attention=varlen is a CUDA kernel"),
         (("model.forward_length_multiple=64", "policy.max_tokens=96"), "policy.forward_max_tokens=96 is below"),

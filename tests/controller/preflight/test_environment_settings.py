@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from controller.collector import sample_requests
 from controller.config import load
 from controller.config.functions import check_environment
 from controller.data import Prompt
 from controller.preflight.checks import check
-from controller.requests import sample_requests
 from tests.controller.config_workspace import write_workspace
 from workers.environment import Observation
 from workers.environment_process import EnvironmentPool

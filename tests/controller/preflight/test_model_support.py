@@ -45,7 +45,6 @@ def check(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> None:
             (),
             "of type gpt_oss has weights quantized by mxfp4, which are not trained; take them in bfloat16",
         ),
-        ({}, (*RING, GPU, "model.dtype=float32"), "ring needs half precision on GPUs"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(

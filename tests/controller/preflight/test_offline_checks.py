@@ -50,7 +50,7 @@ GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "re
         ("preferences", ["loss.name=ipo", "loss.label_smoothing=0.1"], "has no effect without loss.name=dpo or simpo"),
         ("preferences", ["loss.name=simpo", "reference.path=model"], "reference.path=model has no effect without"),
         ("preferences", ["reference.forward_max_tokens=64"], "reference.forward_max_tokens=64 is below the longest"),
-        ("preferences", ["policy.parallel.context_parallel=3"], "does not divide the 4 attention heads"),
+        ("preferences", ["policy.parallel.context_parallel=3"], "has 4 attention heads, which policy.parallel"),
     ],
 )
 def test_what_cannot_be_is_refused(workspace: Path, command: str, overrides: list[str], message: str) -> None:
@@ -92,3 +92,21 @@ def test_settings_and_wrong_options_of_the_command(
     assert "loss." in capsys.readouterr().out
     assert MAINS[command](["--cluster", "2x8"]) == 2
     assert f"usage: python -m controller.{command} --config FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["sft", "preferences"])
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ raise_exception('no user may speak') }}", "no user may speak"), ("", "has no chat template")],
+    ids=["raises", "none"],
+)
+def test_a_dry_run_tries_the_chat_template_on_whole_conversations(
+    workspace: Path, command: str, template: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "model" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    record = {"prompt": [{"role": "user", "content": "1+1="}], "response": "2", "chosen": "2", "rejected": "3"}
+    (workspace / "train.jsonl").write_text(json.dumps(record))
+    (workspace / "mine.yaml").write_text("model: {path: model}\ndata: {train: train.jsonl, max_tokens: 96}\n")
+    assert MAINS[command](["--config", "mine.yaml", "--dry-run", "resources.device=cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

@@ -6,8 +6,8 @@ import pytest
 
 from controller.config import load
 from controller.fit import main
-from controller.preflight.validation_checks import check_counted_metric, check_keep_best
-from controller.validation import Graded, is_possible, summarize
+from controller.preflight.validation_checks import check_keep_best, check_validation
+from controller.validation_metrics import ScoredResponse, is_possible, summarize
 from workers.errors import ConfigError
 
 PARTS = "def reward(response, solution):\n    return {'reward': 0, 'exact': 1}\n"
@@ -43,7 +43,7 @@ def test_a_metric_that_validation_does_not_give_is_refused(
 @pytest.mark.parametrize("name", ["reward", "exact", "sums/exact", "pass@1", "pass@4", "sums/pass@6", "maj@6"])
 def test_a_metric_that_it_may_give_is_accepted(workspace: Path, name: str) -> None:
     config = load("config.yaml", [f"validation.keep_best={name}", "validation.samples=6"])
-    check_counted_metric(config)
+    check_validation(config)
     check_keep_best(config, ["exact"])
 
 
@@ -57,7 +57,7 @@ def test_what_others_add_to_the_reward_is_left_to_the_run(workspace: Path) -> No
 @pytest.mark.parametrize("samples", [1, 2, 4, 6])
 def test_every_metric_of_a_validation_is_a_possible_one(samples: int) -> None:
     graded = [
-        Graded(f"{source}{uid}", source, {"reward": 1.0, "exact": 0.0}, "4")
+        ScoredResponse(f"{source}{uid}", source, {"reward": 1.0, "exact": 0.0}, "4")
         for source in ("sums", "products")
         for uid in range(2)
         for _ in range(samples)

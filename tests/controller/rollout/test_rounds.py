@@ -116,7 +116,7 @@ class Fleet:
             lambda replica, attempt: ScriptedEngine.remote(replica, {} if attempt else scripts[replica]),
             RolloutConfig(replicas=len(scripts), **settings),
             RestartBudget(restarts),
-            say=self.said.append,
+            log=self.said.append,
         )
         self.pending = self.rollouts.start()
         if started:
@@ -201,10 +201,10 @@ def test_the_requests_of_a_lost_engine_go_to_the_others_and_a_new_one_takes_its_
     assert sorted(tokens_of(finished)) == list(range(12))
     assert set(seen.values()) == {1}
     assert finished.dropped == [] and finished.retried == 0
-    assert started.rollouts.budget.engines == 1
+    assert started.rollouts.fleet.budget.engines == 1
     assert len(started.said) == 1 and "rollout replica 0 was lost" in started.said[0]
     assert living([doomed]) == []
-    while 0 not in started.rollouts.serving:
+    while 0 not in started.rollouts.fleet.serving:
         started.rollouts.generate(requests_for(["again"]), SamplingConfig())
     again = started.rollouts.generate(requests, SamplingConfig())
     assert {result.weight_version for result in again.results} == {5}
@@ -223,31 +223,31 @@ def test_an_engine_that_is_slow_but_answers_is_kept(fleet) -> None:
     started = fleet([{"a": "think"}], hang_timeout_s=1)
     finished = started.rollouts.generate(requests_for(["a"], samples=1), SamplingConfig())
     assert len(finished.results) == 1
-    assert started.rollouts.budget.engines == 0
+    assert started.rollouts.fleet.budget.engines == 0
     assert started.facts(0)["asked"] >= 1
 
 
 def test_an_answer_that_came_while_nobody_looked_is_not_late_and_new_weights_end_draining(fleet) -> None:
     """The health of replica 0 is asked at the end of a round, and its answer read after the next weights."""
     started = fleet([{"a": "think"}, {"b": "think"}], hang_timeout_s=1)
-    engines = started.rollouts._engines
+    engines = started.rollouts
     engines.progressed(0)
     time.sleep(1.2)
-    engines.look_at_clock({0})
-    assert started.rollouts.serving == [1]
+    engines.check_deadlines({0})
+    assert started.rollouts.fleet.serving == [1]
     time.sleep(1.5)
     started.rollouts.update_weights(ray.put(WEIGHTS), version=1)
-    engines.look_at_clock(())
-    assert started.rollouts.serving == [0, 1] and started.said == []
+    engines.check_deadlines(())
+    assert started.rollouts.fleet.serving == [0, 1] and started.said == []
 
 
 def test_an_engine_lost_between_rounds_is_replaced_at_the_next_weights(fleet) -> None:
     started = fleet([{"weights": "die"}, {}])
     started.rollouts.update_weights(ray.put(WEIGHTS), version=2)
-    assert 1 in started.rollouts.serving
+    assert 1 in started.rollouts.fleet.serving
     finished = started.rollouts.generate(requests_for(["a", "b"]), SamplingConfig())
     assert {result.weight_version for result in finished.results} == {2}
-    assert started.rollouts.budget.engines == 1
+    assert started.rollouts.fleet.budget.engines == 1
 
 
 def test_past_the_budget_the_cause_comes_first(fleet) -> None:

@@ -172,7 +172,7 @@ class StandInVllm:
 
 
 class StandInEngine:
-    """`workers.model.engine.Engine` as the training actors call it. WEIGHTS: what it would send."""
+    """`workers.model.engine.TrainingEngine` as the training actors call it. WEIGHTS: what it would send."""
 
     WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -260,14 +260,14 @@ class StandInEngine:
         with self._pass("save adapters"):
             Path(path).mkdir(parents=True, exist_ok=True)
 
-    def save_checkpoint(self, path: str, *, step: int, extra: dict[str, Any], score: float | None = None) -> None:
+    def save_checkpoint(self, path: str, *, step: int, extra: dict[str, Any]) -> None:
         self._world.event("checkpoint")
         final = Path(path)
         if final.exists():  # another rank's actor was first
             return
         unfinished = unfinished_folder(final)
         unfinished.mkdir(parents=True)
-        commit(unfinished, final, Manifest(step, 1, {}, extra, score, {}))
+        commit(unfinished, final, Manifest(step, 1, {}, extra, {}))
 
     def wait_for_checkpoint(self) -> None:
         pass

@@ -21,7 +21,7 @@ from controller.training_loop import Outcome
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
 from tests.controller.stand_ins.local_ray import LocalRay
-from tests.end_to_end.trouble import Listening
+from tests.end_to_end.faults import Listening
 from workers.config import ModelConfig
 from workers.reward import RewardWorker
 from workers.rollout.worker import RolloutWorker
@@ -85,7 +85,9 @@ class StandIns:
         self.collective_timeouts: list[timedelta] = []
         monkeypatch.setattr(torch.distributed, "init_process_group", self._join_group)
         monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src=0: None)
-        monkeypatch.setattr("workers.model_worker.Engine", lambda model, **settings: StandInEngine(world, settings))
+        monkeypatch.setattr(
+            "workers.model_worker.TrainingEngine", lambda model, **settings: StandInEngine(world, settings)
+        )
         monkeypatch.setattr(
             workers.rollout.gpu_transfer,
             "WeightSender",
@@ -113,17 +115,17 @@ class StandIns:
         """From now on the training engine is the real one, of one rank, on this process's CPU, in `dtype`."""
         from torch.distributed import distributed_c10d  # `torch.distributed` has stand-ins for some of it
 
-        from workers.model.engine import Engine
+        from workers.model.engine import TrainingEngine
 
         if not torch.distributed.is_initialized():
             distributed_c10d.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
-        def make(model: ModelConfig, **settings: Any) -> Engine:
-            return Engine(replace(model, dtype=dtype), **settings | {"device": "cpu"})
+        def make(model: ModelConfig, **settings: Any) -> TrainingEngine:
+            return TrainingEngine(replace(model, dtype=dtype), **settings | {"device": "cpu"})
 
         broadcast = distributed_c10d.broadcast_object_list
         self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
-        self._monkeypatch.setattr("workers.model_worker.Engine", make)
+        self._monkeypatch.setattr("workers.model_worker.TrainingEngine", make)
         # The stand-in of vLLM samples with log-probs of its own, which are no model's.
         self._monkeypatch.setattr("controller.mismatch.MismatchWatch.judge", lambda *_: None)
 
@@ -138,7 +140,7 @@ class StandIns:
             with training(config, inputs, console, budget) as trainer:
                 return trainer.fit()
 
-        return StandInRun(self.world, config, recovering(attempt, config, console.say), console.said)
+        return StandInRun(self.world, config, recovering(attempt, config, console.log), console.said)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from balancing import CostModel
 from controller.config import Config, to_yaml
-from controller.validation import Graded
+from controller.validation_metrics import ScoredResponse
 from controller.watching.metrics import RunWriter
 from controller.watching.spans import TimelineRecorder
 from controller.watching.trackers.files import JsonLinesTracker
@@ -84,8 +84,8 @@ def timeline() -> dict:
     return recorder.take()
 
 
-def held_out() -> list[Graded]:
+def held_out() -> list[ScoredResponse]:
     return [
-        Graded(str(i), "held out", {"reward": i / 10}, "", {"prompt": f"{i}: {attack}", "response": attack})
+        ScoredResponse(str(i), "held out", {"reward": i / 10}, "", {"prompt": f"{i}: {attack}", "response": attack})
         for i, attack in enumerate(ATTACKS)
     ]

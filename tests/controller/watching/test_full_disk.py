@@ -11,14 +11,14 @@ import pytest
 from controller import fit
 from controller.checkpoint import checkpoint_path
 from controller.config import load
-from controller.validation import Graded
+from controller.validation_metrics import ScoredResponse
 from controller.watching.metrics import RunWriter
 from controller.watching.trackers.files import JsonLinesTracker, TensorBoardTracker
 from tests.controller.test_checkpoint import write
 from workers.errors import OutputError
 
 FULL = "/dev/full"  # opens, and takes nothing
-RESPONSE = Graded("0", "x", {"reward": 1.0})
+RESPONSE = ScoredResponse("0", "x", {"reward": 1.0})
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def test_a_run_that_a_full_disk_stops_says_what_it_leaves(
     @contextmanager
     def training(*_: Any) -> Iterator[Any]:
         with writer(config.run_folder, "metrics.jsonl") as opened:
-            yield SimpleNamespace(fit=lambda: opened.step(1, {"policy/loss": 0.5}), writer=opened)
+            yield SimpleNamespace(fit=lambda: opened.step(1, {"policy/loss": 0.5}))
 
     monkeypatch.setattr(fit, "ray_session", lambda *_: nullcontext())
     monkeypatch.setattr(fit, "training", training)

@@ -1,4 +1,4 @@
-"""A pool of gloo ranks for the tests that need several processes, spawned once a session.
+"""A pool of gloo ranks for the tests that need several processes, started once a session.
 
     results = ranks.run(function, 2, *arguments)         function(*arguments) on ranks 0 and 1; results in rank order
 
@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+PRELOADED = ["pytest", "hypothesis", "workers.model.engine"]
 GRACE_S = 5.0  # for the other ranks to fail too, after which they are taken to wait for the one that did
 TIMEOUT_S = 240.0
 
@@ -73,7 +74,8 @@ class RankPool:
     def _start(self) -> None:
         if self._processes:
             return
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)  # imported once for all ranks
         for _ in range(self._size):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -120,3 +122,11 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, r
         if dist.is_initialized():  # an engine of vLLM ends it with its own
             dist.destroy_process_group()
         gc.collect()  # engines in cycles keep their groups, whose threads wake a hundred times a second
+        gc.freeze()  # what is left are modules, which the next collection need not look through
+
+
+def dp_rank(parallel: Any) -> int:
+    """Whose sequences this rank of a `workers.model.parallel.Parallel` computes, 0 to dp - 1."""
+    import torch.distributed as dist
+
+    return dist.get_rank() // (parallel.context.size() * parallel.tensor.size())

@@ -133,9 +133,9 @@ def test_the_machine_is_looked_at_when_nothing_is_said_of_it():
 @pytest.mark.parametrize(
     ("setting", "device", "dtype", "installed", "message"),
     [
-        ("varlen", CPU, HALF, (HOPPER, ()), r"model\.attention=varlen needs a CUDA device"),
+        ("varlen", CPU, HALF, (HOPPER, ()), r"model\.attention=varlen is a CUDA kernel"),
         ("varlen", CUDA, torch.float32, (HOPPER, ()), "half precision"),
-        ("flash", CPU, HALF, (HOPPER, ("flash_attn",)), r"model\.attention=flash needs a CUDA device"),
+        ("flash", CPU, HALF, (HOPPER, ("flash_attn",)), r"model\.attention=flash is a CUDA kernel"),
         ("flash", CUDA, HALF, (HOPPER, ()), r"model\.attention=flash needs the package flash-attn"),
         ("flash3", CUDA, HALF, (AMPERE, ("flash_attn_interface",)), "compute capability 9, and this one has 8"),
         ("flash3", CUDA, HALF, (HOPPER, ()), "flash3 needs the package flash-attn-interface"),
@@ -150,7 +150,9 @@ def test_a_backend_that_cannot_run_here_is_refused_not_swapped(setting, device, 
 @pytest.mark.parametrize(("backend", "feature"), [("varlen", "softcap"), ("flash", "sinks"), ("flash3", "softcap")])
 def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(backend, feature):
     installed = Installed(HOPPER, frozenset({"flash_attn", "flash_attn_interface"}))
-    with pytest.raises(UnsupportedModelError, match=f"model.attention={backend} does not compute {feature}"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"the model with {feature}, which model.attention={backend} does not"
+    ):
         choose_backend(backend, CUDA, HALF, frozenset({"sliding_window", feature}), installed)
 
 

@@ -18,20 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers.model.ranks import RankPool
+from tests.workers.model.ranks import PRELOADED, RankPool, dp_rank
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import CheckpointError, ConfigError, DataError
 from workers.model.checkpoint_folder import (
     MANIFEST,
     StoredFile,
-    best_complete,
-    latest_complete,
+    complete,
     prune,
     read_manifest,
     verify_files,
 )
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1)
@@ -43,13 +42,13 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def build(model: str, **settings: object) -> Engine:
-    return Engine(
+def build(model: str, **settings: object) -> TrainingEngine:
+    return TrainingEngine(
         ModelConfig(path=model, dtype="float64"), optimizer=OPTIMIZER, total_steps=10, device="cpu", **settings
     )
 
 
-def train(engine: Engine, steps: range) -> list[float]:
+def train(engine: TrainingEngine, steps: range) -> list[float]:
     """One optimiser step for each of `steps` on every rank's share of that step's batch; this rank's learning rates."""
     size, rank = dist.get_world_size(), dist.get_rank()
     rates = []
@@ -62,7 +61,7 @@ def train(engine: Engine, steps: range) -> list[float]:
     return rates
 
 
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
+def weights(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
@@ -144,7 +143,7 @@ def one_step(model: str, parallel: ParallelConfig, save_as: Path | None, go_on_f
     if go_on_from is not None:
         engine.load_checkpoint(go_on_from)
     whole, share = random_sequences(COUNT), COUNT // engine.parallel.dp
-    mine = whole.slice(engine.parallel.dp_rank * share, (engine.parallel.dp_rank + 1) * share)
+    mine = whole.slice(dp_rank(engine.parallel) * share, (dp_rank(engine.parallel) + 1) * share)
     engine.forward_backward(mine, [(0, share)], sft, Denominators.of(whole))
     engine.optimizer_step()
     if save_as is not None:
@@ -204,7 +203,7 @@ def test_a_failed_save_is_also_told_to_the_next_save(model, tmp_path):
             engine.save_checkpoint(tmp_path / "step-2", step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert latest_complete(tmp_path) is None
+    assert latest(tmp_path) is None
 
 
 def test_a_complete_checkpoint_is_not_overwritten_and_a_torn_one_is(model, saved):
@@ -258,7 +257,7 @@ def test_a_foreign_folder_is_refused_by_name(model, tmp_path, content, message):
         (folder / MANIFEST).write_text(content)
     with pytest.raises(CheckpointError, match=f"theirs {message}"):
         build(model).load_checkpoint(folder)
-    assert latest_complete(tmp_path) is None
+    assert latest(tmp_path) is None
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_names_the_first_difference(tmp_path, saved):
@@ -304,28 +303,27 @@ def test_nothing_in_a_checkpoint_is_ever_unpickled(model, saved, tmp_path):
     assert not target.exists()
 
 
-def test_latest_complete_skips_what_is_torn_and_names_it(model, tmp_path, caplog):
+def test_a_torn_checkpoint_is_left_out_and_named(model, tmp_path, caplog):
     engine = build(model)
     for step in (1, 2, 10):
         engine.save_checkpoint(tmp_path / f"step-{step}", step=step)
     engine.wait_for_checkpoint()
-    assert latest_complete(tmp_path) == tmp_path / "step-10"
+    assert latest(tmp_path) == tmp_path / "step-10"
     shard = shard_of(tmp_path / "step-10")
     shard.write_bytes(shard.read_bytes()[:100])
     with caplog.at_level(logging.WARNING):
-        assert latest_complete(tmp_path) == tmp_path / "step-2"
+        assert latest(tmp_path) == tmp_path / "step-2"
     assert f"step-10 is torn: {shard.name} has 100 bytes" in caplog.text
-    assert latest_complete(tmp_path / "nowhere") is None
+    assert latest(tmp_path / "nowhere") is None
 
 
-def test_the_last_n_and_the_best_are_kept(model, tmp_path):
+def test_the_last_n_are_kept(model, tmp_path):
     engine = build(model)
-    for step, score in ((1, 0.25), (2, 0.75), (3, None), (4, 0.5), (5, 0.25)):
-        engine.save_checkpoint(tmp_path / f"step-{step}", step=step, score=score)
+    for step in (9, 10, 11):
+        engine.save_checkpoint(tmp_path / f"step-{step}", step=step)
     engine.wait_for_checkpoint()
     prune(tmp_path, keep_last=2)
-    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-4", "step-5"]
-    assert best_complete(tmp_path) == tmp_path / "step-2"
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-11"]
     with pytest.raises(DataError, match="keep_last=0"):
         prune(tmp_path, keep_last=0)
 
@@ -338,16 +336,20 @@ def test_what_json_does_not_carry_is_refused_at_once(model, tmp_path, extra):
 
 
 def test_a_frozen_engine_has_nothing_to_save(model, tmp_path):
-    engine = Engine(ModelConfig(path=model, dtype="float32"), optimizer=None, total_steps=0, device="cpu")
+    engine = TrainingEngine(ModelConfig(path=model, dtype="float32"), optimizer=None, total_steps=0, device="cpu")
     with pytest.raises(ConfigError, match="frozen"):
         engine.save_checkpoint(tmp_path / "step-1", step=1)
     with pytest.raises(ConfigError, match="frozen"):
         engine.load_checkpoint(tmp_path / "step-1")
 
 
+def latest(folder: Path) -> Path | None:
+    return next((path for path, _ in reversed(complete(folder))), None)
+
+
 def save_until_killed(model: str, folder: Path) -> None:
     engine = build(model)
-    done = latest_complete(folder)
+    done = latest(folder)
     if done is not None:
         engine.load_checkpoint(done)
     for step in itertools.count(read_manifest(done).step + 1 if done else 1):
@@ -360,9 +362,9 @@ def save_until_killed(model: str, folder: Path) -> None:
 def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(model, tmp_path):
     """SIGKILL at random moments; every time what was told to be complete is, and the next process goes on from it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workers.model.engine"])
+    context.set_forkserver_preload(PRELOADED)
     moments, last = random.Random(0), 0
-    for _ in range(6):
+    for _ in range(4):
         process = context.Process(target=save_until_killed, args=(model, tmp_path))
         process.start()
         wait_for(lambda last=last: (tmp_path / f"acknowledged-{last + 1}").exists(), process)
@@ -370,12 +372,12 @@ def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(model, 
         process.kill()
         process.join()
         acknowledged = max(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("acknowledged-*"))
-        latest = latest_complete(tmp_path)
-        manifest = read_manifest(latest)
+        path = latest(tmp_path)
+        manifest = read_manifest(path)
         assert acknowledged <= manifest.step <= acknowledged + 1
-        verify_files(latest, manifest, manifest.files)
+        verify_files(path, manifest, manifest.files)
         last = manifest.step
-    build(model).load_checkpoint(latest_complete(tmp_path))
+    build(model).load_checkpoint(latest(tmp_path))
 
 
 def wait_for(condition: Callable[[], bool], process: multiprocessing.process.BaseProcess) -> None:

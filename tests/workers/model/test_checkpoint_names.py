@@ -12,12 +12,12 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model, tiny_config
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.model.checkpoint_names import converted_metadata, loading_rules, plan_conversions
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 
 
-def build(path: str, *, lora: LoraConfig | None = None, dtype: str = "float64", **parallel: int) -> Engine:
+def build(path: str, *, lora: LoraConfig | None = None, dtype: str = "float64", **parallel: int) -> TrainingEngine:
     config = ModelConfig(path=path, dtype=dtype, lora=lora or LoraConfig())
-    return Engine(
+    return TrainingEngine(
         config,
         optimizer=OptimizerConfig(),
         total_steps=1,

@@ -13,15 +13,13 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config
+from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from workers.errors import ConfigError
 from workers.metrics import results
 from workers.model import compile as compiling
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.parallel import full_tensor
-from workers.model.tensor_parallel import check_tensor_parallel
 
 GRAPHS_OF_A_LAYER = 4
 """Before attention the norm, and q, k, v with the rotary embedding; after it the output layer, and the rest."""
@@ -40,7 +38,7 @@ def trained(
 ) -> list[Tensor]:
     """Log-probs, loss and gradients of micro-batches of all lengths, one of them empty, over some steps."""
     torch._dynamo.reset()
-    engine = Engine(
+    engine = TrainingEngine(
         ModelConfig(path=path, **model),
         optimizer=OptimizerConfig(learning_rate=1e-2),
         total_steps=10,
@@ -125,8 +123,3 @@ def test_sharded_over_ranks_it_computes_the_same(tmp_path, ranks: RankPool, para
     expected = ranks.run(on_ranks, 2, path, False, parallel)
     for actual, whole in zip(ranks.run(on_ranks, 2, path, True, parallel), expected, strict=True):
         assert largest_error(actual, whole) < 1e-9
-
-
-def test_layers_that_ranks_share_are_refused():
-    with pytest.raises(ConfigError, match=r"model\.compile does not take layers that ranks share"):
-        check_tensor_parallel(tiny_config(), ModelConfig(compile=True), 2)

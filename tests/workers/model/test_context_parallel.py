@@ -17,14 +17,12 @@ from tests.workers.model.tiny import (
     random_sequences,
     relative_error,
     save_tiny_model,
-    tiny_config,
     unpacked_log_probs,
 )
 from workers.config import ModelConfig, ParallelConfig
-from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import packed_attention
-from workers.model.context_parallel import Ulysses, check_heads, check_ring, cut, gather_tokens
-from workers.model.engine import Engine
+from workers.model.context_parallel import Ulysses, cut, gather_tokens
+from workers.model.engine import TrainingEngine
 from workers.model.packing import PackedRow, Sequences, pack
 from workers.model.ring_attention import RingAttention, shortest_hidden_chunk
 
@@ -139,26 +137,6 @@ def test_c4_ulysses_hands_windows_soft_capping_and_sinks_on(ranks: RankPool):
         assert relative_error(output, expected[:, positions]) < 1e-12
 
 
-@pytest.mark.parametrize(("cp", "tp"), [(3, 1), (8, 1), (2, 4)])
-def test_c2_ulysses_refuses_heads_that_do_not_divide_and_names_ring(cp, tp):
-    with pytest.raises(ConfigError, match=rf"divide by .* = {cp * tp}, and the model has 4; .*=ring"):
-        check_heads(tiny_config(), context_parallel=cp, tensor_parallel=tp)
-
-
-def test_c3_ring_is_causal_only():
-    with pytest.raises(
-        UnsupportedModelError, match=r"causal only, and the model uses sinks, sliding_window; .*ulysses"
-    ):
-        check_ring(frozenset({"sinks", "sliding_window"}), CPU, torch.float32)
-    check_ring(frozenset(), CPU, torch.float32)
-
-
-def test_ring_on_cuda_wants_half_precision():
-    with pytest.raises(ConfigError, match=r"half precision, not torch\.float32; .*ulysses"):
-        check_ring(frozenset(), torch.device("cuda"), torch.float32)
-    check_ring(frozenset(), torch.device("cuda"), torch.bfloat16)
-
-
 def order_of_events() -> list[str]:
     """On one rank: what a forward pass begins, in order; sends and attention calls only."""
     group = dist.group.WORLD
@@ -252,7 +230,7 @@ def entropies_on_rank(model: str, cp: int) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, float32 [T], of three sequences in two micro-batches."""
     parallel = ParallelConfig(context_parallel=cp, context_parallel_method="ring")
     config = ModelConfig(path=model, dtype="float64")
-    engine = Engine(config, optimizer=None, total_steps=0, device="cpu", parallel=parallel)
+    engine = TrainingEngine(config, optimizer=None, total_steps=0, device="cpu", parallel=parallel)
     return engine.log_probs_and_entropies(random_sequences(), [(0, 5), (5, 11)])[:2]
 
 

@@ -12,7 +12,7 @@ from tests.workers.model.tiny import random_sequences, relative_error, save_tiny
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
 from workers.errors import DataError
 from workers.metrics import results
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, hold_back, make_policy_loss, to_metrics
 from workers.model.packing import Sequences
 
@@ -147,7 +147,7 @@ def test_the_engine_holds_back_over_the_whole_mini_batch(name, tmp_path):
     path, sequences = save_tiny_model(tmp_path), random_sequences()
     gradients, metrics = [], []
     for micro_batches in ([(0, 11)], [(0, 4), (4, 4), (4, 11)]):
-        engine = Engine(
+        engine = TrainingEngine(
             ModelConfig(path=path, dtype="float64"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
         )
         passed = engine.forward_backward(

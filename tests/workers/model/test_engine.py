@@ -6,7 +6,7 @@ from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
 from workers.errors import ConfigError, DataError
 from workers.metrics import results
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, sft
 from workers.model.parallel import make_parallel
 
@@ -18,9 +18,9 @@ def path(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def build(path: str, **arguments: object) -> Engine:
+def build(path: str, **arguments: object) -> TrainingEngine:
     settings = {"optimizer": OptimizerConfig(learning_rate=1e-2), "total_steps": 100, "device": "cpu"}
-    return Engine(ModelConfig(path=path, dtype="float32"), **(settings | arguments))
+    return TrainingEngine(ModelConfig(path=path, dtype="float32"), **(settings | arguments))
 
 
 def test_weights_go_out_under_hugging_face_names_with_the_tied_output_layer(path):
@@ -70,7 +70,9 @@ def test_log_probs_stand_at_their_tokens_whatever_the_order_of_micro_batches(pat
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_in_float32(path):
-    narrow = Engine(ModelConfig(path=path, dtype="bfloat16"), optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    narrow = TrainingEngine(
+        ModelConfig(path=path, dtype="bfloat16"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
+    )
     sequences = random_sequences()
     log_probs, _ = narrow.log_probs(sequences, ALL)
     expected, _ = build(path).log_probs(sequences, ALL)

@@ -12,7 +12,7 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import OutputError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.export import INDEX
 
 
@@ -22,10 +22,10 @@ def save_as(path: Path, family: str, dtype: torch.dtype, **overrides: object) ->
     return str(path)
 
 
-def build(model: str, **parallel: int) -> Engine:
+def build(model: str, **parallel: int) -> TrainingEngine:
     config = ModelConfig(path=model, dtype="float32")
     parallel_config = ParallelConfig(**parallel)
-    return Engine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=parallel_config)
+    return TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=parallel_config)
 
 
 def export(model: str, path: str, file_bytes: int, parallel: dict[str, int]) -> None:
@@ -121,4 +121,4 @@ def test_a_rank_that_cannot_write_stops_all_and_the_export_before_stays(tmp_path
         assert "could not be written by rank 1: No space left on device" in said
     after = tensors_of(tmp_path / "target")
     assert after.keys() == before.keys()
-    assert not list(tmp_path.glob("*.unfinished-*")), "a half-written folder was left"
+    assert not list(tmp_path.glob("*.unfinished")), "a half-written folder was left"

@@ -23,13 +23,13 @@ from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import choose_backend, packed_attention
 from workers.model.families import (
-    check_supported,
     features_of_file,
     logit_factor,
     required_features,
     uncomputed_features,
 )
 from workers.model.model import PackedCausalLM, packed_causal_lm
+from workers.model.model_rules import check_layout
 from workers.model.packing import ModelInput, Sequences, pack
 from workers.model.padded import pad
 
@@ -200,8 +200,8 @@ def test_what_a_family_needs_is_read_from_its_configuration(family, features):
     ],
 )
 def test_what_would_change_the_log_probs_is_refused_by_name(config, feature):
-    with pytest.raises(UnsupportedModelError, match=f"{type(config).__name__} uses .*{feature}"):
-        check_supported(config)
+    with pytest.raises(UnsupportedModelError, match=f"^it with .*{feature}.*, which model.layout=packed"):
+        check_layout(config.get_text_config().to_dict(), "packed", "it")
     saved = json.loads(config.to_json_string())
     assert feature in uncomputed_features(saved), "the driver, which has only the file, would start the run"
 
@@ -241,7 +241,7 @@ def test_a_layer_that_leaves_its_window_to_the_mask_is_refused():
 
 @pytest.mark.parametrize(("family", "feature"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
 def test_padded_rows_do_not_go_through_a_kernel_that_leaves_something_out(family, feature):
-    with pytest.raises(UnsupportedModelError, match=rf"model\.attention=sdpa .* does not compute .*{feature}"):
+    with pytest.raises(UnsupportedModelError, match=rf"with .*{feature}, which model\.attention=sdpa does not compute"):
         packed_causal_lm(random_model(family), ModelConfig(layout="padded", attention="sdpa"))
     module = packed_causal_lm(random_model(family), ModelConfig(layout="padded"))
     assert module.model.config._attn_implementation == "eager"
@@ -254,7 +254,7 @@ def test_d8_flash_kernels_read_padded_rows_as_segments(kernel):
 
 
 def test_an_attention_of_the_other_layout_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.attention=eager is not for packed rows"):
+    with pytest.raises(ConfigError, match=r"model\.attention=eager is for padded rows"):
         choose_backend("eager", CPU, torch.float32)
     with pytest.raises(UnsupportedModelError, match="computes its own attention"):
         packed_causal_lm(bloom(), ModelConfig(layout="padded", attention="sdpa"))

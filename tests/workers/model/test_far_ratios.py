@@ -13,7 +13,7 @@ from tests.workers.model.test_policy_losses import CONFIGS, REFERENCES, Referenc
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, RolloutCorrectionConfig
 from workers.metrics import results
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, Predictions, kl_estimate, make_policy_loss, to_metrics
 from workers.model.losses.exponential import LARGEST_LOG_RATIO, bounded_exp
 from workers.model.packing import Sequences
@@ -184,7 +184,9 @@ def test_a_step_with_a_token_far_from_its_old_policy_is_taken(overrides, tmp_pat
     sequences = random_sequences(dtype=torch.float32)
     sequences.tokens["old_log_probs"][sequences.lengths[0] - 1] = -500.0  # the last of the first sequence
     good = Sequences(sequences.lengths, sequences.tokens, {"advantages": torch.ones(len(sequences))})
-    engine = Engine(ModelConfig(path=path, dtype="float32"), optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    engine = TrainingEngine(
+        ModelConfig(path=path, dtype="float32"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
+    )
     loss = make_policy_loss(config.algorithm.loss)
     engine.forward_backward(good, [(0, len(good))], loss, Denominators.of(good))
     taken = results(engine.optimizer_step())

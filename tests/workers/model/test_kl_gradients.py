@@ -10,7 +10,7 @@ from tests.workers.model.tiny import random_sequences, relative_error, save_tiny
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
 from workers.errors import ConfigError
 from workers.metrics import results
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, kl_of_loss, make_policy_loss, to_metrics
 from workers.model.packing import Sequences
 
@@ -83,7 +83,9 @@ def gradients_of(path: str, sequences: Sequences, *overrides: str) -> Tensor:
     """All gradients of an engine, of the KL alone, as a run with these settings has them."""
     settings = [f"model.path={path}", "algorithm.loss.kl_coefficient=1", *overrides]
     loss = make_policy_loss(load(None, settings).algorithm.loss)
-    engine = Engine(ModelConfig(path=path, dtype="float64"), optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    engine = TrainingEngine(
+        ModelConfig(path=path, dtype="float64"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
+    )
     engine.forward_backward(sequences, [(0, len(sequences))], loss, Denominators.of(sequences))
     return torch.cat([parameter.grad.full_tensor().flatten() for parameter in engine.module.parameters()])
 

@@ -13,16 +13,18 @@ from tests.workers.model.test_checkpoint import train
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig
 from workers.errors import ConfigError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.model import load_model
 from workers.model.values import load_value_model
 
 ALL = [(0, 11)]
 
 
-def build(model: str, lora: LoraConfig, **settings: object) -> Engine:
+def build(model: str, lora: LoraConfig, **settings: object) -> TrainingEngine:
     config = ModelConfig(path=model, dtype="float64", lora=lora)
-    return Engine(config, optimizer=OptimizerConfig(learning_rate=1e-2), total_steps=10, device="cpu", **settings)
+    return TrainingEngine(
+        config, optimizer=OptimizerConfig(learning_rate=1e-2), total_steps=10, device="cpu", **settings
+    )
 
 
 def load_and_train(model: str, lora: LoraConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor, int, torch.Tensor]:

@@ -14,7 +14,7 @@ from tests.workers.model.test_checkpoint import train, weights
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, OutputError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.lora import add_adapters
 from workers.model.losses import Denominators, sft
 from workers.model.parallel import full_tensor
@@ -29,9 +29,9 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def build(model: str, lora: LoraConfig = LORA, dtype: str = "float64") -> Engine:
+def build(model: str, lora: LoraConfig = LORA, dtype: str = "float64") -> TrainingEngine:
     config = ModelConfig(path=model, dtype=dtype, lora=lora)
-    return Engine(config, optimizer=OptimizerConfig(learning_rate=3e-2), total_steps=10, device="cpu")
+    return TrainingEngine(config, optimizer=OptimizerConfig(learning_rate=3e-2), total_steps=10, device="cpu")
 
 
 def base(model: str) -> torch.nn.Module:
@@ -39,14 +39,14 @@ def base(model: str) -> torch.nn.Module:
 
 
 def masked_log_probs(module: torch.nn.Module) -> torch.Tensor:
-    """As `Engine.log_probs` gives them, but of transformers' own forward pass, float64 [T]."""
+    """As `TrainingEngine.log_probs` gives them, but of transformers' own forward pass, float64 [T]."""
     sequences = random_sequences()
     with torch.no_grad():
         outputs = [log_probs for log_probs, _ in unpacked_log_probs(module, sequences)]
     return torch.cat(outputs) * sequences.tokens["loss_mask"]
 
 
-def float64_log_probs(engine: Engine) -> torch.Tensor:
+def float64_log_probs(engine: TrainingEngine) -> torch.Tensor:
     """The engine's log-probs before they are rounded to float32, through its loss function."""
     seen = []
 
@@ -133,7 +133,7 @@ def on_ranks(model: str, path: Path) -> dict[str, torch.Tensor]:
     return weights(resumed_on_ranks(model, path))
 
 
-def resumed_on_ranks(model: str, path: Path) -> Engine:
+def resumed_on_ranks(model: str, path: Path) -> TrainingEngine:
     engine = build(model)
     engine.load_checkpoint(path)
     train(engine, range(2, 3))
@@ -160,7 +160,7 @@ def test_ranks_and_checkpoints_hold_adapters_alone_and_change_nothing(model, tmp
 
 def test_a_frozen_engine_has_no_adapters(model):
     config = ModelConfig(path=model, dtype="float64", lora=LORA)
-    engine = Engine(config, optimizer=None, total_steps=0, device="cpu")
+    engine = TrainingEngine(config, optimizer=None, total_steps=0, device="cpu")
     assert not [name for name, _ in engine.module.named_parameters() if "lora" in name]
     with pytest.raises(ConfigError, match=r"model\.lora\.rank"), engine.without_adapters():
         pass
@@ -202,7 +202,7 @@ def test_checkpointed_layers_stay_so_and_nothing_else_is_in_training_mode(tmp_pa
     settings = ModelConfig(
         path=save_tiny_model(tmp_path / "model"), dtype="float32", gradient_checkpointing=True, lora=LoraConfig(rank=4)
     )
-    engine = Engine(settings, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    engine = TrainingEngine(settings, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
     in_training = [module for module in engine.module.modules() if module.training]
     assert in_training == engine.module.layers
     assert all(layer.gradient_checkpointing for layer in in_training)

@@ -294,7 +294,10 @@ def test_a_missing_column_is_named():
     ("config", "message"),
     [
         (LossConfig(name="ppo"), "ppo_clip"),
-        (LossConfig("reinforce", clip_low=0.1), "clip_low=0.1 has no effect on algorithm.loss.name=reinforce"),
+        (
+            LossConfig("reinforce", clip_low=0.1),
+            "clip_low=0.1 has no effect without algorithm.loss.name=ppo_clip or cispo",
+        ),
         (LossConfig("gspo", dual_clip=3.0), "dual_clip=3.0 has no effect"),
         (LossConfig(function="a:b"), "function=a:b has no effect"),
         (LossConfig(dual_clip=0.5), "dual_clip=0.5 must be above 1"),
@@ -310,7 +313,7 @@ def test_settings_without_meaning_are_refused(config, message):
 def test_unknown_names_are_refused():
     with pytest.raises(ConfigError, match="aggregation=median"):
         token_weights(tokens_of([0.0]), Denominators(1, 1), "median")
-    with pytest.raises(ConfigError, match="constant_length=0"):
+    with pytest.raises(ConfigError, match="divides by constant_length, which is 0"):
         token_weights(tokens_of([0.0]), Denominators(1, 1), "sequence_mean_token_sum_norm")
     with pytest.raises(ConfigError, match="kl_estimator=k4"):
         kl_estimate(torch.zeros(1), "k4")

@@ -43,7 +43,7 @@ def test_rows_of_either_layout_are_computed_as_sequences_alone(tmp_path, model_t
     [
         ("mamba", r"MambaForCausalLM takes no position_ids, .*; set model\.layout=padded"),
         ("bart", r"BartForCausalLM takes no position_ids, .*; set model\.layout=padded"),
-        ("llama4_text", r"uses chunked_attention, which the packed layout does not compute"),
+        ("llama4_text", r"with chunked_attention, which model\.layout=packed does not compute"),
     ],
 )
 def test_what_cannot_be_packed_says_so_and_is_computed_padded(tmp_path, model_type, reason):
@@ -56,7 +56,7 @@ def test_what_cannot_be_packed_says_so_and_is_computed_padded(tmp_path, model_ty
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("deepseek_v32", r"uses index_topk, indexed_attention, which the padded layout does not compute"),
+        ("deepseek_v32", r"with index_topk, indexed_attention, which model\.layout=padded does not"),
         ("zamba2", r"has layers that share parameters, so it cannot be sharded by layer"),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_row_that_is_not_packed_goes_through_mixers_whole(tmp_path):
 def test_the_page_counts_and_shortens_what_was_found():
     found = {
         "one": {"packed": Outcome("exact", 3.3e-6), "padded": Outcome("wrong", 2.5, "its gradient differs by 3%")},
-        "two": {"packed": Outcome("refused", reason="TwoConfig uses index_topk, which the packed layout does not")},
+        "two": {"packed": Outcome("refused", reason="model.path=m (two) with index_topk, which model.layout=packed")},
         "three": {"all": Outcome("not built", reason="ImportError: no timm. Install it:")},
     }
     page = markdown(found)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import plan_batch
@@ -154,6 +154,7 @@ def assert_predictions_are_those_of(plain: ModelInput, padded: ModelInput) -> No
 
 
 @given(lengths_strategy, st.integers(1, 5), st.integers(0, 20), st.sampled_from(["packed", "padded"]))
+@settings(max_examples=30)
 def test_d2_m3_no_micro_batch_of_a_plan_has_more_cells_than_the_cap(lengths, multiple, spare, layout):
     """The plan and the engine count alike: the padding of either layout is part of the cap."""
     batch = Sequences.from_list(rows(lengths))

@@ -6,7 +6,7 @@ import torch
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
 from workers.metrics import results
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss
 from workers.model.parallel import full_tensor
 
@@ -20,7 +20,7 @@ def path(tmp_path_factory, request):
 
 def learned(path: str, **model: object) -> tuple[torch.Tensor, dict[str, float], dict[str, torch.Tensor]]:
     """Log-probs, metrics and gradients of one mini-batch."""
-    engine = Engine(
+    engine = TrainingEngine(
         ModelConfig(path=path, dtype="float64", **model), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
     )
     if engine.module.model._can_set_experts_implementation():

@@ -5,13 +5,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.workers.model.ranks import RankPool
-from tests.workers.model.tiny import save_tiny_model, tiny_config
-from workers.config import LoraConfig, ModelConfig, ParallelConfig
+from tests.workers.model.ranks import RankPool, dp_rank
+from tests.workers.model.tiny import save_tiny_model
+from workers.config import ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape
-from workers.model.tensor_parallel import check_tensor_parallel
 
 CPU = torch.device("cpu")
 
@@ -44,7 +43,7 @@ def test_ranks_that_do_not_fill_it_are_refused(ranks, config, message):
 def place_on_mesh() -> tuple[int, bool, int, int, int]:
     parallel = make_parallel(CPU, ParallelConfig(context_parallel=2, replicate=2))
     context = parallel.context.get_local_rank()
-    return parallel.dp_rank, parallel.leads_dp_group, context, parallel.dp, parallel.sharding.size()
+    return dp_rank(parallel), parallel.leads_dp_group, context, parallel.dp, parallel.sharding.size()
 
 
 def test_ranks_of_a_context_parallel_group_are_neighbours(ranks: RankPool):
@@ -74,24 +73,11 @@ def test_clipping_takes_the_norm_over_all_meshes(ranks: RankPool):
         torch.testing.assert_close(torch.stack(gradients), values / 2)
 
 
-@pytest.mark.parametrize(
-    ("config", "settings", "error", "message"),
-    [
-        (tiny_config("gemma"), ModelConfig(), UnsupportedModelError, "for llama, mistral, qwen2, qwen3, and .* gemma"),
-        (tiny_config(num_key_value_heads=1), ModelConfig(), ConfigError, "does not divide .* num_key_value_heads=1"),
-        (tiny_config(intermediate_size=47), ModelConfig(), ConfigError, "does not divide .* intermediate_size=47"),
-        (tiny_config(), ModelConfig(lora=LoraConfig(rank=4)), ConfigError, "adapters are not shared"),
-    ],
-)
-def test_models_that_tensor_parallelism_cannot_share_are_refused(config, settings, error, message):
-    with pytest.raises(error, match=message):
-        check_tensor_parallel(config, settings, 2)
-    check_tensor_parallel(config, settings, 1)
-
-
 def refusal(path: str, parallel: ParallelConfig, layout: str) -> str:
     with pytest.raises((ConfigError, UnsupportedModelError)) as error:
-        Engine(ModelConfig(path=path, layout=layout), optimizer=None, total_steps=1, device="cpu", parallel=parallel)
+        TrainingEngine(
+            ModelConfig(path=path, layout=layout), optimizer=None, total_steps=1, device="cpu", parallel=parallel
+        )
     return str(error.value)
 
 
@@ -100,8 +86,13 @@ def test_combinations_that_cannot_be_computed_are_refused_by_every_rank(ranks: R
     windowed = save_tiny_model(tmp_path / "windowed", "mistral windowed")
     ring = ParallelConfig(context_parallel=2, context_parallel_method="ring")
     for path, parallel, layout, message in [
-        (odd, ParallelConfig(context_parallel=2), "packed", "the model has 3; set context_parallel_method=ring"),
-        (windowed, ring, "packed", "causal only, and the model uses sliding_window"),
+        (
+            odd,
+            ParallelConfig(context_parallel=2),
+            "packed",
+            "has 3 attention heads, which policy.parallel.context_parallel * tensor_parallel = 2 does not",
+        ),
+        (windowed, ring, "packed", "with sliding_window, and ring attention is causal only"),
     ]:
         for text in ranks.run(refusal, 2, path, parallel, layout):
             assert message in text

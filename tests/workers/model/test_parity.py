@@ -8,7 +8,7 @@ from tests.workers.model.broken import RunningMean, save_broken_model
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.model import load_model
 from workers.model.parity import check_parity, make_probe, measure
@@ -28,8 +28,10 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: save_broken_model(folder / name, name) for name in ("louder", "leaking", "crashing")}
 
 
-def build(path: str, *, head: str = "lm", frozen: bool = False, dtype: str = "float32", **model: object) -> Engine:
-    return Engine(
+def build(
+    path: str, *, head: str = "lm", frozen: bool = False, dtype: str = "float32", **model: object
+) -> TrainingEngine:
+    return TrainingEngine(
         ModelConfig(path=path, dtype=dtype, **model),
         optimizer=None if frozen else OptimizerConfig(),
         total_steps=1,
@@ -78,6 +80,18 @@ def test_a_model_that_rows_would_compute_wrongly_is_refused_by_family_layout_and
 def test_what_leaks_between_sequences_of_a_row_does_not_leak_between_padded_rows(broken):
     config = ModelConfig(path=broken["leaking"], layout="padded")
     assert check_parity(load_model(config, FLOAT32), config).largest < 1e-5
+
+
+def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
+    packed, padded = (load_model(ModelConfig(path=path, layout=name), FLOAT32) for name in ("packed", "padded"))
+
+    def refuse(model: object, name: str) -> None:
+        raise ValueError(f"{name} is not supported")
+
+    monkeypatch.setattr(type(packed.model), "set_attn_implementation", refuse)
+    with pytest.raises(UnsupportedModelError, match="no attention of its own to compare packed rows with"):
+        check_parity(packed, ModelConfig(path=path))
+    assert measure(padded, ModelConfig(path=path, layout="padded")).largest < 1e-5
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -132,7 +146,7 @@ def test_the_probe_goes_beyond_a_short_window_and_within_the_models_positions(tm
 def trained_weights(path: str, check_parity: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     settings = {"optimizer": OptimizerConfig(learning_rate=1e-2), "total_steps": 2, "device": "cpu"}
-    engine = Engine(ModelConfig(path=path, dtype="float32"), check_parity=check_parity, **settings)
+    engine = TrainingEngine(ModelConfig(path=path, dtype="float32"), check_parity=check_parity, **settings)
     sequences = random_sequences(dtype=FLOAT32)
     for _ in range(2):
         engine.forward_backward(sequences, [(0, 11)], sft, Denominators.of(sequences))
@@ -148,7 +162,7 @@ def test_training_goes_on_to_the_bit_as_if_nothing_had_been_measured(path):
 def refusals(path: str, parallel: ParallelConfig, head: str = "lm") -> str:
     settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "check_parity": True, "head": head}
     try:
-        Engine(ModelConfig(path=path, dtype="float32"), parallel=parallel, **settings)
+        TrainingEngine(ModelConfig(path=path, dtype="float32"), parallel=parallel, **settings)
     except UnsupportedModelError as error:
         return str(error)
     return ""

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from controller.config.offline import PreferenceLossConfig
 from controller.offline.preference_losses import pair_loss
-from tests.workers.model.ranks import RankPool
+from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.test_plan_invariance import WAYS, Way, random_plan, rows_of
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import ModelConfig, OptimizerConfig
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, weighted_log_probs
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor
@@ -47,8 +47,8 @@ def expected(path: str) -> tuple[float, dict[str, Tensor]]:
 def on_a_rank(path: str, way: Way, seed: int, layout: str) -> tuple[float, dict[str, Tensor]]:
     """What the trainer does, with the driver's part on every rank: (loss, whole gradients)."""
     model = ModelConfig(path=path, dtype="float64", layout=layout)
-    engine = Engine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=way.parallel)
-    every, share = pairs(), random_plan(way.dp, seed, COUNT)[engine.parallel.dp_rank]
+    engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=way.parallel)
+    every, share = pairs(), random_plan(way.dp, seed, COUNT)[dp_rank(engine.parallel)]
     mine = rows_of(every, share.rows)
     log_probs = torch.zeros(COUNT, dtype=torch.float64)
     log_probs[share.rows] = engine.sequence_log_probs(mine, share.micro_batches)

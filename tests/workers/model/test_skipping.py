@@ -1,5 +1,6 @@
 """Steps that are not a number, and input that a model would take without a word."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from tests.workers.model.tiny import VOCABULARY, random_sequences, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
 from workers.errors import ConfigError, DataError, NonFiniteError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.input_checks import max_positions
 from workers.model.losses import Denominators, Predictions, sft
 from workers.model.packing import Sequences
@@ -20,9 +21,9 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def build(model: str, max_skipped_steps: int = 10) -> Engine:
+def build(model: str, max_skipped_steps: int = 10) -> TrainingEngine:
     optimizer = OptimizerConfig(learning_rate=1e-2, max_skipped_steps=max_skipped_steps)
-    return Engine(ModelConfig(path=model, dtype="float64"), optimizer=optimizer, total_steps=10, device="cpu")
+    return TrainingEngine(ModelConfig(path=model, dtype="float64"), optimizer=optimizer, total_steps=10, device="cpu")
 
 
 def without_number(value: float):
@@ -80,7 +81,8 @@ def test_a_loss_without_number_on_one_rank_skips_the_step_on_all_and_too_many_st
 def test_a_gradient_without_number_is_skipped_though_the_loss_is_finite_and_names_all_sequences_by_uid(model):
     engine = build(model, max_skipped_steps=1)
     sequences = random_sequences()
-    uids = Sequences(sequences.lengths, sequences.tokens, {**sequences.columns, "uid": torch.arange(70, 81)})
+    objects = {"uid": np.array([f"{uid}" for uid in range(70, 81)], dtype=object)}
+    uids = Sequences(sequences.lengths, sequences.tokens, sequences.columns, objects)
     metrics = engine.forward_backward(uids, ALL, gradient_without_number, Denominators.of(sequences))
     assert torch.isfinite(torch.tensor(metrics["loss"].value))
     with pytest.raises(NonFiniteError, match=r"the gradient, with a finite loss.*rank 0: uid 70, .*uid 77 and 3 more"):
@@ -137,10 +139,8 @@ def test_positions_without_a_limit_of_their_own_have_none():
     assert max_positions(transformers.XLNetConfig()) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("input_ids", torch.float32), ("loss_mask", torch.float32), ("input_ids", torch.bfloat16)]
-)
-def test_numbers_with_a_fraction_are_no_ids_and_no_mask(name, dtype):
+@pytest.mark.parametrize("name", ["input_ids", "loss_mask"])
+def test_numbers_with_a_fraction_are_no_ids_and_no_mask(name):
     row = {"input_ids": torch.arange(4), "loss_mask": torch.arange(4) > 0}
-    with pytest.raises(DataError, match=f"column '{name}' must be of torch.*, it is of {dtype}"):
-        Sequences.from_list([row | {name: row[name].to(dtype)}])
+    with pytest.raises(DataError, match=f"column '{name}' must be of torch.*, it is of torch.float32"):
+        Sequences.from_list([row | {name: row[name].float()}])

@@ -5,7 +5,7 @@ import torch
 
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.timing import MicroStepClock
 
@@ -44,7 +44,7 @@ def test_a_micro_step_that_raises_is_not_recorded() -> None:
 
 def test_every_micro_batch_of_every_pass_of_the_engine_is_measured(tmp_path) -> None:
     model = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
-    engine = Engine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
     sequences = random_sequences()
     engine.log_probs(sequences, [(0, 6), (6, 11)])
     engine.forward_backward(sequences, [(0, 3), (3, 11), (0, 0)], sft, Denominators.of(sequences))

@@ -16,7 +16,7 @@ from workers.config import ModelConfig, OptimizerConfig, ParallelConfig, ValueLo
 from workers.errors import ConfigError, DataError
 from workers.metrics import Metrics, merge, results
 from workers.model.attention import choose_backend, packed_attention
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, ValuePredictions, explained_variance, make_value_loss, to_metrics
 from workers.model.packing import ModelInput, Sequences, pack
 from workers.model.padded import pad
@@ -115,7 +115,7 @@ def critic_on_a_rank(path: str, context_parallel: int) -> tuple[dict[int, Tensor
     """(values by row, metrics, gradients by name) of this rank's share."""
     shares = (ROWS, MICRO_BATCHES) if context_parallel == 1 else TOGETHER
     rows, micro_batches = (share[dist.get_rank() // context_parallel] for share in shares)
-    engine = Engine(
+    engine = TrainingEngine(
         ModelConfig(path=path, dtype="float64"),
         optimizer=OPTIMIZER,
         total_steps=5,
@@ -155,7 +155,7 @@ def test_a_critic_on_two_ranks_equals_one_on_single_sequences(context_parallel, 
 def scores_on_a_rank(path: str, context_parallel: int, layout: str) -> dict[int, Tensor]:
     shares = (ROWS, MICRO_BATCHES) if dist.get_world_size() > context_parallel else TOGETHER
     rows, micro_batches = (share[dist.get_rank() // context_parallel] for share in shares)
-    engine = Engine(
+    engine = TrainingEngine(
         ModelConfig(path=path, dtype="float64", layout=layout),
         optimizer=None,
         total_steps=0,
@@ -185,7 +185,7 @@ def test_a_reward_model_scores_each_sequence_at_its_last_token(count, context_pa
 
 def test_training_a_critic_explains_more_of_the_returns(tmp_path):
     sequences, path = for_a_critic(), save_tiny_model(tmp_path)
-    engine = Engine(
+    engine = TrainingEngine(
         ModelConfig(path=path, dtype="float64"), optimizer=OPTIMIZER, total_steps=30, device="cpu", head="value"
     )
     assert not engine.values(sequences, [(0, 11)])[0].any()
@@ -201,8 +201,8 @@ def test_training_a_critic_explains_more_of_the_returns(tmp_path):
 def test_a_head_gives_only_what_it_has(tmp_path):
     path, sequences = save_tiny_model(tmp_path), random_sequences()
 
-    def frozen(head: str) -> Engine:
-        return Engine(ModelConfig(path=path), optimizer=None, total_steps=0, device="cpu", head=head)
+    def frozen(head: str) -> TrainingEngine:
+        return TrainingEngine(ModelConfig(path=path), optimizer=None, total_steps=0, device="cpu", head=head)
 
     with pytest.raises(ConfigError, match="head='value'"):
         frozen("value").log_probs(sequences, [(0, 11)])

@@ -11,12 +11,12 @@ import ray
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import ConfigError, LostError, RolloutError
 from workers.rollout.engine import (
-    check_placement,
     engine_arguments,
     prepare_environment,
     refusal,
     sampling_parameters,
 )
+from workers.rollout.placement import check_placement
 from workers.rollout.worker import RolloutWorker
 
 

@@ -7,12 +7,12 @@ import sys
 
 import psutil
 
-from workers.rollout.engine_process import ACTOR, end_with_parent
+from workers.rollout.engine_process import ACTOR, end_with_actor
 
 CHILD = """
 import time
-from workers.rollout.engine_process import end_with_parent
-end_with_parent()
+from workers.rollout.engine_process import end_with_actor
+end_with_actor()
 print("up", flush=True)
 time.sleep(100)
 """
@@ -45,8 +45,8 @@ def death_signal() -> int:
 
 def test_an_actor_and_processes_of_others_are_left_alone(monkeypatch) -> None:
     monkeypatch.delenv(ACTOR, raising=False)
-    end_with_parent()
+    end_with_actor()
     assert death_signal() == 0
     monkeypatch.setenv(ACTOR, str(os.getpid()))
-    end_with_parent()
+    end_with_actor()
     assert death_signal() == 0

@@ -16,9 +16,10 @@ from tests.workers.model.tiny import FAMILIES, save_tiny_model
 from tests.workers.rollout.stand_ins import BareReplica, Communicator, LocalReplica, call_local, without_gpus
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
 from workers.errors import LostError, RolloutError
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.packing import Sequences
 from workers.rollout import weight_transfer
+from workers.rollout.placement import BACKENDS
 from workers.rollout.requests import SampleRequest
 from workers.rollout.weight_transfer import pack_weights
 
@@ -51,12 +52,12 @@ def save_model(folder: Any, family: str, **overrides: object) -> str:
     return save_tiny_model(folder, family, **(sizes | overrides))
 
 
-def build_policy(path: str, lora: int = 0) -> Engine:
+def build_policy(path: str, lora: int = 0) -> TrainingEngine:
     config = ModelConfig(path=path, dtype="float32", lora=LoraConfig(rank=lora))
-    return Engine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
+    return TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device="cpu")
 
 
-def change_all(policy: Engine) -> None:
+def change_all(policy: TrainingEngine) -> None:
     """Every trained parameter becomes another one."""
     torch.manual_seed(1)
     with torch.no_grad():
@@ -72,7 +73,7 @@ def start_replica(path: str, placement: str) -> LocalReplica:
     from workers.rollout.worker import RolloutWorker
 
     destroy_model_parallel()  # that of the model before
-    of_gpu = weight_transfer.ENGINE_OF_BACKEND[weight_transfer.BACKENDS[placement]]
+    of_gpu = weight_transfer.ENGINE_OF_BACKEND[BACKENDS[placement]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(weight_transfer.ENGINE_OF_BACKEND, "shared_memory", of_gpu)
         for name in [name for name in sys.modules if name.startswith("llvmlite")]:
@@ -85,7 +86,9 @@ def start_replica(path: str, placement: str) -> LocalReplica:
     return replica
 
 
-def connect(policy: Engine, engines: list[Any], placement: str, keep: Callable[[str], bool] = lambda name: True) -> Any:
+def connect(
+    policy: TrainingEngine, engines: list[Any], placement: str, keep: Callable[[str], bool] = lambda name: True
+) -> Any:
     """As `PolicyWorker.connect_engines`; `keep`: of the weights' names, those that are sent."""
     from workers.rollout import gpu_transfer
 
@@ -104,7 +107,7 @@ def connect(policy: Engine, engines: list[Any], placement: str, keep: Callable[[
     )
 
 
-def largest_difference(policy: Engine, replica: LocalReplica) -> float:
+def largest_difference(policy: TrainingEngine, replica: LocalReplica) -> float:
     """Of the log-probs of a few samples between the engine that drew them and the policy."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, SIZES["vocab_size"], size).astype(np.int32) for size in (3, 17, 40)]
@@ -241,7 +244,7 @@ def send_from_ranks(path: str, placement: str) -> dict[str, Any]:
     from workers.rollout import gpu_transfer
 
     policy, communicator = build_policy(path), Communicator(2)
-    replicas = [BareReplica(weight_transfer.BACKENDS[placement]) for _ in range(2)]
+    replicas = [BareReplica(BACKENDS[placement]) for _ in range(2)]
     with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_transfer, "call_replicas", call_local)
         connect(policy, replicas, placement).send(7)
@@ -272,7 +275,7 @@ def send_to_a_dying_replica(path: str, placement: str) -> str:
     from workers.rollout import gpu_transfer
 
     policy, communicator = build_policy(path), Communicator(2)
-    backend = weight_transfer.BACKENDS[placement]
+    backend = BACKENDS[placement]
     replicas = [BareReplica(backend), BareReplica(backend, dies_at=2)]
     with without_gpus(communicator, dist.get_rank()), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_transfer, "call_replicas", call_local)

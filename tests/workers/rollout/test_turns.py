@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from tests.workers.rollout import tiny
 from tests.workers.rollout.conftest import Engines, requests_for, rows_of
 from workers.config import ModelConfig
-from workers.model.engine import Engine
+from workers.model.engine import TrainingEngine
 from workers.model.packing import Sequences
 from workers.rollout.requests import LENGTH, STOP, EpisodeStart, SampleRequest
 
@@ -27,7 +27,7 @@ def trainer_log_probs(rows: list[dict[str, np.ndarray]], path: Path) -> np.ndarr
     sequences = Sequences.from_list(
         [{name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")} for row in rows],
     )
-    engine = Engine(ModelConfig(path=str(path)), optimizer=None, total_steps=0, device="cpu")
+    engine = TrainingEngine(ModelConfig(path=str(path)), optimizer=None, total_steps=0, device="cpu")
     log_probs, _ = engine.log_probs(sequences, [(0, len(rows))])
     return log_probs.numpy()
 

@@ -227,8 +227,8 @@ def test_a_dying_engine_loses_nothing_and_stop_leaves_no_process(ray_session: No
 
     finished = engines.rollouts.generate(requests, LONG, on_results=kill_engine_once)
     assert [result.key for result in finished.results] == [request.key for request in requests]
-    assert engines.rollouts.serving == [1]
-    while 0 not in engines.rollouts.serving:
+    assert engines.rollouts.fleet.serving == [1]
+    while 0 not in engines.rollouts.fleet.serving:
         engines.sample(requests_for(1, samples=1))
     assert engines.call("weight_version", replica=0) == version
     assert living(doomed) == []

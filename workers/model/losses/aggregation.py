@@ -1,4 +1,4 @@
-"""How token losses become one number: by denominators of the whole mini-batch, known before the first forward pass.
+"""Aggregation of token losses by denominators of the whole mini-batch, known before the first forward pass.
 
     loss = sum over tokens of weight_t * loss_t        weight_t from `Denominators`, never from the micro-batch
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.errors import ConfigError, DataError
+from workers.model.loss_rules import check_constant_length
 from workers.model.losses.predictions import PackedTokens
 from workers.model.packing import Sequences
 
@@ -23,7 +24,7 @@ class Denominators:
     """Counts of the whole mini-batch, over all micro-batches and ranks, known before the first forward pass.
 
     tokens: tokens with `loss_mask`. sequences: sequences with at least one of them. groups: groups (equal `uid`) with
-    at least one of them; None where nobody counted, which only `group_mean_token_mean` minds.
+    at least one of them; only `group_mean_token_mean` needs it.
 
     Raises DataError unless positive.
     """
@@ -40,7 +41,7 @@ class Denominators:
 
     @classmethod
     def of(cls, sequences: Sequences, groups: Tensor | None = None) -> "Denominators":
-        """Those of a mini-batch that one process holds as a whole. groups: int [B], the group of each sequence."""
+        """Count a mini-batch that one process holds as a whole. groups: int [B], the group of each sequence."""
         owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.lengths)
         learned = owner[sequences.tokens["loss_mask"].cpu()].unique()
         return cls(sequences.num_loss_tokens, len(learned), None if groups is None else len(groups[learned].unique()))
@@ -80,7 +81,8 @@ def token_weights(
     if aggregation == "sequence_mean_token_sum":
         return ones / denominators.sequences
     if aggregation == "sequence_mean_token_sum_norm":
-        return ones / (denominators.sequences * _positive(constant_length))
+        check_constant_length("", aggregation, constant_length)
+        return ones / (denominators.sequences * constant_length)
     if aggregation == "group_mean_token_mean":
         if denominators.groups is None:
             raise DataError("aggregation=group_mean_token_mean needs Denominators.groups, the groups of the mini-batch")
@@ -98,12 +100,3 @@ def aggregate(
     """The micro-batch's share, 0-d, of the aggregate of token losses [N]; see `token_weights`."""
     weights = token_weights(predictions, denominators, aggregation, constant_length)
     return (losses * weights.to(losses.dtype)).sum()
-
-
-def _positive(constant_length: int) -> int:
-    if constant_length <= 0:
-        raise ConfigError(
-            f"aggregation=sequence_mean_token_sum_norm divides by constant_length={constant_length}; set it above 0, "
-            "such as to the longest response"
-        )
-    return constant_length

@@ -85,7 +85,7 @@ def _kept(predictions: Predictions, log_ratio: Tensor, config: RolloutCorrection
 
 
 def rollout_mismatch(predictions: Predictions) -> Statistics:
-    """How far the log-probs that the rollout engine reported lie from the trainer's, where the batch has them."""
+    """Absolute difference between the log-probs of the rollout engine and the trainer; empty without the former."""
     if "rollout_log_probs" not in predictions.columns:
         return {}
     difference = (predictions["rollout_log_probs"] - predictions.log_probs.detach()).abs()

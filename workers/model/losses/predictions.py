@@ -1,4 +1,4 @@
-"""What a model says of the predicted tokens of a micro-batch, beside the columns at the same tokens.
+"""Outputs of a model at the predicted tokens of a micro-batch, with the columns at the same tokens.
 
     log_probs, entropy [N] + columns of the micro-batch --gather--> Predictions --sequences()--> one for each sequence
 
@@ -29,7 +29,7 @@ class PackedTokens:
 
     columns: name -> [N]; per-sequence columns repeat on each token. sequence_index: int64 [N], ascending, the sequence
     each token belongs to, 0 to num_sequences - 1; a sequence may have none. objects: what is no number, name -> object
-    array [num_sequences], one entry a sequence, such as `uid`. meta: what is true of the whole batch, such as `step`.
+    array [num_sequences], one entry a sequence, such as `uid`. meta: values of the whole batch, such as `step`.
     """
 
     columns: dict[str, Tensor]
@@ -89,7 +89,7 @@ class PackedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions(PackedTokens):
-    """Of a language model.
+    """Predictions of a language model.
 
     log_probs, entropy: float32 [N] (float64 for a float64 model), with gradient.
     """

@@ -1,4 +1,4 @@
-"""What the losses of importance ratios share: r_t = pi(y_t) / pi_old(y_t), and its metrics."""
+"""Importance ratios r_t = pi(y_t) / pi_old(y_t) and their metrics, for the losses that use them."""
 
 from torch import Tensor
 

@@ -15,14 +15,15 @@ decorated in one of two forms:
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.config import POLICY_LOSS_SETTINGS, LossConfig
+from workers.config import LossConfig
 from workers.errors import ConfigError, DataError
+from workers.model.loss_rules import check_loss
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import kl_of_loss
@@ -52,7 +53,6 @@ class PolicyLoss:
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-OF_CUSTOM_LOSSES = ("function", "columns", "old_entropies")  # settings that only a loss of the user's own reads
 
 
 def policy_loss(
@@ -95,14 +95,13 @@ def make_policy_loss(config: LossConfig) -> "PolicyObjective":
 
     Raises ConfigError if no loss has that name, or a setting of `config` means nothing or does nothing for it.
     """
-    _check_values(config)
+    check_loss(config)
     if config.name == "custom":
         return PolicyObjective(_custom(config.function), config)
     if config.name not in POLICY_LOSSES:
         raise ConfigError(
             f"algorithm.loss.name={config.name} is not a policy loss; known are custom and {sorted(POLICY_LOSSES)}"
         )
-    _check_settings_have_effect(config)
     return PolicyObjective(POLICY_LOSSES[config.name], config)
 
 
@@ -177,30 +176,3 @@ def _custom(path: str) -> PolicyLoss:
         f"algorithm.loss.function={path!r} does not state its normaliser; decorate it with "
         "@policy_loss(NAME, aggregation=...)"
     )
-
-
-def _check_values(config: LossConfig) -> None:
-    if 0 < config.dual_clip <= 1:
-        raise ConfigError(f"algorithm.loss.dual_clip={config.dual_clip} must be above 1, or 0 for no dual clip")
-    if config.clip_cov_low >= config.clip_cov_high:
-        raise ConfigError(
-            f"algorithm.loss.clip_cov_low={config.clip_cov_low} is not below clip_cov_high={config.clip_cov_high}"
-        )
-    if config.constant_length and config.aggregation != "sequence_mean_token_sum_norm":
-        raise ConfigError(
-            f"algorithm.loss.constant_length={config.constant_length} has no effect without "
-            "algorithm.loss.aggregation=sequence_mean_token_sum_norm; set that, or remove it"
-        )
-
-
-def _check_settings_have_effect(config: LossConfig) -> None:
-    used = POLICY_LOSS_SETTINGS.get(config.name)
-    if used is None:  # registered by a user: it may read any of them
-        return
-    particular = {name for names in POLICY_LOSS_SETTINGS.values() for name in names} | set(OF_CUSTOM_LOSSES)
-    for field in fields(config):
-        if field.name in particular - set(used) and getattr(config, field.name) != field.default:
-            raise ConfigError(
-                f"algorithm.loss.{field.name}={getattr(config, field.name)} has no effect on "
-                f"algorithm.loss.name={config.name}; remove it"
-            )

@@ -22,7 +22,7 @@ from workers.model.packing import ModelInput, Sequences
 
 @dataclass(frozen=True, kw_only=True)
 class ValuePredictions(PackedTokens):
-    """Of a model with a value head. values: float32 [N] (float64 for a float64 model), with gradient."""
+    """Predictions of a value head. values: float32 [N] (float64 for a float64 model), with gradient."""
 
     values: Tensor
 

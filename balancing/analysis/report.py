@@ -1,0 +1,161 @@
+"""Shows a comparison of strategies: a table for the terminal, a picture, and a self-contained HTML page.
+
+outcomes (strategies.py) --> table          --> terminal (rich), page (HTML)
+                         --> Gantt charts   --> PNG, page (SVG)
+plan --> explain.py      --> text           --> terminal, page
+"""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from balancing.analysis.gantt import Chart, save_png, to_svg
+from balancing.analysis.strategies import OURS, Batch, Outcome
+
+COLUMNS = ("strategy", "over ideal", "over cap", "padding", "micro-steps", "idle, mean", "idle, worst", "to plan")
+NOTE = (
+    "Over ideal: step time compared with workload of the real tokens / ranks; in a micro-step all ranks wait for the "
+    "heaviest. Over cap: micro-batches above the cap. Padding: share of computed tokens; it takes time. "
+    "Idle: share of a rank's time. To plan: planning time on this machine, with warm compiled code. The published "
+    "systems form mini-batches of their own."
+)
+
+
+def cells(outcome: Outcome) -> list[str]:
+    """The texts of an outcome for `COLUMNS`."""
+    return [
+        outcome.name,
+        _share(outcome.over_ideal, "+"),
+        f"{outcome.violations:,}",
+        f"{outcome.padding:.1%}",
+        f"{outcome.micro_batches:,}",
+        _share(outcome.idle_mean),
+        _share(outcome.idle_worst),
+        _duration(outcome.seconds),
+    ]
+
+
+def terminal_table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
+    """The comparison as a rich table; violations of the cap are red, our strategies are bold."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title=headline(batch),
+        caption=NOTE,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in COLUMNS:
+        justify: Literal["left", "right"] = "left" if name == COLUMNS[0] else "right"
+        table.add_column(name.replace(" ", "\n").replace("-", "-\n"), justify=justify, no_wrap=True)
+    for outcome in outcomes:
+        row = cells(outcome)
+        row[2] = f"[red]{row[2]}[/red]" if outcome.violations else row[2]
+        table.add_row(*row, style="bold" if outcome.name.startswith(OURS) else None)
+    return table
+
+
+def headline(batch: Batch) -> str:
+    """One line that describes the batch."""
+    lengths = batch.lengths
+    return (
+        f"{len(lengths):,} sequences, {lengths.sum():,} tokens (longest {lengths.max():,}); ranks: {batch.ranks}, "
+        f"mini-batches: {len(batch.mini_batches)}, max_tokens={batch.max_tokens:,}"
+    )
+
+
+def write_png(batch: Batch, before: Outcome, after: Outcome, path: Path) -> None:
+    """Write two Gantt charts, one above the other; OSError if the file cannot be written."""
+    save_png([Chart(outcome.name, outcome.grids) for outcome in (before, after)], batch.ideal, path)
+
+
+def write_html(batch: Batch, outcomes: Sequence[Outcome], explanation: str, path: Path) -> None:
+    """Write the page: table, a chart of every strategy on one time axis, and the explanation of the plan."""
+    charts = to_svg([Chart(outcome.name, outcome.grids) for outcome in outcomes], batch.ideal)
+    page = _PAGE.format(
+        style=_STYLE,
+        headline=escape(headline(batch)),
+        table=_html_table(outcomes),
+        note=escape(NOTE),
+        charts=charts,
+        explanation=_html_blocks(explanation),
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def _share(value: float, sign: str = "") -> str:
+    """Per cent with about three digits."""
+    decimals = 2 if value < 0.1 else 1 if value < 1 else 0
+    return f"{value:{sign}.{decimals}%}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{seconds * 1e3:.{0 if seconds >= 0.01 else 1}f} ms"
+
+
+def _html_table(outcomes: Sequence[Outcome]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_html_row, outcomes))}</tbody></table>"
+
+
+def _html_row(outcome: Outcome) -> str:
+    texts = [f"<td>{escape(text)}</td>" for text in cells(outcome)]
+    if outcome.violations:
+        texts[2] = texts[2].replace("<td>", '<td class="broken">')
+    opening = '<tr class="ours">' if outcome.name.startswith(OURS) else "<tr>"
+    return f"{opening}{''.join(texts)}</tr>"
+
+
+def _html_blocks(explanation: str) -> str:
+    """The blocks of the explanation, each some text followed by a list."""
+    return "".join(_html_block(block.split("\n")) for block in explanation.strip().split("\n\n"))
+
+
+def _html_block(lines: Sequence[str]) -> str:
+    opening = escape(" ".join(line for line in lines if not line.startswith("- ")))
+    items = "".join(f"<li>{escape(line.removeprefix('- '))}</li>" for line in lines if line.startswith("- "))
+    return f"<p>{opening}</p>{f'<ul>{items}</ul>' if items else ''}"
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #22313f; background: #fbfaf8; margin: 0; }
+main { max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.5rem; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
+p.lead { margin: .3rem 0 1.6rem; color: #5b6b79; }
+table { border-collapse: collapse; width: 100%; background: white; font-variant-numeric: tabular-nums; }
+th { font-weight: 600; font-size: .82rem; color: #5b6b79; text-align: right; vertical-align: bottom; }
+th, td { padding: .5rem .7rem; border-bottom: 1px solid #e6e2dc; } td { text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+tr.ours td { font-weight: 600; background: #eef5f1; } td.broken { color: #b3261e; font-weight: 600; }
+p.note { font-size: .85rem; color: #5b6b79; } svg { width: 100%; height: auto; background: white; }
+li { margin: .35rem 0; } ul { margin-top: .2rem; } main > p { margin-bottom: .2rem; }
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Balancing compared</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<h1>Balancing compared</h1>
+<p class="lead">{headline}</p>
+{table}
+<p class="note">{note}</p>
+<h2>Ranks over time</h2>
+{charts}
+<h2>The plan explained</h2>
+{explanation}
+</main>
+</body>
+</html>
+"""

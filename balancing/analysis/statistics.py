@@ -1,0 +1,169 @@
+"""Statistics of a plan, compared with the given order and with Karmarkar-Karp alone."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from balancing.alignment import round_up
+from balancing.grouping import Floats, Integers
+from balancing.initial_assignment import karmarkar_karp_twice
+from balancing.padded import take_in_order
+from balancing.plan import MiniBatch, Plan
+
+# A grid is float64 [steps, ranks] of one mini-batch: a sum over each micro-batch, 0 for an empty one.
+Rows = list[list[Integers]]
+"""rows[s][r]: int64, the sequences of rank r in micro-step s of one mini-batch."""
+
+
+def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
+    """Floats by name. `_before`: the given order, dealt to ranks in runs of equal count and cut at the cap.
+
+    tokens_per_rank{,_before}/{min,max,mean,difference}: real tokens of a rank in the global batch.
+    imbalance{,_before,_karmarkar_karp}/ranks: max / mean - 1 of the workload of ranks.
+    imbalance{,_before,_karmarkar_karp}/micro_steps: time of synchronous micro-steps / (workload / ranks) - 1.
+    `_karmarkar_karp`: largest differencing over ranks and over each rank's micro-batches, without caps or refinement.
+    from_karmarkar_karp: share of mini-batches whose plan was refined from Karmarkar-Karp (the others are faster from
+    another start, see schedule.py).
+    idle_share{,_before}: share of the ranks' time spent waiting in micro-steps.
+    predicted_time{,_before}/{total,longest_micro_step}: over micro-steps, the sum and the maximum of the heaviest
+    rank's workload, in the cost model's unit, without padding.
+    cap_fill: mean share of max_tokens that a micro-batch takes, including empty ones.
+    padding_share: share of computed tokens that are not real.
+    padding_removed/longest_row: share of the cells of a tensor as wide as the longest sequence that is not computed;
+    padding_removed/width: the same for rows of `width` tokens, omitted if that is None.
+    micro_batches: on each rank. empty_micro_batches: over all ranks.
+    """
+    after = [rows_of(mini_batch) for mini_batch in plan.mini_batches]
+    before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
+    return {
+        **_token_spread("tokens_per_rank", after, plan.lengths),
+        **_token_spread("tokens_per_rank_before", before, plan.lengths),
+        **_waiting("", predicted_grids(plan)),
+        **_waiting("_before", grids(before, plan.workloads)),
+        **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan) for part in plan.mini_batches]),
+        "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
+        **_filling(after, plan),
+        **_padding_removed(after, plan, width),
+    }
+
+
+def predicted_grids(plan: Plan) -> list[Floats]:
+    """float64 [steps, ranks] for each mini-batch: the workload of every micro-batch, without padding."""
+    return [mini_batch.sums(plan.workloads) for mini_batch in plan.mini_batches]
+
+
+def grids(mini_batches: Sequence[Rows], values: Integers | Floats) -> list[Floats]:
+    """float64 [steps, ranks] for each mini-batch: `values` (one for each sequence) summed over each micro-batch."""
+    return [_grid(rows, values) for rows in mini_batches]
+
+
+def step_time(mini_batches: Sequence[Floats]) -> float:
+    """The time of synchronous micro-steps: the sum over micro-steps of the heaviest rank."""
+    return float(sum(grid.max(axis=1).sum() for grid in mini_batches))
+
+
+def ideal_time(mini_batches: Sequence[Floats]) -> float:
+    """The time if no rank ever waited: workload / ranks."""
+    return float(sum(grid.mean(axis=1).sum() for grid in mini_batches))
+
+
+def rows_of(mini_batch: MiniBatch) -> Rows:
+    """The micro-batches of a mini-batch as nested lists."""
+    return [list(step.ranks) for step in mini_batch.micro_steps]
+
+
+def indices_of(mini_batch: MiniBatch) -> Integers:
+    """int64, ascending: the sequences of a mini-batch."""
+    return np.sort(mini_batch.rows)
+
+
+def _given_rows(indices: Integers, plan: Plan) -> Rows:
+    """The given order in runs of equal count, each cut at the cap; ranks with fewer cuts wait at the end."""
+    sizes = round_up(plan.lengths, plan.length_multiple)
+    padded = plan.layout == "padded"
+    local: list[list[Integers]] = []
+    for chunk in np.array_split(indices, plan.ranks):
+        cuts = take_in_order(sizes[chunk], plan.max_tokens, len(indices), padded=padded) if len(chunk) else []
+        local.append([chunk[start:stop] for start, stop in cuts])
+    steps = max(len(rows) for rows in local)
+    nothing = np.empty(0, np.int64)
+    return [[rows[step] if step < len(rows) else nothing for rows in local] for step in range(steps)]
+
+
+def _grid(rows: Rows, values: Integers | Floats) -> Floats:
+    return np.array([[values[group].sum() for group in step] for step in rows], np.float64)
+
+
+def _token_spread(name: str, mini_batches: list[Rows], lengths: Integers) -> dict[str, float]:
+    per_rank = np.sum([grid.sum(axis=0) for grid in grids(mini_batches, lengths)], axis=0)
+    lowest, highest = float(per_rank.min()), float(per_rank.max())
+    return {
+        f"{name}/min": lowest,
+        f"{name}/max": highest,
+        f"{name}/mean": float(per_rank.mean()),
+        f"{name}/difference": highest - lowest,
+    }
+
+
+def _after_karmarkar_karp(mini_batch: MiniBatch, plan: Plan) -> Floats:
+    """float64 [steps, ranks]: the workload of every micro-batch after Karmarkar-Karp alone, without caps."""
+    weights = np.sort(plan.workloads[mini_batch.rows])[::-1]
+    return karmarkar_karp_twice(weights, plan.ranks, mini_batch.steps).sums(weights).reshape(mini_batch.steps, -1)
+
+
+def _imbalance(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
+    per_rank = np.sum([grid.sum(axis=0) for grid in mini_batches], axis=0)
+    ideal = ideal_time(mini_batches)
+    return {
+        f"imbalance{suffix}/ranks": float(per_rank.max()) / ideal - 1.0,
+        f"imbalance{suffix}/micro_steps": step_time(mini_batches) / ideal - 1.0,
+    }
+
+
+def _waiting(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
+    time, ideal = step_time(mini_batches), ideal_time(mini_batches)
+    return {
+        **_imbalance(suffix, mini_batches),
+        f"idle_share{suffix}": max(0.0, 1.0 - ideal / time),
+        f"predicted_time{suffix}/total": time,
+        f"predicted_time{suffix}/longest_micro_step": float(max(grid.max() for grid in mini_batches)),
+    }
+
+
+def _filling(mini_batches: list[Rows], plan: Plan) -> dict[str, float]:
+    taken = _taken(mini_batches, plan)
+    return {
+        "cap_fill": float(taken.mean()) / plan.max_tokens,
+        "padding_share": 1.0 - float(plan.lengths.sum()) / float(taken.sum()),
+        "micro_batches": float(sum(len(rows) for rows in mini_batches)),
+        "empty_micro_batches": float((taken == 0).sum()),
+    }
+
+
+def _padding_removed(mini_batches: list[Rows], plan: Plan, width: int | None) -> dict[str, float]:
+    computed = float(_taken(mini_batches, plan).sum())
+    widths = {"longest_row": int(plan.lengths.max()), "width": width}
+    return {
+        f"padding_removed/{name}": 1.0 - computed / (len(plan.lengths) * cells)
+        for name, cells in widths.items()
+        if cells is not None
+    }
+
+
+def padding_share(plan: Plan) -> float:
+    """Share of the computed tokens that are not real ones."""
+    return _filling([rows_of(mini_batch) for mini_batch in plan.mini_batches], plan)["padding_share"]
+
+
+def _taken(mini_batches: list[Rows], plan: Plan) -> Floats:
+    """float64: the tokens of each micro-batch that count towards its cap, over all mini-batches, steps and ranks."""
+    sizes = round_up(plan.lengths, plan.length_multiple)
+    groups = (group for rows in mini_batches for step in rows for group in step)
+    return np.array([computed_tokens(sizes[group], plan.layout) for group in groups], np.float64)
+
+
+def computed_tokens(sizes: Integers, layout: str) -> int:
+    """Computed tokens of a micro-batch with these aligned sizes: their sum, or for `padded` rows times the longest."""
+    if len(sizes) == 0:
+        return 0
+    return int(len(sizes) * sizes.max() if layout == "padded" else sizes.sum())

@@ -1,0 +1,188 @@
+"""Lower bounds that plans are measured against.
+
+fewest_bins        number of micro-batches       the caps; Martello and Toth (1990)
+mean_bound         heaviest of k sets            the mean, or the heaviest weight
+pigeonhole_bound   heaviest of k sets            as above, or sets that heavy weights have to share
+step_time_bound    time of a mini-batch          workload / ranks, or steps that long sequences prolong
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from balancing.grouping import Floats, Integers
+
+MOST_TOGETHER = 4
+"""`step_time_bound` considers up to this many long sequences in one micro-batch."""
+THRESHOLDS = 48
+"""`pigeonhole_bound` tries this many values of t, evenly spaced, and those at the largest drops of weight."""
+DROPS = 16
+MOST_SHARED = 16
+"""`pigeonhole_bound` tries this many values of j."""
+
+
+def fewest_bins(sizes: Integers, capacity: int, max_items: int) -> int:
+    """A lower bound on the number of bins of `capacity` tokens and `max_items` items: max(ceil(n / max_items), L2).
+
+    sizes: int64 [n], each in 1..capacity.
+    """
+    return max(-(-len(sizes) // max_items), _martello_toth(sizes, capacity))
+
+
+def _martello_toth(sizes: Integers, capacity: int) -> int:
+    """The bound L2 of Martello and Toth (1990).
+
+    For every threshold a <= capacity / 2: items above capacity - a are alone, items above half the capacity are in
+    different bins, and items of at least a share the room that these leave. Threshold 0 gives L1 = ceil(sum/capacity).
+    """
+    ascending = np.sort(sizes)
+    total_before = np.concatenate([[0], np.cumsum(ascending)])
+    half = int(np.searchsorted(ascending, capacity // 2, side="right"))  # items above half start here
+    thresholds = np.concatenate([[0], np.unique(ascending[:half])])
+    alone_start = np.maximum(np.searchsorted(ascending, capacity - thresholds, side="right"), half)
+    large = alone_start - half
+    large_sum = total_before[alone_start] - total_before[half]
+    small_start = np.searchsorted(ascending, thresholds, side="left")
+    small_sum = total_before[half] - total_before[small_start]
+    overflow = np.maximum(0, -(-(small_sum - (large * capacity - large_sum)) // capacity))
+    return int((len(sizes) - half + overflow).max())
+
+
+def mean_bound(weights: Floats, k: int) -> float:
+    """The heaviest weight or the mean, rounded up for whole numbers. weights: float64 [n], descending."""
+    return max(_rounded(float(weights.sum()) / k, weights), float(weights[0]))
+
+
+def pigeonhole_bound(weights: Floats, k: int, equal_size: bool) -> float:
+    """A lower bound on the heaviest of k <= n sets, at least `mean_bound`; takes a few milliseconds.
+
+    Consider the t heaviest weights. If g sets hold more than j of them, the other k - g sets hold at most j each, so
+    the g sets hold at least max(t - j * (k - g), g * (j + 1)) of them. Their mean, taken over the lightest of the t,
+    bounds the heaviest set; with `equal_size` each of the g sets is filled up with the lightest of all weights. The
+    minimum over g holds for every t and j. t = j * k + 1 gives the classical bound for identical machines.
+    weights: float64 [n], descending.
+    """
+    before = np.concatenate([[0.0], np.cumsum(weights)])
+    best = mean_bound(weights, k)
+    for shared in range(min(MOST_SHARED, (len(weights) - 1) // k + 1)):
+        best = max(best, _least_mean(before, k, shared, _thresholds(weights, shared * k, k), equal_size))
+    return _rounded(best, weights)
+
+
+def _least_mean(before: Floats, k: int, shared: int, heaviest: Integers, equal_size: bool) -> float:
+    """The bound for j = `shared`, the most over t in `heaviest`. before: float64 [n + 1], sums of the heaviest."""
+    count, sets, top = len(before) - 1, np.arange(1, k + 1), heaviest[:, None]
+    crowd = np.maximum(top - shared * (k - sets), (shared + 1) * sets)
+    possible = crowd <= top
+    if equal_size:
+        possible &= crowd <= -(-count // k) * sets
+    crowd = np.where(possible, crowd, 0)
+    others = np.clip(count // k * sets - crowd, 0, count - top) if equal_size else 0
+    weight = before[top] - before[top - crowd] + before[count] - before[count - others]
+    return float(np.where(possible, weight / sets, np.inf).min(axis=1).max())
+
+
+def _thresholds(weights: Floats, crowded: int, k: int) -> Integers:
+    """Values of t above j * k = `crowded` to try."""
+    count = len(weights)
+    spaced = np.linspace(crowded + 1, min(count, crowded + k), THRESHOLDS).astype(np.int64)
+    drops = np.argsort(np.diff(weights), kind="stable")[:DROPS] + 1
+    return np.unique(np.concatenate([spaced, drops[drops > crowded], [count]]))
+
+
+def _rounded(bound: float, weights: Floats) -> float:
+    """Rounded up if all weights are whole numbers, as their sums are whole too."""
+    return float(np.ceil(bound)) if (weights == np.floor(weights)).all() else bound
+
+
+@dataclass(frozen=True)
+class StepTimeBound:
+    """time: no plan takes less, in the unit of the weights. long_steps: number of micro-steps that it counts as
+    prolonged by long sequences."""
+
+    time: float
+    long_steps: int
+
+
+def step_time_bound(
+    sizes: Integers,
+    weights: Floats,
+    *,
+    ranks: int,
+    steps: int,
+    max_tokens: int,
+    max_sequences: int,
+) -> StepTimeBound:
+    """A lower bound on a mini-batch's time: the sum over its synchronous micro-steps of the heaviest micro-batch.
+
+    sizes: int64 [n], tokens, each in 1..max_tokens. weights: float64 [n], workload. steps: micro-steps of the plan.
+    The bound is the maximum over j = 0..steps of
+
+        v_1 + ... + v_j + (W - K_j) / ranks
+
+    W: the total workload, so j = 0 gives workload / ranks. v_i: the least time of the i-th longest micro-step
+    (`minimum_step_times`). K_j: the most workload that j * ranks micro-batches can hold (`_most_workload`); the other
+    micro-steps compute the rest, at best evenly.
+    Assumes the packed layout, which is never slower than the padded one.
+    """
+    forced = minimum_step_times(sizes, weights, ranks, steps, max_tokens, max_sequences)
+    micro_batches = np.arange(len(forced) + 1) * ranks
+    left = np.maximum(weights.sum() - _most_workload(sizes, weights, micro_batches, max_tokens), 0.0)
+    times = np.concatenate([[0.0], np.cumsum(forced)]) + left / ranks
+    long_steps = int(np.argmax(times))
+    return StepTimeBound(float(times[long_steps]), long_steps)
+
+
+def minimum_step_times(
+    sizes: Integers,
+    weights: Floats,
+    ranks: int,
+    steps: int,
+    max_tokens: int,
+    max_sequences: int,
+) -> Floats:
+    """v_1 >= v_2 >= ... > 0, at most `steps` values: lower bounds on the times of the longest micro-steps.
+
+    At most m of the h heaviest sequences fit in a micro-batch, m = max_tokens // the shortest of them. If x of the
+    B = ranks * steps micro-batches hold more than k of them, then h <= k * (B - x) + m * x, so x is at least
+    (h - k * B) / (m - k). These x micro-batches occupy at least x / ranks micro-steps, and each weighs at least as much
+    as the k + 1 lightest of the h heaviest sequences. With k = 0 it is a single long sequence that prolongs a step.
+    """
+    order = np.argsort(-weights, kind="stable")
+    together = np.minimum(max_tokens // np.minimum.accumulate(sizes[order]), max_sequences)
+    before = np.concatenate([[0.0], np.cumsum(weights[order])])
+    heaviest = np.arange(1, len(order) + 1)
+    levels = np.zeros(steps)
+    for over in range(MOST_TOGETHER):
+        crowded = -(-(heaviest - over * ranks * steps) // np.maximum(together - over, 1))
+        steps_of_them = np.maximum.accumulate(-(-crowded // ranks))
+        forced = np.arange(1, min(steps, int(steps_of_them[-1])) + 1)
+        first = np.maximum(np.searchsorted(steps_of_them, forced), over)
+        levels[: len(forced)] = np.maximum(levels[: len(forced)], before[first + 1] - before[first - over])
+    return levels[levels > 0]
+
+
+def _most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max_tokens: int) -> Floats:
+    """The most workload that fits in each number of micro-batches: the fractional knapsack (Dantzig 1957).
+
+    A micro-batch holds at most one sequence above half the cap. If workload per token grows with length, it is best
+    to take the longest of these, one per micro-batch, and to fill up with the others.
+    """
+    order = np.lexsort((-sizes, -weights / sizes))
+    tokens, workload = sizes[order], weights[order]
+    capacity = micro_batches.astype(np.float64) * max_tokens
+    if (np.diff(tokens) > 0).any():
+        return _cut_off(tokens, workload, capacity)
+    large = int(np.searchsorted(-tokens, -(max_tokens // 2)))  # the sequences before it are above half the cap
+    taken = np.minimum(micro_batches, large)
+    of_large = np.concatenate([[0.0], np.cumsum(workload[:large])])[taken]
+    room = capacity - np.concatenate([[0], np.cumsum(tokens[:large])])[taken]
+    filled: Floats = of_large + _cut_off(tokens[large:], workload[large:], room)
+    return filled
+
+
+def _cut_off(tokens: Integers, workload: Floats, capacity: Floats) -> Floats:
+    """The workload that fits in each `capacity`, in this order; the last sequence is cut."""
+    used, done = np.concatenate([[0], np.cumsum(tokens)]), np.concatenate([[0.0], np.cumsum(workload)])
+    filled: Floats = np.interp(capacity, used, done)
+    return filled

@@ -1,0 +1,100 @@
+"""Checks of algorithm.*: advantages and losses that a combination of settings leaves without meaning."""
+
+from controller.config import Config
+from controller.config.function_files import check_function
+from controller.preflight.data_checks import check_column_names
+from workers.errors import ConfigError
+from workers.model import loss_rules
+
+
+def check_advantage(config: Config) -> None:
+    """Raise ConfigError for an advantage estimator or a KL in the reward that the other settings contradict."""
+    algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
+    compares_groups = algorithm.advantage not in ("reinforce_plus_plus", "gae", "remax")
+    if compares_groups and samples == 1:
+        raise ConfigError(
+            f"rollout.samples_per_prompt=1 leaves algorithm.advantage={algorithm.advantage} nothing to compare: every "
+            "advantage is 0; set it to 2 or more."
+        )
+    if algorithm.advantage == "pass_at_k" and samples <= algorithm.pass_k:
+        raise ConfigError(
+            f"algorithm.pass_k={algorithm.pass_k} is not below rollout.samples_per_prompt={samples}: every advantage "
+            "is 0; lower it, or sample more."
+        )
+    if algorithm.groups_without_signal != "keep" and not compares_groups:
+        raise ConfigError(
+            f"algorithm.groups_without_signal={algorithm.groups_without_signal} with algorithm.advantage="
+            f"{algorithm.advantage} leaves out sequences that have an advantage; remove it."
+        )
+    if algorithm.kl_in_reward.coefficient:
+        _check_kl_in_reward(config)
+
+
+def _check_kl_in_reward(config: Config) -> None:
+    algorithm, horizon = config.algorithm, config.algorithm.kl_in_reward.horizon
+    if algorithm.groups_without_signal != "keep":
+        raise ConfigError(
+            f"algorithm.groups_without_signal={algorithm.groups_without_signal} with algorithm.kl_in_reward leaves out "
+            "sequences that the penalty gives an advantage; remove it, or put the KL into the loss."
+        )
+    if algorithm.advantage == "maxrl":
+        raise ConfigError(
+            "algorithm.advantage=maxrl takes rewards as rates of success, and algorithm.kl_in_reward makes them "
+            "negative; put the KL into the loss (algorithm.loss.kl_coefficient)."
+        )
+    if algorithm.kl_in_reward.target and horizon < config.sequences_per_step:
+        raise ConfigError(
+            f"algorithm.kl_in_reward.horizon={horizon} is below the {config.sequences_per_step} sequences of a step, "
+            "so that the weight would jump; raise it, such as to 20 steps."
+        )
+
+
+def check_loss(config: Config) -> None:
+    """Raise ConfigError for a policy loss that the other settings leave without meaning."""
+    loss = config.algorithm.loss
+    loss_rules.check_loss(loss)
+    if loss.name == "custom":
+        check_function("algorithm.loss.function", loss.function, in_file=False)
+        check_column_names(config.loss_columns)
+    if loss.name in ("clip_cov", "kl_cov") and config.old_log_probs == "update":
+        raise ConfigError(
+            f"algorithm.loss.name={loss.name} chooses tokens by their old log-probs, which one update a step does not "
+            "compute; set batch.mini_batches or batch.epochs to 2 or more."
+        )
+    if config.batch.epochs > 1 and loss.name == "reinforce":
+        raise ConfigError(
+            "algorithm.loss.name=reinforce assumes samples of the current policy, and "
+            f"batch.epochs={config.batch.epochs} trains on them again after updates; set epochs to 1, or another loss."
+        )
+    if config.rollout.overlap and loss.name == "reinforce" and not loss.rollout_correction.is_on:
+        raise ConfigError(
+            "algorithm.loss.name=reinforce assumes samples of the current policy, but rollout.overlap=true makes them "
+            "a version old; set algorithm.loss.rollout_correction.weights=token, or another loss."
+        )
+    _check_kl_correction(config)
+    _check_token_returns(config)
+
+
+def _check_kl_correction(config: Config) -> None:
+    """Raise ConfigError if `algorithm.loss.kl_correction` does nothing for the estimator, or is not right for it."""
+    correction, estimator = config.algorithm.loss.kl_correction, config.algorithm.loss.kl_estimator
+    if correction == "straight_through" and estimator == "k2":
+        raise ConfigError(
+            "algorithm.loss.kl_correction=straight_through takes the gradient of k2, which is that of "
+            "algorithm.loss.kl_estimator=k2 already; remove it."
+        )
+    if correction == "importance" and estimator not in ("k1", "k3"):
+        raise ConfigError(
+            "algorithm.loss.kl_correction=importance is for estimates whose mean is the KL, and "
+            f"algorithm.loss.kl_estimator={estimator} is none; set k1 or k3."
+        )
+
+
+def _check_token_returns(config: Config) -> None:
+    """Raise ConfigError if REINFORCE++ gives one advantage to each token and the loss takes one a sequence."""
+    if config.algorithm.loss.name == "gmpo" and config.uses_token_returns:
+        raise ConfigError(
+            "algorithm.loss.name=gmpo weighs a sequence by one advantage, and algorithm.gamma below 1 or "
+            f"algorithm.kl_in_reward gives one to each token with algorithm.advantage={config.algorithm.advantage}; "
+            "choose another loss, such as ppo_clip."
+        )

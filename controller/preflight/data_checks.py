@@ -1,0 +1,91 @@
+"""Checks of data.*: the files are there, and their first records have the columns that settings name."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from controller.config import Config
+from controller.config.function_files import check_function
+from controller.config.model_files import ModelFiles
+from controller.records import Record, iter_records
+from workers.errors import ConfigError, DataError
+
+OF_A_BATCH = frozenset(
+    (
+        *("input_ids", "loss_mask", "rollout_log_probs", "old_log_probs", "old_entropies", "reference_log_probs"),
+        *("uid", "sample", "prompt_tokens", "response_tokens", "length", "turns", "truncated", "seconds"),
+        *("weight_version", "newest_weight_version", "reward", "greedy_reward", "advantages", "group_tokens"),
+        *("old_values", "returns", "held_back"),
+    )
+)
+"""The columns that a batch has of itself."""
+
+
+def check_data(config: Config, model: ModelFiles) -> None:
+    """Raise ConfigError, naming the setting, for data or a curriculum that a run of policy `model` cannot use."""
+    _check_sources(config)
+    paths = [("data.sources" if config.data.sources else "data.train", path) for path in config.data.weights]
+    if config.data.validation:
+        paths.append(("data.validation", config.data.validation))
+    for key, path in paths:
+        record = first_record(key, path, config.data.prompt_key)
+        if key != "data.validation":
+            _check_columns_are_there(config, f"{key}: the first record of {path}", record)
+        _check_prompt(config, model, f"{key}: the prompts of {path}", record[config.data.prompt_key])
+        if config.data.source_key and config.data.source_key not in record:
+            raise ConfigError(
+                f"{key}: the first record of {path} has no column data.source_key={config.data.source_key!r}."
+            )
+    if config.data.curriculum:
+        check_function("data.curriculum", config.data.curriculum)
+
+
+def _check_sources(config: Config) -> None:
+    for path, weight in config.data.sources.items():
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight:g}.")
+    if bool(config.data.train) == bool(config.data.sources):
+        raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")
+
+
+def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) -> None:
+    if not isinstance(prompt, (str, list)):
+        raise ConfigError(
+            f"{which} (data.prompt_key={config.data.prompt_key}) must be strings or lists of chat messages, not "
+            f"{type(prompt).__name__}."
+        )
+    if isinstance(prompt, list) and not model.chat_template:
+        raise ConfigError(
+            f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
+        )
+    if isinstance(prompt, str) and config.data.system_prompt:
+        raise ConfigError(f"{which} are texts, but data.system_prompt goes before chat messages; remove it.")
+
+
+def first_record(key: str, path: str, prompt_key: str = "") -> dict[str, Any]:
+    """The first record of a data set. Raises ConfigError, naming `key`, if there is none with a prompt."""
+    try:
+        record = next(iter_records(path, prompt_key), None)
+    except DataError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if record is None:
+        raise ConfigError(f"{key}: {path} has no records.")
+    return record
+
+
+def check_column_names(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that stands for something else in a batch, or stands there twice."""
+    for name in names:
+        if name in OF_A_BATCH:
+            raise ConfigError(
+                f"algorithm.loss.columns: a batch has a column {name!r} of its own; rename that of the records."
+            )
+        if names.count(name) > 1:
+            raise ConfigError(f"algorithm.loss.columns names {name!r} twice; name it once.")
+
+
+def _check_columns_are_there(config: Config, which: str, record: Record) -> None:
+    """Raise ConfigError unless `record`, described by `which`, has every column of algorithm.loss.columns."""
+    for name in config.loss_columns:
+        if name not in record:
+            raise ConfigError(f"{which} has no column {name!r}, which algorithm.loss.columns names.")

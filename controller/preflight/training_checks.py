@@ -1,0 +1,139 @@
+"""Checks of every training command: run, models, caps, kernels, warm-up."""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from controller.checkpoint import checkpoints_at
+from controller.cluster_address import check_address
+from controller.config import TrainingConfig
+from controller.config.model_files import ModelFiles, read_model_files
+from controller.preflight.model_support import check_supported_model
+from controller.preflight.model_types import check_model_type
+from controller.preflight.weights import check_weights
+from controller.run_lock import check_folder_is_free
+from workers.config import OptimizerConfig
+from workers.errors import CheckpointError, ConfigError
+from workers.model.model_rules import check_ring_settings, kernel_problem
+
+LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
+
+
+def check_run(config: TrainingConfig) -> None:
+    """Raise ConfigError for a run's name, folder, checkpoint to resume from or cluster address that cannot be used."""
+    if not re.fullmatch(r"\w[\w.=+-]*", config.run.name):
+        raise ConfigError(
+            f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
+        )
+    length = len(os.fsencode(config.run.name))
+    if length > LONGEST_FILE_NAME:
+        raise ConfigError(
+            f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}; shorten it."
+        )
+    check_folder_is_free(config)
+    _check_resume(config.run.resume)
+    _check_writable(config.run_folder)
+    check_address(config)
+
+
+def _check_writable(folder: Path) -> None:
+    # By writing: permissions say nothing of a disk that is full or read-only, nor of what root may do below /proc.
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".ballast-"):
+            pass
+    except OSError:
+        raise ConfigError(f"run.dir: {folder} cannot be written, {existing} is not a writable folder.") from None
+
+
+def _check_resume(resume: str) -> None:
+    if resume in ("never", "auto"):
+        return
+    try:
+        if not checkpoints_at(Path(resume)):
+            raise ConfigError(f"run.resume={resume}: there is no complete checkpoint; it may also be auto or never.")
+    except CheckpointError as error:
+        raise ConfigError(f"run.resume: {error}") from None
+
+
+def check_warmup(role: str, optimizer: OptimizerConfig, total: int, follows: str) -> None:
+    """Raise ConfigError unless the warm-up of `role` ends before its schedule of `total` optimiser steps does.
+
+    follows: the settings that `total` follows from where optimizer.total_steps is 0.
+    """
+    warmup = optimizer.warmup_steps
+    if warmup > total or (warmup == total and optimizer.schedule != "constant"):
+        raise ConfigError(
+            f"{role}.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps of the {role} "
+            f"({role}.optimizer.total_steps, or {follows}); lower it."
+        )
+
+
+def check_caps_hold(config: TrainingConfig, parts: str) -> None:
+    """Raise ConfigError for a cap below the longest possible sequence, which would stop the run at the first batch
+    that has one. parts: the settings that its length is made of, in words.
+    """
+    longest = config.longest_sequence
+    sharing = config.policy.parallel.context_parallel
+    for limits in config.limits.values():
+        needed, multiple = -(-longest // limits.length_multiple) * limits.length_multiple, limits.length_multiple
+        if limits.max_tokens * sharing < needed:
+            rounded = f", {needed} as a multiple of {multiple}" if needed > longest else ""
+            times = f" times policy.parallel.context_parallel={sharing}" if sharing > 1 else ""
+            raise ConfigError(
+                f"{limits.cap}={limits.max_tokens}{times} is below the longest possible sequence, {parts}{rounded}; "
+                "raise the cap or lower either."
+            )
+
+
+def check_attention(config: TrainingConfig) -> None:
+    """Raise ConfigError unless model.attention is a kernel for the run's layout, device and precision."""
+    kernel, layout = config.model.attention, config.model.attention_layout(shared=config.shares_model)
+    on = {"cuda": config.uses_gpus, "half": config.model.dtype != "float32"}
+    check_ring_settings(config.policy.parallel, kernel, **on)
+    if problem := kernel_problem(kernel, layout, **on):
+        raise ConfigError(f"model.attention={kernel} {problem}.")
+
+
+def check_replicate(config: TrainingConfig) -> None:
+    """Raise ConfigError unless the data-parallel ranks divide among policy.parallel.replicate copies of the model."""
+    if config.policy.ranks % config.policy.parallel.replicate:
+        raise ConfigError(
+            f"policy.parallel.replicate={config.policy.parallel.replicate} does not divide "
+            f"policy.ranks={config.policy.ranks}."
+        )
+
+
+def check_model_files(
+    config: TrainingConfig, model: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
+) -> None:
+    """Raise ConfigError unless the training engine computes the model at `path`, which setting `key` names, and its
+    weight files are whole. kinds: see `check_model_type`. output: see `check_weights`.
+    """
+    check_model_type(model.description, key, path, *kinds)
+    check_supported_model(config, model.description, key)
+    check_weights(model, key, path, output=output)
+
+
+def check_same_vocabulary(
+    config: TrainingConfig, policy: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
+) -> None:
+    """Raise ConfigError unless the model at `path`, named by setting `key`, can read the policy's sequences.
+
+    kinds, output: see `check_model_files`.
+    """
+    model = read_model_files(path, key)
+    check_model_files(config, model, key, path, *kinds, output=output)
+    if model.vocabulary != policy.vocabulary:
+        raise ConfigError(
+            f"{key}={path} has {model.vocabulary} tokens and model.path={config.model.path} {policy.vocabulary}; it "
+            "must read the policy's tokens."
+        )
+    if model.positions is not None and config.longest_sequence > model.positions:
+        raise ConfigError(
+            f"sequences may reach {config.longest_sequence} tokens, but {key}={path} takes {model.positions}; lower "
+            "data.max_prompt_tokens or the limits of a response."
+        )

@@ -1,0 +1,105 @@
+"""Metrics of held-out responses, overall and by source.
+
+    ScoredResponse, n of each prompt --summarize--> reward, parts, pass@k, maj@n      one number a name
+
+c of a prompt's n responses are right: those whose score `success` is at least `threshold`.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import comb
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
+    """One held-out response. scores: `reward` and what else the reward function returned. answer: read from the
+    response by the reward function, "" if it returns none."""
+
+    uid: str
+    source: str
+    scores: dict[str, float]
+    answer: str = ""
+    text: dict[str, str] = field(default_factory=dict)
+
+
+def summarize(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
+    """Means of every score, and with several responses a prompt pass@k and maj@n; with several sources also by source.
+
+    pass@k is given for k = 1, 2, 4, ... and n, the number of responses to most prompts. Names: `reward`, `pass@4`,
+    `SOURCE/reward`. Scores that only some responses have are averaged over those.
+    """
+    metrics = _of_one_source(responses, success, threshold)
+    by_source: dict[str, list[ScoredResponse]] = defaultdict(list)
+    for response in responses:
+        by_source[response.source].append(response)
+    if len(by_source) > 1:
+        for source, members in sorted(by_source.items()):
+            of_source = _of_one_source(members, success, threshold)
+            metrics |= {f"{source}/{name}": value for name, value in of_source.items()}
+    return metrics
+
+
+def possible_metrics(samples: int, parts: Iterable[str]) -> list[str]:
+    """Names that `summarize` may return for one source. samples: responses to a prompt. parts: of their rewards."""
+    counts = [*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples] if samples > 1 else []
+    votes = [f"maj@{samples}"] if samples > 1 else []
+    return ["reward", *parts, *(f"pass@{k}" for k in counts), *votes]
+
+
+def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
+    """True if `summarize` may return a metric of this name, of one source or of all."""
+    return any(name == known or name.endswith(f"/{known}") for known in possible_metrics(samples, parts))
+
+
+def _of_one_source(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
+    names = sorted(
+        {name for response in responses for name in response.scores}, key=lambda name: (name != "reward", name)
+    )
+    metrics = {
+        name: float(np.mean([response.scores[name] for response in responses if name in response.scores]))
+        for name in names
+    }
+    groups: dict[str, list[ScoredResponse]] = defaultdict(list)
+    for response in responses:
+        groups[response.uid].append(response)
+    counts = Counter(len(group) for group in groups.values())
+    n = counts.most_common(1)[0][0]
+    if n > 1:
+        right = {uid: [_is_right(r, success, threshold) for r in group] for uid, group in groups.items()}
+        for k in [2**i for i in range(n.bit_length()) if 2**i < n] + [n]:
+            values = [pass_at_k(len(marks), sum(marks), k) for marks in right.values() if len(marks) >= k]
+            metrics[f"pass@{k}"] = float(np.mean(values))
+        if any(response.answer for response in responses):
+            votes = [majority_is_right([r.answer for r in group], right[uid]) for uid, group in groups.items()]
+            metrics[f"maj@{n}"] = float(np.mean(votes))
+    return metrics
+
+
+def _is_right(response: ScoredResponse, success: str, threshold: float) -> bool:
+    return response.scores.get(success, float("-inf")) >= threshold
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Probability that one of k responses drawn from n is right, unbiased (Chen et al. 2021, eq. 1):
+
+    pass@k = 1 - C(n - c, k) / C(n, k)
+    """
+    return 1.0 - comb(n - right, k) / comb(n, k)
+
+
+def majority_is_right(answers: Sequence[str], right: Sequence[bool]) -> float:
+    """Share of the most frequent answers that is right (Wang et al. 2023, self-consistency); 0 if there is no answer.
+
+    Responses without an answer do not vote. Where several answers are as frequent, each counts the same, so that the
+    result does not depend on their order.
+    """
+    votes = Counter(answer for answer in answers if answer)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    leaders = [answer for answer, count in votes.items() if count == most]
+    verdict = dict(zip(reversed(answers), reversed(right), strict=True))  # the first response that gave the answer
+    return float(np.mean([verdict[answer] for answer in leaders]))

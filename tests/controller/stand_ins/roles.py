@@ -1,0 +1,244 @@
+"""The roles of a run without actors: each answers at once and writes down what it was asked for.
+
+Trainer, Collector, Planner, checkpoints, RunRecord     the real ones
+policy, reference, critic, reward model, engines        these; tokens are references to nothing, which nobody reads
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import rich.console
+
+from balancing import CostModel, Plan
+from controller.checkpoint import Progress
+from controller.config import Config, load
+from controller.data import Prompt
+from controller.mismatch import LARGEST, MEAN
+from controller.roles import Roles
+from controller.rollout.fleet import Fleet, RestartBudget
+from controller.rollout.rounds import OnResults, RolloutRound
+from controller.session import Session
+from controller.trainer import Trainer
+from controller.watching.console import Console
+from controller.watching.live_metrics import LiveMetrics
+from controller.watching.metrics import RunWriter
+from controller.watching.run_record import RunRecord
+from tests.controller.test_checkpoint import write
+from workers.config import SamplingConfig
+from workers.dispatch import PlanResult
+from workers.errors import CheckpointError
+from workers.metrics import Metric, Metrics
+from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.rollout.requests import SampleRequest, SampleResult
+from workers.score import Score
+
+TOKENS = 4  # of every prompt, and of every response
+SETTINGS = (
+    "run.name=run",
+    "run.steps=3",
+    "model.path=model",
+    "data.train=train.jsonl",
+    "data.max_prompt_tokens=4",
+    "rollout.sampling.max_new_tokens=4",
+    "rollout.samples_per_prompt=2",
+    "batch.prompts_per_step=2",
+    "resources.device=cpu",
+)
+
+
+@dataclass
+class Method:
+    """A dispatched method of a worker group, called with `remote`."""
+
+    call: Callable[..., Any]
+
+    def remote(self, *arguments: Any) -> "Method":
+        return Method(partial(self.call, *arguments))
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        del timeout_s
+        return self.call()
+
+
+class Saves:
+    """A role whose saves, in the background, fail for the steps in `full`: the next call raises, as the real one."""
+
+    def __init__(self, *full: int) -> None:
+        self.full = full
+        self.failed: list[str] = []
+        self.trained = {"policy": self}  # roles with this one alone
+        self.save_checkpoint = Method(self.save)
+        self.wait_for_checkpoint = Method(self.wait)
+
+    def save(self, path: str, step: int, extra: dict[str, Any]) -> None:
+        self.wait()
+        if step in self.full:
+            self.failed.append(f"{path} could not be saved: no space left.")
+        else:
+            write(Path(path), step)
+
+    def wait(self) -> None:
+        if self.failed:
+            raise CheckpointError(self.failed.pop())
+
+
+class Model(Saves):
+    """A training role. log: `NAME.METHOD` of every pass. updates: (batch, plan) of every update."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self.name, self.log, self.names = name, log, [f"{name} dp=0"]
+        self.updates: list[tuple[RemoteBatch, Plan]] = []
+        self.mismatch = 0.0
+        self.take_micro_step_times = Method(lambda: [[]])
+
+    def _pass(self, method: str, batch: RemoteBatch, plan: Plan, *columns: str) -> PlanResult:
+        self.log.append(f"{self.name}.{method}")
+        assert sorted(plan.for_rank(0).rows.tolist()) == list(range(len(batch)))
+        mismatch = {MEAN: Metric.mean(self.mismatch, 1), LARGEST: Metric.max(self.mismatch)}
+        return PlanResult({name: column(f"{self.name} {name}", len(batch)) for name in columns}, mismatch)
+
+    def log_probs(self, batch: RemoteBatch, plan: Plan) -> PlanResult:
+        return self._pass("log_probs", batch, plan, "log_probs")
+
+    def log_probs_and_entropies(self, batch: RemoteBatch, plan: Plan) -> PlanResult:
+        return self._pass("log_probs_and_entropies", batch, plan, "log_probs", "entropies")
+
+    def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> PlanResult:
+        return self._pass("reference_log_probs", batch, plan, "log_probs")
+
+    def advantages(self, batch: RemoteBatch, plan: Plan, settings: Any, penalty: Any) -> PlanResult:
+        found = self._pass("advantages", batch, plan, "advantages", "returns", "old_values")
+        names = ("values", "returns", "returns_square", "value_error", "value_error_square")
+        return PlanResult(found.tokens, {name: Metric.mean(1.0, 1) for name in names})
+
+    def score(self, batch: RemoteBatch, plan: Plan) -> np.ndarray:
+        self._pass("score", batch, plan)
+        return np.arange(len(batch), dtype=np.float64)
+
+    def update(self, batch: RemoteBatch, plan: Plan, loss: Any) -> Metrics:
+        self.updates.append((batch, plan))
+        return self._pass("update", batch, plan).metrics | {"loss": Metric.sum(1.0), "grad_norm": Metric.mean(1.0, 1)}
+
+    def export_weights(self) -> tuple[None, Metrics]:
+        return None, {}
+
+    def save_pretrained(self, path: str) -> None:
+        self.log.append(f"{self.name}.save {Path(path).name}")
+
+    save_adapters = save_pretrained
+
+
+def column(name: str, rows: int) -> TokenColumn:
+    return TokenColumn(name, (name,), np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32))
+
+
+class Engines:
+    """`Rollouts`: every response has TOKENS tokens of the present weights. rounds: (requests, sampling) of each."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.asleep, self.fleet = log, False, Fleet(0, RestartBudget(0))
+        self.rounds: list[tuple[list[SampleRequest], SamplingConfig]] = []
+        self._generating = Lock()
+
+    def generate(self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults) -> Any:
+        assert self._generating.acquire(blocking=False), "two rounds at one time"
+        self.log.append("generate")
+        self.rounds.append((list(requests), sampling))
+        found = [
+            SampleResult(r.uid, r.sample, TOKENS, TOKENS, "stop", self.fleet.version, "", row, self.fleet.version)
+            for row, r in enumerate(requests)
+        ]
+        block = f"round {len(self.rounds)}"
+        on_results(found, block)
+        self._generating.release()
+        return RolloutRound(found, [block] * len(found), [], 0)
+
+    def update_weights(self, weights: None, version: int) -> None:
+        self.log.append(f"weights {version}")
+        self.fleet.new_version(version)
+
+    def sleep(self) -> None:
+        self.log.append("sleep")
+
+
+@dataclass
+class Rewards:
+    """`RewardPool`. reward: of (uid, sample, whether it is greedy); None is a failure."""
+
+    engines: Engines
+    reward: Callable[[str, int, bool], float | None] = lambda uid, sample, greedy: float(sample % 2)
+    _scores: dict[tuple[str, int], Score] = field(default_factory=dict)
+
+    def submit(self, results: Sequence[SampleResult], block: Any, prompts: dict[str, Prompt]) -> None:
+        greedy = self.engines.rounds[-1][1].temperature == 0
+        for result in results:
+            assert result.uid in prompts
+            reward = self.reward(result.uid, result.sample, greedy)
+            failure = "no reward" if reward is None else ""
+            self._scores[result.key] = Score(reward or 0.0, "text", failure=failure)
+
+    def collect(self) -> dict[tuple[str, int], Score]:
+        scores, self._scores = self._scores, {}
+        return scores
+
+
+class Numbered:
+    """`Prompts` without end: the uid of each is its place."""
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        ids = np.ones(TOKENS, np.int32)
+        return [Prompt(str(i), ids, {"prompt": str(i), "level": i}) for i in range(start, start + count)]
+
+
+class LocalRoles(Roles):
+    """`Roles` of which no engine is an actor that could be asked."""
+
+    def take_weight_loads(self) -> dict[str, Any]:
+        return {}
+
+
+class LocalRun:
+    """A trainer of these roles. log: what they were asked for, in order. said: what the terminal showed."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.config = config = load(None, [*SETTINGS, f"run.dir={folder}", *overrides])
+        self.folder, self.log = config.run_folder, list[str]()
+        self.policy, self.reference = Model("policy", self.log), Model("reference", self.log)
+        self.critic, self.reward_model = Model("critic", self.log), Model("reward_model", self.log)
+        self.engines = Engines(self.log)
+        self.rewards = Rewards(self.engines)
+        self._terminal = io.StringIO()
+        self.trainer = self._trainer(config)
+
+    def _trainer(self, config: Config) -> Trainer:
+        roles: Any = LocalRoles(
+            self.policy,
+            self.reference if config.starts_reference else None,
+            self.engines,
+            self.rewards,
+            self.critic if config.uses_critic else None,
+            self.reward_model if config.uses_reward_model else None,
+        )
+        self._writer = RunWriter(self.folder, "", [])
+        console = Console(rich.console.Console(file=self._terminal, width=200))
+        session = Session(roles, Progress(), RunRecord(console, LiveMetrics(), self._writer))
+        held_out: Any = Numbered().take(1000, 2) if config.data.validation else None
+        return Trainer(config, session, Numbered(), held_out, cost_model=CostModel(1.0, 0.0))
+
+    def close(self) -> None:
+        self._writer.__exit__(None)
+
+    @property
+    def said(self) -> str:
+        return self._terminal.getvalue()
+
+    def of(self, *names: str) -> list[str]:
+        """The entries of the log that begin with one of these."""
+        return [entry for entry in self.log if entry.startswith(names)]

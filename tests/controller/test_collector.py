@@ -1,0 +1,139 @@
+"""The samples of a step, rule by rule: the real collector over engines and rewards that answer at once."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from controller.collector import Collected, overlong_penalty
+from tests.controller.stand_ins.roles import LocalRun
+from workers.errors import RolloutError
+
+Run = Callable[..., LocalRun]
+
+
+def collected(run: LocalRun, step: int = 1, position: int = 0) -> Collected:
+    return run.trainer.collector.collect(step, position)
+
+
+def signal_in(*uids: str) -> Callable[[str, int, bool], float]:
+    """Rewards that differ within the groups of these prompts alone."""
+    return lambda uid, sample, greedy: float(sample if uid in uids else 1)
+
+
+def uids(collected: Collected) -> list[str]:
+    return sorted(set(collected.batch["uid"].tolist()), key=int)
+
+
+def test_every_prompt_is_sampled_several_times_with_seeds_of_their_own(local_run: Run) -> None:
+    found = local_run()
+    first = collected(found)
+    ((requests, sampling),) = found.engines.rounds
+    assert [request.key for request in requests] == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]
+    assert len({request.seed for request in requests}) == 4
+    assert sampling == found.config.rollout.sampling
+    assert first.position == 2
+    again = local_run()
+    collected(again)
+    assert [r.seed for r in again.engines.rounds[0][0]] == [r.seed for r in requests]
+    collected(again, step=2)
+    assert not {r.seed for r in again.engines.rounds[1][0]} & {r.seed for r in requests}
+
+
+# Groups without signal
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("keep", ["0", "1"]), ("drop", ["1"])])
+def test_groups_of_equal_rewards_are_kept_or_dropped(local_run: Run, rule: str, kept: list[str]) -> None:
+    found = local_run(f"algorithm.groups_without_signal={rule}")
+    found.rewards.reward = signal_in("1")
+    result = collected(found)
+    assert uids(result) == kept
+    assert len(result.rollout.batch) == 4  # metrics are of all samples
+    assert result.position == 2
+
+
+def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run) -> None:
+    found = local_run("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=4")
+    found.rewards.reward = signal_in("1", "3")
+    result = collected(found)
+    assert [[r.uid for r in requests[::2]] for requests, _ in found.engines.rounds] == [["0", "1"], ["2"], ["3"]]
+    assert (uids(result), result.position) == (["1", "3"], 4)
+    assert result.rollout.metrics()["rollout/sampling_rounds"] == 3
+    assert "without signal" not in found.said
+
+
+def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
+    found = local_run("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2")
+    found.rewards.reward = signal_in("1")
+    result = collected(found)
+    assert (len(found.engines.rounds), uids(result), result.position) == (2, ["1"], 3)
+    assert "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
+
+
+# Baselines
+
+
+def test_remax_samples_each_prompt_once_more_greedily(local_run: Run) -> None:
+    found = local_run("algorithm.advantage=remax", "rollout.sampling.top_p=0.9", "rollout.sampling.top_k=5")
+    found.rewards.reward = lambda uid, sample, greedy: 10.0 + int(uid) if greedy else float(sample)
+    result = collected(found)
+    (_, sampling), (greedy, greedy_sampling) = found.engines.rounds
+    assert [request.key for request in greedy] == [("0", 0), ("1", 0)]
+    assert (greedy_sampling.temperature, greedy_sampling.top_p, greedy_sampling.top_k) == (0, 1, 0)
+    assert sampling.temperature == 1
+    assert result.batch["greedy_reward"].tolist() == [10, 10, 11, 11]
+    assert result.batch["reward"].tolist() == [0, 1, 0, 1]
+
+
+def test_other_estimators_sample_nothing_more(local_run: Run) -> None:
+    found = local_run("algorithm.advantage=rloo")
+    result = collected(found)
+    assert len(found.engines.rounds) == 1
+    assert "greedy_reward" not in result.batch.columns
+
+
+# Rewards
+
+
+def test_the_penalty_falls_linearly_over_the_last_tokens() -> None:
+    penalty = overlong_penalty(np.array([1, 60, 70, 80, 99, 100]), longest=100, overlong_tokens=40)
+    assert penalty.tolist() == pytest.approx([0, 0, -0.25, -0.5, -0.975, -1])
+
+
+def test_long_responses_and_their_greedy_baseline_are_punished_alike(local_run: Run) -> None:
+    found = local_run("algorithm.advantage=remax", "reward.overlong_tokens=2", "reward.overlong_penalty=0.5")
+    batch = collected(found).batch  # all responses are as long as they may be
+    assert batch["reward"].tolist() == [-0.5, 0.5, -0.5, 0.5]
+    assert batch["greedy_reward"].tolist() == [-0.5] * 4
+
+
+def test_a_reward_model_adds_its_scores_by_weight_while_the_engines_sleep(local_run: Run) -> None:
+    found = local_run("reward.model.path=judge", "reward.model.weight=0.25")
+    batch = collected(found).batch
+    assert batch["reward"].tolist() == [0, 1.25, 0.5, 1.75]
+    assert found.log == ["generate", "sleep", "reward_model.score"]
+
+
+@pytest.mark.parametrize(("rule", "rewards"), [("zero", [0.0, 1.0, 0.0, 0.0]), ("drop", [0.0, 1.0, 0.0])])
+def test_a_sample_whose_reward_failed_counts_zero_or_is_dropped_and_is_said(
+    local_run: Run, rule: str, rewards: list[float]
+) -> None:
+    found = local_run(f"reward.on_failure={rule}")
+    found.rewards.reward = lambda uid, sample, greedy: None if (uid, sample) == ("1", 1) else float(sample)
+    assert collected(found).batch["reward"].tolist() == rewards
+    assert "1 rewards failed, the first: no reward" in found.said
+
+
+def test_a_round_in_which_every_reward_failed_is_an_error(local_run: Run) -> None:
+    found = local_run("reward.on_failure=drop")
+    found.rewards.reward = lambda uid, sample, greedy: None
+    with pytest.raises(RolloutError, match="given up because no reward"):
+        collected(found)
+
+
+def test_columns_of_the_records_travel_to_the_loss(local_run: Run) -> None:
+    found = local_run(
+        "algorithm.loss.name=custom", "algorithm.loss.function=losses.py:loss", "algorithm.loss.columns=level"
+    )
+    assert collected(found, position=4).batch["level"].tolist() == [4, 4, 5, 5]

@@ -1,0 +1,87 @@
+import json
+
+import numpy as np
+import pytest
+
+from balancing import CostModel
+from controller.cost_model_fitting import STEPS_BETWEEN_FITS, CostModelFitter, scaled_error
+from workers.model.timing import MicroStepTime
+
+HARDWARE = CostModel(2e-6, 3e-9, "second")
+
+
+def steps(count: int, noise: float = 0.0) -> list[list[MicroStepTime]]:
+    """Steps of 8 micro-steps of mixed lengths on `HARDWARE`, which takes 1 ms more for each."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        rows = [rng.integers(10, 3000, rng.integers(1, 9)) for _ in range(8)]
+        seconds = [(0.001 + HARDWARE.workload(row).sum()) * rng.normal(1, noise) for row in rows]
+        found.append(
+            [
+                MicroStepTime("update", 0.0, time, int(row.sum()), int(np.square(row).sum()))
+                for row, time in zip(rows, seconds, strict=True)
+            ]
+        )
+    return found
+
+
+def test_the_model_comes_to_follow_the_hardware() -> None:
+    wrong = CostModel(1.0, 0.0)
+    fitter = CostModelFitter(wrong, enabled=True)
+    measured = steps(STEPS_BETWEEN_FITS + 1, noise=0.01)
+    errors = [fitter.observe(step)["predicted_time_error"] for step in measured[:-1]]
+    assert fitter.cost_model.quadratic / fitter.cost_model.linear == pytest.approx(3e-9 / 2e-6, rel=0.1)
+    assert fitter.observe(measured[-1])["predicted_time_error"] < np.median(errors) / 3
+
+
+def test_a_run_that_must_repeat_keeps_its_model_and_still_tells_the_error() -> None:
+    wrong = CostModel(1.0, 0.0)
+    fitter = CostModelFitter(wrong, enabled=False)
+    errors = [fitter.observe(step)["predicted_time_error"] for step in steps(2 * STEPS_BETWEEN_FITS)]
+    assert np.median(errors) > 0.1
+    assert fitter.cost_model is wrong
+
+
+def test_what_was_learnt_comes_through_a_checkpoint() -> None:
+    learnt = CostModelFitter(CostModel(1.0, 0.0), enabled=True)
+    for step in steps(STEPS_BETWEEN_FITS, noise=0.01):
+        learnt.observe(step)
+    state = json.loads(json.dumps(learnt.state()))
+    resumed, fixed = (
+        CostModelFitter(CostModel(1.0, 0.0), enabled=True),
+        CostModelFitter(CostModel(1.0, 0.0), enabled=False),
+    )
+    resumed.load_state(state)
+    fixed.load_state(state)
+    assert resumed.cost_model == learnt.cost_model
+    assert resumed.state() == learnt.state()
+    assert fixed.cost_model == CostModel(1.0, 0.0)
+
+
+def test_without_a_fit_there_is_nothing_to_keep() -> None:
+    fitter = CostModelFitter(CostModel(1.0, 0.0), enabled=True)
+    assert fitter.state() is None
+    fitter.load_state(None)
+    assert fitter.cost_model == CostModel(1.0, 0.0)
+
+
+def test_micro_steps_too_alike_change_nothing() -> None:
+    model = CostModel(1.0, 1e-6)
+    fitter = CostModelFitter(model, enabled=True)
+    for _ in range(STEPS_BETWEEN_FITS):
+        fitter.observe([MicroStepTime("update", 0.0, 0.1, 100, 1000)] * 4)
+    assert fitter.cost_model is model
+
+
+def test_other_passes_and_micro_steps_without_work_do_not_count() -> None:
+    fitter = CostModelFitter(CostModel(1.0, 1e-6), enabled=True)
+    assert fitter.observe([MicroStepTime("log_probs", 0, 1.0, 10, 100), MicroStepTime("update", 0, 1.0, 0, 0)]) == {}
+
+
+def test_a_prediction_that_is_right_up_to_a_factor_has_no_error() -> None:
+    assert scaled_error(CostModel(1.0, 0.0), [(10, 0, 0.1), (30, 0, 0.3)]) == pytest.approx(0.0, abs=1e-12)
+    # Predicted 1 : 1, measured 1 : 3. x = (1, 1/3), c = (4/3) / (10/9) = 1.2; errors 0.2 and -0.6.
+    assert scaled_error(CostModel(1.0, 0.0), [(10, 0, 10.0), (10, 0, 30.0)]) == pytest.approx(
+        np.sqrt((0.04 + 0.36) / 2)
+    )

@@ -1,0 +1,34 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.planner import draw_mini_batches, with_group_tokens
+from workers.remote_batch import RemoteBatch
+
+
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(0, 5))
+def test_mini_batches_hold_every_row_once_and_differ_by_at_most_one(rows: int, count: int, seed: int) -> None:
+    drawn = draw_mini_batches(rows, count, seed, step=1)
+    assert sorted(np.concatenate(drawn).tolist()) == list(range(rows))
+    assert len(drawn) == min(rows, count)
+    sizes = [len(part) for part in drawn]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_p10_membership_is_random_but_repeats_with_the_seed() -> None:
+    drawn = [draw_mini_batches(64, 4, seed, step=1) for seed in (1, 1, 2)]
+    assert [part.tolist() for part in drawn[0]] == [part.tolist() for part in drawn[1]]
+    assert drawn[0][0].tolist() != drawn[2][0].tolist()
+    assert drawn[0][0].tolist() != list(range(16))
+
+
+def test_every_epoch_of_a_step_draws_anew_and_repeats_with_the_seed() -> None:
+    drawn = [draw_mini_batches(64, 4, seed=1, step=1, epoch=epoch) for epoch in (0, 1, 1)]
+    assert drawn[0][0].tolist() != drawn[1][0].tolist()
+    assert [part.tolist() for part in drawn[1]] == [part.tolist() for part in drawn[2]]
+
+
+def test_tokens_of_a_group_are_counted_in_each_mini_batch() -> None:
+    columns = {"uid": np.array(["b", "a", "b", "a", "b"]), "response_tokens": np.array([1, 2, 3, 4, 5])}
+    batch = with_group_tokens(RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])])
+    assert batch["group_tokens"].tolist() == [1, 6, 8, 6, 8]

@@ -1,0 +1,274 @@
+"""The rules of a step, one by one: the real trainer over roles that answer at once (`stand_ins.roles`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from balancing import Plan
+from controller.checkpoint import checkpoints_at
+from tests.controller.stand_ins.roles import LocalRun
+from workers.errors import ConfigError, MismatchError
+
+Run = Callable[..., LocalRun]
+UNPROVEN = "rollout.sampling.top_p=0.9"  # sampler and trainer cannot be compared exactly: no pass is added for that
+VALIDATION = ("data.validation=held_out.jsonl", "validation.keep_best=reward")
+
+
+def tokens_of_updates(run: LocalRun, name: str) -> list[str]:
+    """Where a token column of every update of the policy was made."""
+    return [batch.tokens[name].name if name in batch.tokens else "" for batch, _ in run.policy.updates]
+
+
+# Old log-probs
+
+
+def test_with_one_optimiser_step_the_update_makes_the_old_log_probs(local_run: Run) -> None:
+    found = local_run(UNPROVEN)
+    found.trainer.fit()
+    assert found.of("policy.log_probs") == []
+    assert tokens_of_updates(found, "old_log_probs") == ["", "", ""]
+
+
+def test_the_first_steps_compare_sampler_and_trainer_before_they_update(local_run: Run) -> None:
+    found = local_run("run.steps=4")
+    found.trainer.fit()
+    proof = ["policy.log_probs", "policy.update"]
+    assert found.of("policy.log_probs", "policy.update") == [*proof, *proof, "policy.update", "policy.update"]
+    assert tokens_of_updates(found, "old_log_probs") == [""] * 4
+
+
+@pytest.mark.parametrize("several", ["batch.mini_batches=2", "batch.epochs=2"])
+def test_before_several_optimiser_steps_a_pass_makes_the_old_log_probs(local_run: Run, several: str) -> None:
+    found = local_run(UNPROVEN, several, "run.steps=1")
+    found.trainer.fit()
+    assert found.of("policy.log_probs") == ["policy.log_probs"]
+    assert set(tokens_of_updates(found, "old_log_probs")) == {"policy log_probs"}
+
+
+def test_old_log_probs_of_older_samples_are_the_samplers(local_run: Run) -> None:
+    found = local_run(UNPROVEN, "rollout.overlap=true")
+    found.trainer.fit()
+    assert found.of("policy.log_probs") == []
+    assert set(tokens_of_updates(found, "old_log_probs")) == {"rollout_log_probs"}
+
+
+def test_old_entropies_come_from_the_same_pass(local_run: Run) -> None:
+    found = local_run(UNPROVEN, "algorithm.loss.old_entropies=true", "run.steps=1")
+    found.trainer.fit()
+    assert found.of("policy.log_probs") == ["policy.log_probs_and_entropies"]
+    assert tokens_of_updates(found, "old_entropies") == ["policy entropies"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [((), "reference.log_probs"), (("model.lora.rank=2",), "policy.reference_log_probs")],
+)
+def test_a_kl_reads_the_reference_or_the_policy_without_adapters(
+    local_run: Run, overrides: tuple[str, ...], passes: str
+) -> None:
+    found = local_run(UNPROVEN, "algorithm.loss.kl_coefficient=0.1", "run.steps=1", *overrides)
+    found.trainer.fit()
+    assert found.of("reference", "policy.reference") == [passes]
+    assert tokens_of_updates(found, "reference_log_probs") == [f"{passes.split('.')[0]} log_probs"]
+
+
+# Mismatch of sampler and trainer
+
+
+@pytest.mark.parametrize(("wrong_from", "updates"), [(1, 0), (2, 1)])
+def test_a_mismatch_at_equal_weights_stops_the_run_before_the_update(
+    local_run: Run, wrong_from: int, updates: int
+) -> None:
+    found = local_run("run.checkpoint_every=1")
+    if wrong_from == 1:
+        found.policy.mismatch = 0.1
+    else:  # the engines have kept their first weights
+        found.engines.update_weights = differing(found, found.engines.update_weights)
+    with pytest.raises(MismatchError, match=f"step {wrong_from}: log-probs of engines and trainer differ by 0.1"):
+        found.trainer.fit()
+    assert len(found.policy.updates) == updates
+    assert [path.name for path in checkpoints_at(found.folder)] == ["step-1"][:updates]
+
+
+def differing(run: LocalRun, update_weights: Callable[[None, int], None]) -> Callable[[None, int], None]:
+    """From the first weights of an update on, sampler and trainer differ."""
+
+    def update(weights: None, version: int) -> None:
+        update_weights(weights, version)
+        run.policy.mismatch = 0.1 if version else 0.0
+
+    return update
+
+
+def test_a_mismatch_of_an_update_stops_the_run_before_its_weights_are_sent(local_run: Run) -> None:
+    found = local_run(UNPROVEN, "policy.max_mismatch=0.5")
+    found.policy.mismatch = 0.6
+    with pytest.raises(MismatchError, match=r"step 1: .* above policy.max_mismatch=0.5"):
+        found.trainer.fit()
+    assert found.of("weights") == ["weights 0"]
+
+
+# Critic
+
+
+def test_in_its_warm_up_the_critic_learns_alone_and_weights_stay(local_run: Run) -> None:
+    found = local_run("algorithm.advantage=gae", "critic.warmup_steps=2", UNPROVEN)
+    outcome = found.trainer.fit()
+    updates = found.of("critic.update", "policy.update")
+    assert updates == ["critic.update", "critic.update", "critic.update", "policy.update"]
+    assert found.of("weights") == ["weights 0", "weights 1"]
+    assert [step["rollout/weight_version"] for step in outcome.steps] == [0, 0, 1]
+    assert found.of("policy.save", "critic.save") == ["policy.save model", "critic.save critic"]
+
+
+def test_a_step_of_ppo_is_in_order(local_run: Run) -> None:
+    found = local_run(
+        "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "batch.mini_batches=2", "run.steps=1"
+    )
+    found.trainer.fit()
+    begin, end = found.log.index("generate"), found.log.index("weights 1")
+    assert found.log[begin : end + 1] == [
+        "generate",
+        "sleep",
+        "policy.log_probs",
+        "reference.log_probs",
+        "critic.advantages",
+        "critic.update",
+        "policy.update",
+        "weights 1",
+    ]
+
+
+# Mini-batches and epochs
+
+
+def test_every_epoch_draws_its_own_mini_batches_and_policy_and_critic_share_them(local_run: Run) -> None:
+    found = local_run(UNPROVEN, "algorithm.advantage=gae", "batch.epochs=3", "batch.mini_batches=2", "run.steps=1")
+    outcome = found.trainer.fit()
+    assert [batch.meta["epoch"] for batch, _ in found.policy.updates] == [0, 1, 2]
+    drawn = [mini_batches_of(plan) for _, plan in found.policy.updates]
+    assert drawn == [mini_batches_of(plan) for _, plan in found.critic.updates]
+    assert len({str(epoch) for epoch in drawn}) > 1
+    assert outcome.steps[0]["policy/loss"] == 1.0  # the mean over epochs, each of which gives 1
+
+
+def mini_batches_of(plan: Plan) -> list[list[int]]:
+    return [sorted(mini_batch.rows.tolist()) for mini_batch in plan.mini_batches]
+
+
+# Lookahead
+
+
+def test_samples_are_one_version_old_but_in_the_first_step_and_after_a_checkpoint(local_run: Run) -> None:
+    found = local_run(
+        "rollout.overlap=true", "run.steps=5", "run.checkpoint_every=3", *VALIDATION, "validation.every=1"
+    )
+    outcome = found.trainer.fit()
+    assert [step["rollout/staleness_max"] for step in outcome.steps] == [0, 1, 1, 0, 1]
+    assert len(found.of("generate")) == 5 + 6  # nothing is begun in the last step; six validations
+    uids = [request.uid for requests, _ in found.engines.rounds for request in requests[::2] if int(request.uid) < 1000]
+    assert sorted(map(int, uids)) == list(range(10))  # every prompt once
+
+
+def test_without_overlap_samples_are_of_the_newest_weights(local_run: Run) -> None:
+    outcome = local_run().trainer.fit()
+    assert [step["rollout/staleness_max"] for step in outcome.steps] == [0, 0, 0]
+
+
+# A step without anything to learn from
+
+
+def test_a_step_without_signal_updates_nothing_and_counts(local_run: Run) -> None:
+    found = local_run("algorithm.groups_without_signal=drop")
+    found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < 2 else 1)
+    outcome = found.trainer.fit()
+    assert found.of("policy.update") == ["policy.update"]
+    assert [step["rollout/samples_without_signal"] for step in outcome.steps] == [0, 4, 4]
+    assert [step["rollout/weight_version"] for step in outcome.steps] == [1, 1, 1]
+    assert ["policy/loss" in step for step in outcome.steps] == [True, False, False]
+
+
+# What is saved when
+
+
+def checkpoints(run: LocalRun) -> list[str]:
+    return [path.name for path in checkpoints_at(run.folder)]
+
+
+def test_checkpoints_and_models_are_saved_when_they_are_due(local_run: Run) -> None:
+    found = local_run("run.steps=5", "run.checkpoint_every=2", "run.save_every=3", "run.keep_checkpoints=2")
+    found.trainer.fit()
+    assert checkpoints(found) == ["step-4", "step-2"]
+    assert found.of("policy.save") == ["policy.save model-3", "policy.save model"]
+
+
+def test_a_run_without_checkpoints_saves_its_last_model_alone(local_run: Run) -> None:
+    found = local_run()
+    found.trainer.fit()
+    assert checkpoints(found) == []
+    assert found.of("policy.save") == ["policy.save model"]
+
+
+def test_the_best_model_is_saved_whenever_validation_improves(local_run: Run) -> None:
+    found = local_run("run.steps=4", *VALIDATION, "validation.every=1")
+    values = iter([0.5, 0.4, 0.7, 0.6, 0.8])  # the first is of the model that the run was given
+    by_validation: dict[int, float] = {}
+
+    def reward(uid: str, sample: int, greedy: bool) -> float:
+        if int(uid) < 1000:
+            return float(sample % 2)
+        number = len(found.engines.rounds)
+        by_validation[number] = by_validation.get(number) or next(values)
+        return by_validation[number]
+
+    found.rewards.reward = reward
+    outcome = found.trainer.fit()
+    assert found.of("policy.save") == ["policy.save model-best", "policy.save model-best", "policy.save model"]
+    assert (outcome.before["reward"], outcome.after["reward"]) == (0.5, 0.8)
+    assert found.trainer.progress.best == 0.8
+
+
+def test_the_best_by_a_metric_that_there_is_not_is_refused(local_run: Run) -> None:
+    found = local_run(VALIDATION[0], "validation.keep_best=nothing")
+    with pytest.raises(ConfigError, match=r"validation\.keep_best=nothing is not a validation metric"):
+        found.trainer.fit()
+
+
+def interrupting(run: LocalRun, method: str, time: int) -> None:
+    """Ctrl-C in the `time`-th call of a method of the policy."""
+    usual, calls = getattr(run.policy, method), []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == time:
+            raise KeyboardInterrupt
+        return usual(*arguments)
+
+    setattr(run.policy, method, interrupted)
+
+
+@pytest.mark.parametrize(
+    ("method", "every", "left"),
+    [
+        ("log_probs", 2, ["step-3", "step-2"]),  # step 3 is saved at the stop
+        ("update", 2, ["step-2"]),  # the policy may have taken a part of step 4
+        ("log_probs", 0, []),
+    ],
+)
+def test_an_interrupt_leaves_a_checkpoint_of_the_last_complete_step(
+    local_run: Run, method: str, every: int, left: list[str]
+) -> None:
+    found = local_run(f"run.checkpoint_every={every}", "batch.mini_batches=2", "run.steps=5")
+    interrupting(found, method, 4)
+    with pytest.raises(KeyboardInterrupt):
+        found.trainer.fit()
+    assert checkpoints(found) == left
+
+
+def test_a_run_that_goes_on_validates_no_second_time_before_its_first_step(local_run: Run) -> None:
+    found = local_run(*VALIDATION, "run.steps=2")
+    found.trainer.progress.step = 1
+    outcome = found.trainer.fit()
+    assert len(outcome.steps) == 1
+    assert len(found.of("generate")) == 1 + 1

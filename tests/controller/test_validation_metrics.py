@@ -1,0 +1,52 @@
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.validation_metrics import ScoredResponse, majority_is_right, pass_at_k, summarize
+
+
+def response(uid: str, reward: float, *, source: str = "sums", answer: str = "", **parts: float) -> ScoredResponse:
+    return ScoredResponse(uid, source, {"reward": reward, **parts}, answer)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_right_response(right: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(right)))
+    draws = list(combinations(right, k))
+    assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_the_most_frequent_answer_decides() -> None:
+    assert majority_is_right(["4", "5", "4"], [True, False, True]) == 1.0
+    assert majority_is_right(["4", "5", "5"], [True, False, False]) == 0.0
+    assert majority_is_right(["4", "5"], [True, False]) == 0.5  # a tie counts by halves, whatever the order
+    assert majority_is_right(["", "", "4"], [False, False, True]) == 1.0  # no answer, no vote
+    assert majority_is_right(["", ""], [False, False]) == 0.0
+
+
+def test_one_response_a_prompt_gives_means_alone() -> None:
+    metrics = summarize([response("a", 1.0, exact=1.0), response("b", 0.5)], "reward", 1.0)
+    assert metrics == {"reward": 0.75, "exact": 1.0}
+
+
+def test_several_responses_give_pass_and_majority() -> None:
+    responses = [response("a", r, answer=x) for r, x in ((1, "4"), (0, "5"), (1, "4"))]
+    responses += [response("b", r, answer=x) for r, x in ((0, "1"), (0, "1"), (1, "2"))]
+    metrics = summarize(responses, "reward", 1.0)
+    assert metrics["pass@1"] == pytest.approx(0.5)
+    assert metrics["pass@2"] == pytest.approx((1 + 2 / 3) / 2)
+    assert metrics["pass@3"] == 1.0
+    assert metrics["maj@3"] == 0.5
+
+
+def test_success_may_be_a_part_of_the_reward() -> None:
+    responses = [response("a", 0.9, exact=e) for e in (1.0, 0.0)]
+    assert summarize(responses, "exact", 1.0)["pass@1"] == 0.5
+    assert summarize(responses, "reward", 1.0)["pass@1"] == 0.0
+
+
+def test_sources_are_told_apart_where_there_are_several() -> None:
+    metrics = summarize([response("a", 1.0), response("b", 0.0, source="products")], "reward", 1.0)
+    assert metrics == {"reward": 0.5, "products/reward": 0.0, "sums/reward": 1.0}

@@ -1,0 +1,5 @@
+"""The process of `workers.isolation.process.Process`."""
+
+from workers.isolation.process import main
+
+main()

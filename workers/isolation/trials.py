@@ -1,0 +1,32 @@
+"""Functions for `ask` that import torch or transformers, which settings and their checks must not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from workers.config import LossConfig
+from workers.errors import ConfigError
+from workers.isolation.process import named
+from workers.user_code import load
+
+
+def bind_loss(key: str, name: str) -> None:
+    """Import the policy loss `name` that setting `key` names, and bind it as workers do. Raises ConfigError."""
+    load(key, name)  # first, so that every error of the import is ours, and need not wait for torch
+    from workers.model.losses import make_policy_loss
+
+    make_policy_loss(LossConfig(name="custom", function=name))
+
+
+def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
+    """Render prompts, each a list of chat messages. Raises ConfigError, naming `which` template, for one that fails.
+
+    options: special tokens, and add_generation_prompt.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for number, messages in enumerate(prompts, start=1):
+        try:
+            render_jinja_template([messages], chat_template=template, **options)
+        except Exception as error:
+            line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
+            raise ConfigError(f"{which} raised {named(error)}{line}, on prompt {number} of those tried.") from None

@@ -1,0 +1,147 @@
+"""Rules on the settings that a model can be trained with, shared by `--dry-run` and the engine.
+
+    settings, config.json  --rules--> refused in a second     controller.preflight, before torch is imported
+    settings, loaded model --rules--> refused                 the engine: a model may need more than its file says
+
+`model` is the name of the model in messages. Settings have the names of a run's configuration.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workers.config import ParallelConfig
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.families import KERNEL_FEATURES, TENSOR_PARALLEL_FAMILIES, uncomputed_features
+from workers.model_config import CUDA_KERNELS, ModelConfig
+
+
+def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:
+    """Raise UnsupportedModelError, naming the feature, if a configuration asks for one that `layout` does not compute.
+
+    features: as `uncomputed_features` takes them. layout: `packed`, or `padded`, which goes through transformers' own
+    attention and layers of any kind. shared: whether ranks share sequences or layers.
+    """
+    asked = uncomputed_features(features, layout)
+    if not asked:
+        return
+    advice = "take another model"
+    if layout == "packed" and not uncomputed_features(features, "padded"):
+        advice = "set model.layout=padded" + " and policy.parallel to 1" * shared
+    raise UnsupportedModelError(
+        f"{model} with {', '.join(asked)}, which model.layout={layout} does not compute; {advice}."
+    )
+
+
+def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
+    """Why `model.attention=kernel` does not run on this device in this precision, or an empty string.
+
+    layout: of attention, see `ModelConfig.attention_layout`.
+    """
+    kernels = ("auto", *KERNEL_FEATURES[layout])
+    if kernel not in kernels:
+        return f"is for padded rows that ranks do not share (policy.parallel); set one of {', '.join(kernels)}"
+    if kernel in CUDA_KERNELS and not cuda:
+        return "is a CUDA kernel and the run uses CPUs; set auto or sdpa"
+    if kernel in CUDA_KERNELS and not half:
+        return "takes half precision only; set model.dtype=bfloat16, or attention=sdpa"
+    return ""
+
+
+def check_kernel_features(kernel: str, layout: str, features: frozenset[str], model: str) -> None:
+    """Raise UnsupportedModelError if an attention kernel, other than `auto`, leaves out what a model needs.
+
+    features: see `families.required_features`.
+    """
+    missing = features - KERNEL_FEATURES[layout].get(kernel, features)
+    if missing:
+        raise UnsupportedModelError(
+            f"{model} with {', '.join(sorted(missing))}, which model.attention={kernel} does not compute with "
+            f"model.layout={layout}; set model.attention=auto."
+        )
+
+
+def check_context_parallel(
+    parallel: ParallelConfig, model: str, *, recurrent: bool, heads: int | None, features: frozenset[str]
+) -> None:
+    """Raise UnsupportedModelError if ranks cannot share the sequences of a model.
+
+    recurrent: whether layers carry a state from token to token. heads: of the queries, None if unknown. features: see
+    `families.required_features`.
+    """
+    sharing = parallel.context_parallel * parallel.tensor_parallel
+    if parallel.context_parallel == 1:
+        return
+    if recurrent:
+        raise UnsupportedModelError(
+            f"{model} carries a state from token to token, which ranks that share a sequence do not hand on; set "
+            "policy.parallel.context_parallel=1."
+        )
+    if parallel.context_parallel_method == "ulysses" and heads is not None and heads % sharing:
+        raise UnsupportedModelError(
+            f"{model} has {heads} attention heads, which policy.parallel.context_parallel * tensor_parallel = "
+            f"{sharing} does not divide; set policy.parallel.context_parallel_method=ring."
+        )
+    if parallel.context_parallel_method == "ring" and features:
+        raise UnsupportedModelError(
+            f"{model} with {', '.join(sorted(features))}, and ring attention is causal only; set "
+            "policy.parallel.context_parallel_method=ulysses."
+        )
+
+
+def check_ring_settings(parallel: ParallelConfig, kernel: str, *, cuda: bool, half: bool) -> None:
+    """Raise ConfigError if ring attention does not go with `model.attention=kernel`, the device and the precision."""
+    if parallel.context_parallel == 1 or parallel.context_parallel_method != "ring":
+        return
+    if kernel != "auto":
+        raise ConfigError(
+            f"model.attention={kernel} has no effect without policy.parallel.context_parallel_method=ulysses (ring "
+            "has kernels of its own); set that, or remove model.attention."
+        )
+    if cuda and not half:
+        raise ConfigError(
+            "policy.parallel.context_parallel_method=ring needs half precision on GPUs; set model.dtype=bfloat16, or "
+            "ulysses."
+        )
+
+
+def check_value_head(parallel: ParallelConfig, role: str) -> None:
+    """Raise ConfigError if ranks would share the layers of a model with a value head, which `role` names."""
+    if parallel.tensor_parallel > 1:
+        raise ConfigError(
+            f"policy.parallel.tensor_parallel={parallel.tensor_parallel} would share the {role}'s layers between "
+            "ranks, too, which a value head cannot; set it to 1, or use context_parallel."
+        )
+
+
+def check_tensor_parallel(
+    parallel: ParallelConfig, settings: ModelConfig, model: str, family: str, sizes: Mapping[str, Any]
+) -> None:
+    """Raise if ranks cannot share the layers of a model.
+
+    UnsupportedModelError for a family (`model_type`) whose layers are not known here, and for sizes, by their names in
+    config.json, that do not divide; ConfigError for adapters, whose two small matrices are not worth sharing, and for
+    compiled layers: with torch 2.13, tracing a layer of DTensors ends in a RecursionError.
+    """
+    tp = parallel.tensor_parallel
+    if tp == 1:
+        return
+    if family not in TENSOR_PARALLEL_FAMILIES:
+        raise UnsupportedModelError(
+            f"{model} is not shared by policy.parallel.tensor_parallel, which is for "
+            f"{', '.join(TENSOR_PARALLEL_FAMILIES)}; set it to 1."
+        )
+    if settings.lora.rank:
+        raise ConfigError(
+            "adapters are not shared between ranks; set model.lora.rank=0 or policy.parallel.tensor_parallel=1."
+        )
+    if settings.compile:
+        raise ConfigError(
+            "model.compile does not take layers that ranks share; set model.compile=false or "
+            "policy.parallel.tensor_parallel=1."
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = sizes.get(name)
+        if size is not None and size % tp:
+            raise UnsupportedModelError(
+                f"{model} has {name}={size}, which policy.parallel.tensor_parallel={tp} does not divide; set it to 1."
+            )

@@ -1,0 +1,32 @@
+"""Placement of engines: the device each kind needs, its way to get weights, and the ranks it shares GPUs with.
+
+Rules for the settings' checks, the run and the engines alike; imports nothing heavy.
+"""
+
+from workers.errors import ConfigError
+
+BACKENDS = {"shared_memory": "shared_memory", "colocated": "ipc", "apart": "nccl"}
+"""The way that weights take to the engines, by rollout.placement."""
+
+
+def fits_device(placement: str, *, has_gpu: bool) -> bool:
+    """Whether an engine of this placement can run: `shared_memory` on a CPU, `colocated` and `apart` on a GPU."""
+    return (placement == "shared_memory") != has_gpu
+
+
+def check_placement(placement: str, *, has_gpu: bool) -> None:
+    """Raise ConfigError if an engine on this device cannot receive weights the placement's way."""
+    if placement not in BACKENDS:
+        raise ConfigError(f"rollout.placement={placement} is unknown; use one of {', '.join(BACKENDS)}.")
+    if not fits_device(placement, has_gpu=has_gpu):
+        device = "GPU" if has_gpu else "CPU"
+        fit = "colocated or apart" if has_gpu else "shared_memory"
+        raise ConfigError(
+            f"rollout.placement={placement} sends weights by {BACKENDS[placement]}, which an engine on a {device} "
+            f"cannot receive; set rollout.placement to {fit}."
+        )
+
+
+def ranks_of_engine(replica: int, tensor_parallel: int) -> range:
+    """The policy ranks whose GPUs a colocated engine shares: consecutive ones, engine after engine."""
+    return range(replica * tensor_parallel, (replica + 1) * tensor_parallel)
