@@ -9,22 +9,16 @@ from functools import partial
 from typing import Any
 
 from controller.config.offline import PreferencesConfig
-from controller.offline.datasets import Item
 from controller.offline.running import OfflineCommand
-from controller.offline.tokenized import conversations, pair_rows
+from controller.offline.tokenized import Example, preference_examples
 from controller.preflight.arguments import Command
 from controller.records import Record
 from controller.session import exit_code
 
 
-def _tokenize(config: PreferencesConfig, tokenizer: Any, record: Record, where: str) -> Item:
+def _examples(config: PreferencesConfig, record: Record, where: str) -> tuple[Example, ...]:
     data = config.data
-    return pair_rows(tokenizer, record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
-
-
-def _chats(config: PreferencesConfig, record: Record) -> list[Any]:
-    data = config.data
-    return conversations(record, "", data.prompt_key, data.chosen_key, data.rejected_key)
+    return preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
 
 
 def _trainer() -> Any:
@@ -36,8 +30,7 @@ def _trainer() -> Any:
 PREFERENCES = OfflineCommand(
     Command("controller.preferences", "Train a policy on pairs of responses.", PreferencesConfig),
     PreferencesConfig,
-    _tokenize,
-    _chats,
+    _examples,
     _trainer,
 )
 

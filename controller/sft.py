@@ -9,22 +9,16 @@ from functools import partial
 from typing import Any
 
 from controller.config.offline import SftConfig
-from controller.offline.datasets import Item
 from controller.offline.running import OfflineCommand
-from controller.offline.tokenized import conversations, record_row
+from controller.offline.tokenized import Example, sft_examples
 from controller.preflight.arguments import Command
 from controller.records import Record
 from controller.session import exit_code
 
 
-def _tokenize(config: SftConfig, tokenizer: Any, record: Record, where: str) -> Item:
+def _examples(config: SftConfig, record: Record, where: str) -> tuple[Example, ...]:
     data = config.data
-    return (record_row(tokenizer, record, (data.messages_key, data.prompt_key, data.response_key), where),)
-
-
-def _chats(config: SftConfig, record: Record) -> list[Any]:
-    data = config.data
-    return conversations(record, data.messages_key, data.prompt_key, data.response_key)
+    return sft_examples(record, (data.messages_key, data.prompt_key, data.response_key), where)
 
 
 def _trainer() -> Any:
@@ -34,7 +28,7 @@ def _trainer() -> Any:
 
 
 SFT = OfflineCommand(
-    Command("controller.sft", "Train a policy on given responses.", SftConfig), SftConfig, _tokenize, _chats, _trainer
+    Command("controller.sft", "Train a policy on given responses.", SftConfig), SftConfig, _examples, _trainer
 )
 
 

@@ -1,18 +1,23 @@
 """Datasets: tokenized records, dealt in an endless stream of epochs; a step's tokens go to the object store once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from controller.config.offline import OfflineDataConfig
 from controller.data import epoch_order
-from controller.offline.tokenized import Row
-from controller.records import Record
+from controller.offline.tokenized import Example, Row, example_row
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
 
 Item = tuple[Row, ...]
-"""The sequences of one record, which are of one step."""
+"""The sequences of one record. They are trained on in the same step."""
+
+
+def record_name(path: str, index: int) -> str:
+    """Of the record at `index`, from 0, of a file: messages count from 1, as editors count lines."""
+    return f"{path} record {index + 1}"
 
 
 class SequenceDataset:
@@ -20,15 +25,15 @@ class SequenceDataset:
 
     def __init__(
         self,
-        records: Sequence[Record],
-        tokenize: Callable[[Record, str], Item],
+        records: Sequence[tuple[Example, ...]],
+        tokenizer: Any,
         settings: OfflineDataConfig,
         *,
         name: str,
         shuffle: bool,
         seed: int = 0,
     ) -> None:
-        """tokenize: (record, where it stands) -> its sequences.
+        """records: the examples of each.
 
         Raises DataError on a record that cannot be tokenized, on one that is too long with over_long="error", and when
         nothing is left.
@@ -36,20 +41,21 @@ class SequenceDataset:
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        for number, record in enumerate(records, start=1):
-            self._add(tokenize(record, f"{name} record {number}"), settings, number)
+        for index, record in enumerate(records):
+            where = record_name(name, index)
+            self._add(tuple(example_row(tokenizer, example, where) for example in record), settings, where)
         if not self._items:
             raise DataError(
-                f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}."
+                f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}; raise it."
             )
 
-    def _add(self, item: Item, settings: OfflineDataConfig, number: int) -> None:
+    def _add(self, item: Item, settings: OfflineDataConfig, where: str) -> None:
         longest = max(len(row["input_ids"]) for row in item)
         if longest <= settings.max_tokens:
             self._items.append(item)
         elif settings.over_long == "error":
             raise DataError(
-                f"{self.name} record {number} has {longest} tokens; raise data.max_tokens ({settings.max_tokens}) or "
+                f"{where} has {longest} tokens; raise data.max_tokens ({settings.max_tokens}) or "
                 "set data.over_long=drop."
             )
         else:

@@ -1,10 +1,13 @@
-"""What `controller.sft` and `controller.preferences` share: read, start, train, report."""
+"""Shared by `controller.sft` and `controller.preferences`:
+
+records --examples--> examples --tokenizer--> SequenceDataset --> Ray, roles, trainer --> report
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from balancing import CostModel
 from controller.checkpoint import check_same_data
@@ -13,7 +16,8 @@ from controller.config import load_as
 from controller.config.offline import OfflineConfig
 from controller.data_identity import DataIdentity, offline_identity
 from controller.inputs import TRIED_PROMPTS, limited_tokenizer, try_template
-from controller.offline.datasets import Item, SequenceDataset
+from controller.offline.datasets import SequenceDataset, record_name
+from controller.offline.tokenized import Example
 from controller.parity import parity_lines
 from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.describe import describe
@@ -32,21 +36,25 @@ if TYPE_CHECKING:
     from controller.watching.live_metrics import LiveMetrics
 
 Settings = TypeVar("Settings", bound=OfflineConfig)
+Examples = dict[str, list[tuple[Example, ...]]]
+"""Of every record, by path."""
 
 
 @dataclass(frozen=True)
 class OfflineCommand(Generic[Settings]):
-    """One of the commands. tokenize: (settings, tokenizer, record, where it stands) -> its sequences. chats: (settings,
-    record) -> its conversations. trainer: gives the class of its trainer, which is imported when it is needed."""
+    """One of the commands. examples: (settings, record, the record's name) -> examples of the record. trainer: returns
+    the class of its trainer, which is imported when it is needed."""
 
     arguments: Command
     schema: type[Settings]
-    tokenize: Callable[[Settings, Any, Record, str], Item]
-    chats: Callable[[Settings, Record], list[Any]]
+    examples: Callable[[Settings, Record, str], tuple[Example, ...]]
     trainer: Callable[[], type["OfflineTrainer[Settings]"]]
 
     def prepare(self, arguments: Sequence[str] | None) -> Callable[[], None] | None:
-        """What starts the run; None after a dry run. Raises ConfigError or DataError for what cannot be."""
+        """Returns the function that starts the run; None after a dry run, or if the run has ended already.
+
+        Raises ConfigError or DataError for settings and data that cannot work.
+        """
         request = parse_arguments(arguments, self.arguments)
         config = load_as(self.schema, request.config, request.overrides)
         check_offline(config)
@@ -65,37 +73,41 @@ class OfflineCommand(Generic[Settings]):
         """Print what would run and where, then read the data and load small models; raises as these do."""
         print(describe(config))
         print("\n== inputs ==")
-        for path, records in self.try_records(config).items():
-            print(f"{path}: {counted(len(records), 'record')}")
+        for path, examples in self.read_examples(config)[0].items():
+            print(f"{path}: {counted(len(examples), 'record')}")
         print("records are not counted in tokens: that takes the tokenizer, with which a run begins")
         for line in parity_lines(config):
             print(line)
 
-    def try_records(self, config: Settings) -> dict[str, list[Record]]:
-        """The records by path, once the chat template has rendered the first of each.
+    def read_examples(self, config: Settings) -> tuple[Examples, DataIdentity]:
+        """The examples of every record, and the identity of data.train without `records`; needs no tokenizer.
 
-        Raises DataError for what cannot be read, ConfigError where the template fails or run.resume has other data.
+        Raises DataError for what cannot be read, ConfigError if run.resume has other data or the chat template fails.
         """
-        paths = filter(None, (config.data.train, config.data.validation))
-        read = {path: read_records(path) for path in paths}
-        check_same_data(config, offline_identity(config, read[config.data.train]))
-        first = [record for records in read.values() for record in records[:TRIED_PROMPTS]]
-        try_template(config, [chat for record in first for chat in self.chats(config, record)], answered=True)
-        return read
+        read = {path: read_records(path) for path in (config.data.train, config.data.validation) if path}
+        identity = offline_identity(config, read[config.data.train])
+        check_same_data(config, identity)
+        examples = {
+            path: [self.examples(config, record, record_name(path, index)) for index, record in enumerate(records)]
+            for path, records in read.items()
+        }
+        first = [example for records in examples.values() for record in records[:TRIED_PROMPTS] for example in record]
+        chats = [[*prompt, *response] for prompt, response in first if isinstance(response, list)]
+        try_template(config, chats, answered=True)
+        return examples, identity
 
     def read_inputs(self, config: Settings) -> "Inputs":
         """Data and cost model. Raises ConfigError or DataError for what cannot be used."""
-        read = self.try_records(config)
+        examples, identity = self.read_examples(config)
         cost_model = CostModel.from_model_config(config.model_description())
-        tokenize = partial(self.tokenize, config, limited_tokenizer(config))
-        data, seed = config.data, config.run.seed
+        tokenizer, data, seed = limited_tokenizer(config), config.data, config.run.seed
 
         def dataset(path: str, *, shuffle: bool) -> SequenceDataset:
-            return SequenceDataset(read[path], tokenize, data, name=path, shuffle=shuffle, seed=seed)
+            return SequenceDataset(examples[path], tokenizer, data, name=path, shuffle=shuffle, seed=seed)
 
         validation = dataset(data.validation, shuffle=False) if data.validation else None
         train = dataset(data.train, shuffle=data.shuffle)
-        identity = offline_identity(config, read[data.train]) | {"records": len(train)}
+        identity |= {"records": len(train)}
         check_same_data(config, identity)
         return Inputs(train, validation, cost_model, identity)
 
@@ -119,7 +131,7 @@ class OfflineCommand(Generic[Settings]):
 
     @contextmanager
     def training(self, config: Settings, inputs: "Inputs", console: "Console") -> Iterator["OfflineTrainer[Settings]"]:
-        """The roles of a run on a connected Ray, its folder, and a trainer that stands where run.resume says."""
+        """Start the roles on a connected Ray and yield a trainer, loaded from the checkpoint of run.resume."""
         from controller.roles import start_training_roles
         from workers.offline_policy import OfflinePolicyWorker
 
@@ -135,8 +147,7 @@ class OfflineCommand(Generic[Settings]):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run needs beside its configuration, read and checked before anything starts. identity: of the training
-    data, for its checkpoints."""
+    """Read and checked before anything starts. identity: of the training data, for checkpoints."""
 
     train: SequenceDataset
     validation: SequenceDataset | None

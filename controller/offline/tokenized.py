@@ -1,8 +1,10 @@
-"""Records as token ids, with a mask of the tokens that are learned.
+"""Records as token ids, with a mask of the tokens to learn.
 
-text prompt + response + <eos>                             the response and <eos>
-chat messages --template with {% generation %} marks-->    what it marks
-chat messages --template without-->                        what each assistant message adds to the tokens before it
+    record --sft_examples, preference_examples--> (prompt, response), ... --example_row--> Row
+
+    text prompt, text response                                 learned: the response and <eos>
+    chat messages, template with {% generation %} marks        learned: what the template marks in the response
+    chat messages, template without marks                      learned: what each assistant message adds to the tokens
 
 T tokens of a sequence.
 """
@@ -13,75 +15,40 @@ from typing import Any
 
 import numpy as np
 
-from controller.data import rendered, tokenize
+from controller.data import check_prompt, rendered, tokenize
 from controller.records import Record
 from workers.errors import DataError
 
 Row = dict[str, np.ndarray]
 """`input_ids` int32 [T], `loss_mask` bool [T]."""
 Messages = list[dict[str, Any]]
+Example = tuple[Any, Any]
+"""A prompt and its response: two texts, or two lists of chat messages."""
 MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
-def conversation_row(tokenizer: Any, messages: Any, where: str) -> Row:
-    """All assistant turns of a conversation are learned.
+def sft_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example]:
+    """The conversation of a record, which has no prompt, or its prompt and response.
 
-    Raises DataError, naming the record `where`, if there is none, or if its tokens cannot be told.
+    keys: columns of the conversation, the prompt, the response. Raises DataError, naming the record `where`, for a
+    record without these or of other types.
     """
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where} needs a list of chat messages, not {type(messages).__name__}.")
-    return _chat_row(tokenizer, messages, 0, where)
-
-
-def response_row(tokenizer: Any, prompt: Any, response: Any, where: str) -> Row:
-    """The response to a prompt is learned: a text, or chat messages behind those of the prompt.
-
-    Raises DataError as `conversation_row` does, and for a response of another form than the prompt's.
-    """
-    if isinstance(prompt, list):
-        if not isinstance(response, (str, list)):
-            raise DataError(f"{where} has a response of type {type(response).__name__}; a string or chat messages.")
-        return _chat_row(tokenizer, _answered(prompt, response), len(prompt), where)
-    if not isinstance(response, str):
-        raise DataError(f"{where} has a text as prompt, and a response of type {type(response).__name__}.")
-    if tokenizer.eos_token_id is None:
-        raise DataError(f"{where}: the tokenizer of model.path has no end-of-sequence token to end a response with.")
-    before = tokenize(tokenizer, prompt, where=where)
-    learned = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    return _row([*before.tolist(), *learned], [False] * len(before) + [True] * len(learned), where)
-
-
-def conversations(record: Record, messages: str, prompt: str, *responses: str) -> list[Any]:
-    """What of a record goes through a chat template: nothing of texts. The others are columns, as of `record_row`."""
-    if messages in record:
-        return [record[messages]]
-    given, found = record.get(prompt), [record[key] for key in responses if isinstance(record.get(key), (str, list))]
-    if given is None:
-        return [response for response in found if isinstance(response, list)]
-    return [_answered(given, response) for response in found] if isinstance(given, list) else []
-
-
-def _answered(prompt: Messages, response: str | Messages) -> Messages:
-    return [*prompt, *([{"role": "assistant", "content": response}] if isinstance(response, str) else response)]
-
-
-def record_row(tokenizer: Any, record: Record, keys: tuple[str, str, str], where: str) -> Row:
-    """A record of supervised fine-tuning. keys: columns of the conversation, the prompt, the response."""
     messages, prompt, response = keys
-    if messages in record:
-        return conversation_row(tokenizer, record[messages], where)
+    if record.get(messages) is not None:
+        return (([], _messages(record[messages], where)),)
     if missing := [key for key in (prompt, response) if key not in record]:
         raise DataError(
             f"{where} has neither {messages!r} nor {missing[0]!r}; set data.messages_key, or data.prompt_key and "
             "data.response_key, to its columns."
         )
-    return response_row(tokenizer, record[prompt], record[response], where)
+    return (_example(record[prompt], record[response], where),)
 
 
-def pair_rows(tokenizer: Any, record: Record, keys: tuple[str, str, str], where: str) -> tuple[Row, Row]:
-    """The chosen and the rejected sequence of a record. keys: columns of the prompt, the chosen, the rejected one.
+def preference_examples(record: Record, keys: tuple[str, str, str], where: str) -> tuple[Example, Example]:
+    """The chosen and the rejected example of a record. keys: columns of the prompt, the chosen, the rejected response.
 
-    Without a prompt's column both are whole conversations, whose first equal messages are the prompt.
+    Without a prompt both are whole conversations; the messages that both begin with are the prompt. Raises DataError as
+    `sft_examples`.
     """
     prompt_key, *response_keys = keys
     if missing := [key for key in response_keys if key not in record]:
@@ -91,7 +58,7 @@ def pair_rows(tokenizer: Any, record: Record, keys: tuple[str, str, str], where:
     if prompt is None:
         prompt = _common_start(chosen, rejected, where)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    return response_row(tokenizer, prompt, chosen, where), response_row(tokenizer, prompt, rejected, where)
+    return _example(prompt, chosen, where), _example(prompt, rejected, where)
 
 
 def _common_start(chosen: Any, rejected: Any, where: str) -> Messages:
@@ -102,6 +69,45 @@ def _common_start(chosen: Any, rejected: Any, where: str) -> Messages:
     if same == 0:
         raise DataError(f"{where} has no prompt, and its chosen and rejected messages begin differently.")
     return list(chosen[:same])
+
+
+def _example(prompt: Any, response: Any, where: str) -> Example:
+    if isinstance(prompt, str) and isinstance(response, str):
+        return prompt, response
+    if isinstance(prompt, str):
+        raise DataError(f"{where} has a text as prompt, and a response of type {type(response).__name__}.")
+    if isinstance(response, str):
+        response = [{"role": "assistant", "content": response}]
+    return _messages(prompt, where), _messages(response, where)
+
+
+def _messages(value: Any, where: str) -> Messages:
+    if not isinstance(value, list):
+        raise DataError(f"{where} has a value of type {type(value).__name__} in place of a list of chat messages.")
+    if not value:
+        raise DataError(f"{where} has an empty list of chat messages.")
+    check_prompt(value, where)
+    return value
+
+
+def example_row(tokenizer: Any, example: Example, where: str) -> Row:
+    """The tokens of prompt and response; of the response the text, or all assistant turns, are learned.
+
+    Raises DataError, naming the record `where`, if there is no token to learn, or if the template's rendering does not
+    show which tokens are the assistant's.
+    """
+    prompt, response = example
+    if isinstance(response, str):
+        return _text_row(tokenizer, prompt, response, where)
+    return _chat_row(tokenizer, [*prompt, *response], len(prompt), where)
+
+
+def _text_row(tokenizer: Any, prompt: Any, response: str, where: str) -> Row:
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"{where}: the tokenizer of model.path has no end-of-sequence token to end a response with.")
+    before = tokenize(tokenizer, prompt, where=where)
+    learned = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return _row([*before.tolist(), *learned], [False] * len(before) + [True] * len(learned), where)
 
 
 def _chat_row(tokenizer: Any, messages: Messages, first: int, where: str) -> Row:
@@ -122,7 +128,7 @@ def _row_by_prefixes(tokenizer: Any, messages: Messages, first: int, where: str)
     ids = rendered(tokenizer, messages, where)
     learned = np.zeros(len(ids), dtype=bool)
     for index in range(first, len(messages)):
-        if messages[index].get("role") == "assistant":
+        if messages[index]["role"] == "assistant":
             start = _length_of_start(tokenizer, messages[:index], ids, where, turn_follows=True)
             stop = _length_of_start(tokenizer, messages[: index + 1], ids, where, turn_follows=False)
             learned[start:stop] = True
@@ -130,7 +136,7 @@ def _row_by_prefixes(tokenizer: Any, messages: Messages, first: int, where: str)
 
 
 def _length_of_start(tokenizer: Any, messages: Messages, ids: Sequence[int], where: str, *, turn_follows: bool) -> int:
-    """Tokens of the first messages, which the whole conversation `ids` begins with, or its mask would be wrong."""
+    """Tokens of the first messages. Raises DataError unless `ids` begins with them: the mask would be a guess."""
     if not messages:
         return 0
     start = rendered(tokenizer, messages, where, add_generation_prompt=turn_follows)

@@ -17,10 +17,11 @@ the width of a feed-forward block, n layers, c tokens of a chunk of logits. All 
 Roles compute in turn, each pass a phase with its own cap. An update has gradients, 4 A / s (4 A where their reduction
 is put off), and the largest of three moments:
 
-    output layer, back       b (R + 4 L) + n T b h + 3 T b h + 4 M + max(12 V c, b M + 6 V c)
+    output layer, back       b (R + 4 L) + n T b h + 5 T b h + 4 M + max(12 V c, b M + 6 V c)
     last layer, back         b (R + 4 L) + b (M + L) + 8 L + n T b h + T a + 2 T b (2 h + f)
     root reduced             b (R + L) + (b + 4) R + 2 T b h
 
+5 T b h: the last norm keeps a float32 and a bfloat16 row (3), the output layer its input and the gradient of it (2).
 a: `ModelShape.activation_bytes_per_token`. n T b h are the inputs of all layers, which gradient checkpointing keeps;
 without it n T a, and T a is not computed again. Where nothing is resharded, b (P - 2 L - R) more. Adapters have no
 gradient of M, L and R. A pass that goes forward alone has the larger of
@@ -275,7 +276,7 @@ def _training_moments(config: Config, each: Pass) -> list[Parts]:
     return [
         {
             "gathered": sizes.gathered(4),
-            "activations": kept + 3 * row * shape.hidden,
+            "activations": kept + 5 * row * shape.hidden,
             "log-probs": log_probs if sizes.logits else 0.0,
         },
         {

@@ -23,6 +23,7 @@ def by_source(sequence, config):
     return -sequence["advantages"] * sequence.log_probs, {}
 """
 RECORD = {"prompt": "1+1=", "answer": "2", "solution": "2", "source": "easy"}
+GIVEN = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}
 
 
 def write_documentation_workspace(folder: Path) -> None:
@@ -38,7 +39,7 @@ def write_documentation_workspace(folder: Path) -> None:
         write_model(folder / model, max_position_embeddings=32_768)
     cache = folder / "examples" / "addition" / "cache"
     for name in ("responses", "pairs", "held_out_pairs"):
-        (cache / f"{name}.jsonl").write_text(json.dumps(RECORD) + "\n")
+        (cache / f"{name}.jsonl").write_text(json.dumps(GIVEN) + "\n")
     for place in (folder / "data", cache):
         place.mkdir(exist_ok=True)
         for split in ("train", "test", "validation"):

@@ -159,6 +159,8 @@ def fake_gpus(ranks: int) -> Iterator[FakeGpu]:
     _setup_privateuseone_for_python_backend(DEVICE, Backend())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     stand_in()
+    # One kernel on CUDA; for a backend without one torch composes it of many, with 2 T b f more at the peak.
+    torch.library.impl("aten::silu_backward", "PrivateUse1", torch.ops.aten.silu_backward.default)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) makes it on the CPU and copies it
     gpu = FakeGpu()
     with gpu, _resizes_counted(gpu.ledger):

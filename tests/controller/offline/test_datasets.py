@@ -1,12 +1,10 @@
 """Records dealt in epochs: a new order each, the same for the same seed, and whole pairs."""
 
-import numpy as np
 import pytest
 
 from controller.config.offline import OfflineDataConfig
-from controller.offline.datasets import Item, SequenceDataset
-from controller.offline.tokenized import Row
-from controller.records import Record
+from controller.offline.datasets import SequenceDataset
+from controller.offline.tokenized import Example
 from tests.controller.stand_ins.local_ray import LocalRay
 from workers.remote_batch import RemoteBatch
 
@@ -18,20 +16,24 @@ def local_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     LocalRay({}).install(monkeypatch)
 
 
-def row(number: int) -> Row:
-    """One more token than its number, which all its tokens are."""
-    ids = np.full(number + 2, number, np.int32)
-    return {"input_ids": ids, "loss_mask": np.arange(len(ids)) > 0}
+class Numbers:
+    """A tokenizer of texts of numbers."""
+
+    eos_token_id = 99
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        del add_special_tokens
+        return {"input_ids": [int(word) for word in text.split()]}
 
 
-def pair(record: Record, where: str) -> Item:
-    del where
-    return row(record["number"]), row(record["number"] + COUNT)
+def example(number: int) -> Example:
+    """Two more tokens than its number, with the last: one of the prompt, the number again and again, <eos>."""
+    return f"{number}", " ".join([f"{number}"] * number)
 
 
 def dataset(seed: int = 0, *, shuffle: bool = True) -> SequenceDataset:
-    records = [{"number": number} for number in range(COUNT)]
-    return SequenceDataset(records, pair, OfflineDataConfig(), name="x", shuffle=shuffle, seed=seed)
+    records = [(example(number), example(number + COUNT)) for number in range(COUNT)]
+    return SequenceDataset(records, Numbers(), OfflineDataConfig(), name="x", shuffle=shuffle, seed=seed)
 
 
 def numbers(batch: RemoteBatch) -> list[int]:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from controller import sft
 from controller.watching.metric_catalog import declaration_of
 from controller.watching.report import write_report
-from tests.controller.offline.local_run import LocalRuns, recorded
-from workers.errors import DataError
+from tests.controller.offline.local_run import OF_COMMAND, SETTINGS, LocalRuns, recorded
+from workers.errors import ConfigError, DataError
 
 PLANS = {
     "one micro-batch": ["policy.max_tokens=4096"],
@@ -86,3 +87,37 @@ def test_long_records_are_dropped_and_counted_or_refused(local_runs: LocalRuns) 
     assert 0 < steps[0]["data/dropped"] < 20
     with pytest.raises(DataError, match=r"pairs.jsonl record \d+ has \d+ tokens; raise data.max_tokens \(24\)"):
         local_runs.run("sft", "other", "data.max_tokens=24", "data.over_long=error")
+
+
+def test_a_checkpoint_of_other_data_is_refused_or_taken_as_run_other_data_says(local_runs: LocalRuns) -> None:
+    local_runs.run("sft", "run", "run.steps=2", "run.checkpoint_every=2")
+    resumed = ("run.resume=runs/run", "run.steps=3")
+    others = {
+        "data.train=held_out.jsonl": "has 4 records of other content than the 20 then",
+        "data.response_key=rejected": "data.response_key=rejected was 'chosen'",
+        "run.seed=1": "run.seed=1 was 0",
+        "data.shuffle=false": "data.shuffle=False was True",
+        "data.max_tokens=24": r"keeps \d+ records, and kept 20",
+    }
+    for other, words in others.items():
+        with pytest.raises(ConfigError, match=words):
+            local_runs.run("sft", "other", *resumed, other)
+    for said, epoch in (("restart", 0.3), ("keep_place", 0.9)):
+        outcome = local_runs.run("sft", said, *resumed, "data.response_key=rejected", f"run.other_data={said}")
+        assert [step["data/epoch"] for step in outcome.steps] == pytest.approx([epoch])
+
+
+@pytest.mark.parametrize(
+    ("length", "setting"), [(["run.steps=4"], "run.steps=4"), (["run.steps=0", "run.epochs=2"], "run.epochs=2")]
+)
+def test_a_finished_run_is_left_as_it_is(
+    local_runs: LocalRuns, capsys: pytest.CaptureFixture[str], length: list[str], setting: str
+) -> None:
+    """Two epochs of 20 records, 12 a step, are 4 steps."""
+    folder = Path("runs") / "done"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text('{"steps": 4}')
+    Path("mine.yaml").write_text("run: {name: done, resume: auto}\n")
+    settings = [*SETTINGS, *OF_COMMAND["sft"], "batch.sequences_per_step=12", *length]
+    assert sft.main(["--config", "mine.yaml", *settings]) == 0
+    assert capsys.readouterr().out == f"runs/done has ended after step 4; raise {setting} to go on with it\n"

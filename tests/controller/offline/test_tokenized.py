@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controller.offline.tokenized import Row, conversation_row, pair_rows, record_row, response_row
+from controller.offline.tokenized import Row, example_row, preference_examples, sft_examples
+from controller.records import Record
 from examples.addition.warm_start import tokenizer as characters
 from workers.errors import DataError
 
@@ -14,6 +15,7 @@ MARKED = (
     "{% else %}{{ m.content }}={% endif %}{% endfor %}"
 )
 PLAIN = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '=' }}{% endfor %}"
+SFT, PAIR = ("messages", "prompt", "response"), ("prompt", "chosen", "rejected")
 FORGETFUL = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '#' }}.{% endfor %}"
 
 
@@ -35,65 +37,83 @@ def learned(row: Row) -> str:
     return "".join(pieces)
 
 
+def sft_row(made: Any, record: Record, where: str = "record 1") -> Row:
+    (example,) = sft_examples(record, SFT, where)
+    return example_row(made, example, where)
+
+
+def pair(made: Any, record: Record, where: str = "record 1") -> list[str]:
+    return [learned(example_row(made, example, where)) for example in preference_examples(record, PAIR, where)]
+
+
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
 def test_every_assistant_turn_of_a_conversation_is_learned_and_nothing_else(template: str) -> None:
-    row = conversation_row(tokenizer(template), turns("1+1", "2", "2+2", "4"), "record 0")
+    row = sft_row(tokenizer(template), {"messages": turns("1+1", "2", "2+2", "4")})
     assert learned(row) == "____2<eos>____4<eos>"
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
-def test_of_a_prompt_with_turns_the_response_alone_is_learned(template: str) -> None:
-    row = response_row(tokenizer(template), turns("1+1", "2", "2+2"), "4", "record 0")
+@pytest.mark.parametrize("response", ["4", [{"role": "assistant", "content": "4"}]], ids=["text", "messages"])
+def test_of_a_prompt_with_turns_the_response_alone_is_learned(template: str, response: Any) -> None:
+    row = sft_row(tokenizer(template), {"prompt": turns("1+1", "2", "2+2"), "response": response})
     assert learned(row) == "__________4<eos>"
 
 
 def test_a_text_response_is_learned_with_its_end() -> None:
-    assert learned(response_row(tokenizer(), "1+1=", "2", "record 0")) == "____2<eos>"
+    assert learned(sft_row(tokenizer(), {"prompt": "1+1=", "response": "2"})) == "____2<eos>"
 
 
-def test_a_record_is_a_conversation_where_it_has_the_column() -> None:
+def test_a_record_is_a_conversation_where_it_has_one() -> None:
     record = {"messages": turns("1+1", "2"), "prompt": "3+3=", "response": "6"}
-    keys = ("messages", "prompt", "response")
-    assert learned(record_row(tokenizer(PLAIN), record, keys, "record 0")) == "____2<eos>"
+    assert learned(sft_row(tokenizer(PLAIN), record)) == "____2<eos>"
+    assert learned(sft_row(tokenizer(PLAIN), record | {"messages": None})) == "____6<eos>"
     del record["messages"]
-    assert learned(record_row(tokenizer(PLAIN), record, keys, "record 0")) == "____6<eos>"
+    assert learned(sft_row(tokenizer(PLAIN), record)) == "____6<eos>"
     with pytest.raises(DataError, match=r"record 3 has neither 'messages' nor 'response'; set data.messages_key"):
-        record_row(tokenizer(PLAIN), {"prompt": "3+3="}, keys, "record 3")
+        sft_examples({"prompt": "3+3="}, SFT, "record 3")
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_and_not_guessed() -> None:
     with pytest.raises(DataError, match=r"record 5: the chat template of model.path renders messages differently"):
-        conversation_row(tokenizer(FORGETFUL), turns("1+1", "2", "2+2", "4"), "record 5")
+        sft_row(tokenizer(FORGETFUL), {"messages": turns("1+1", "2", "2+2", "4")}, "record 5")
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
+def test_a_template_that_raises_names_the_record(template: str) -> None:
+    strict = "{% if messages | length > 2 %}{{ raise_exception('one turn alone') }}{% endif %}" + template
+    with pytest.raises(DataError, match=r"record 5 is not rendered by the chat template of model.path: .*one turn"):
+        sft_row(tokenizer(strict), {"messages": turns("1+1", "2", "2+2", "4")}, "record 5")
 
 
 @pytest.mark.parametrize(
-    ("messages", "message"),
+    ("record", "message"),
     [
-        (turns("1+1"), "has no token to learn"),
-        ([], "needs a list of chat messages"),
-        ("1+1=2", "needs a list of chat messages, not str"),
+        ({"messages": turns("1+1")}, "has no token to learn"),
+        ({"messages": []}, "has an empty list of chat messages"),
+        ({"messages": "1+1=2"}, "has a value of type str in place of a list of chat messages"),
+        ({"messages": ["1+1", "2"]}, "has a chat message that is no object with a role and a content"),
+        ({"prompt": "1+1=", "response": 2}, "has a text as prompt, and a response of type int"),
+        ({"prompt": turns("1+1"), "response": 2}, "has a value of type int in place of a list of chat messages"),
     ],
 )
-def test_a_conversation_without_anything_to_learn_is_refused(messages: Any, message: str) -> None:
+def test_a_record_without_anything_to_learn_is_refused(record: Record, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        conversation_row(tokenizer(PLAIN), messages, "record 0")
+        sft_row(tokenizer(PLAIN), record)
 
 
 def test_chat_messages_need_a_template() -> None:
     with pytest.raises(DataError, match=r"the tokenizer of model.path has no chat template"):
-        conversation_row(tokenizer(), turns("1+1", "2"), "record 0")
+        sft_row(tokenizer(), {"messages": turns("1+1", "2")})
 
 
 def test_pairs_share_their_prompt_given_or_common() -> None:
-    keys = ("prompt", "chosen", "rejected")
-    texts = pair_rows(tokenizer(), {"prompt": "1+1=", "chosen": "2", "rejected": "3"}, keys, "record 0")
-    assert [learned(row) for row in texts] == ["____2<eos>", "____3<eos>"]
+    expected = ["____2<eos>", "____3<eos>"]
+    assert pair(tokenizer(), {"prompt": "1+1=", "chosen": "2", "rejected": "3"}) == expected
     whole = {"chosen": turns("1+1", "2"), "rejected": turns("1+1", "3")}
-    assert [learned(row) for row in pair_rows(tokenizer(PLAIN), whole, keys, "record 0")] == [
-        "____2<eos>",
-        "____3<eos>",
-    ]
+    assert pair(tokenizer(PLAIN), whole) == expected
     with pytest.raises(DataError, match=r"record 2 has no prompt; set data.prompt_key"):
-        pair_rows(tokenizer(), {"chosen": "2", "rejected": "3"}, keys, "record 2")
+        preference_examples({"chosen": "2", "rejected": "3"}, PAIR, "record 2")
     with pytest.raises(DataError, match=r"record 2 has no 'rejected'; set data.chosen_key and data.rejected_key"):
-        pair_rows(tokenizer(), {"prompt": "1+1=", "chosen": "2"}, keys, "record 2")
+        preference_examples({"prompt": "1+1=", "chosen": "2"}, PAIR, "record 2")
+    with pytest.raises(DataError, match=r"record 2 has no prompt, and its chosen and rejected messages begin differ"):
+        preference_examples({"chosen": turns("1+1", "2"), "rejected": turns("2+2", "3")}, PAIR, "record 2")

@@ -91,6 +91,14 @@ def test_the_estimate_holds_or_says_what_is_not_measured(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", ["0.5B", "1.5B"])
+def test_the_estimate_of_one_long_micro_batch_is_a_close_upper_bound(documentation_workspace: Path, size: str) -> None:
+    """Where activations outweigh what does not grow with tokens: at the output layer, and in a feed-forward block."""
+    config = small("policy.ranks=8", "policy.max_tokens=32768", f"model.path=Qwen/Qwen2.5-{size}-Instruct")
+    assert_estimate_holds(measure(config, phases_of(config)[:1]), above=1.1)
+
+
+@pytest.mark.slow
 def test_c8_the_activation_memory_that_context_parallelism_saves_is_measured(documentation_workspace: Path) -> None:
     """The same sequences on one rank, or on two of which each holds half; parameters over eight ranks in both."""
     found = {}

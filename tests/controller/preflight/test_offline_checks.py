@@ -8,12 +8,18 @@ import pytest
 from controller import preferences, sft
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.config.schema import load_as
-from controller.offline.tokenized import conversations
 from controller.preflight.offline_checks import check_offline
 from workers.errors import ConfigError
 
+
+@pytest.fixture(autouse=True)
+def settings_file(workspace: Path) -> None:
+    (workspace / "mine.yaml").write_text("model: {path: model}\ndata: {train: train.jsonl, max_tokens: 96}\n")
+
+
 SCHEMAS = {"sft": SftConfig, "preferences": PreferencesConfig}
 MAINS = {"sft": sft.main, "preferences": preferences.main}
+DRY_RUN = ["--config", "mine.yaml", "--dry-run", "policy.ranks=2", "resources.device=cpu"]
 GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "resources.device=cpu"]
 
 
@@ -25,6 +31,14 @@ GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "re
         ("sft", ["data.max_tokens=512"], "data.max_tokens=512 is more than the 128 tokens"),
         ("sft", ["policy.max_tokens=64"], "policy.max_tokens=64 is below the longest possible sequence"),
         ("sft", ["policy.ranks=2", "batch.sequences_per_step=1"], "policy.ranks=2 is more than the 1 sequences"),
+        ("sft", ["policy.min_micro_batches=33"], "policy.min_micro_batches=33 and balance.count_multiple=1 ask for 33"),
+        ("sft", ["balance.count_multiple=64"], "ask for 64 micro-batches, none of them empty on every rank, of the 32"),
+        ("preferences", ["policy.forward_min_micro_batches=65"], "65 micro-batches, none of them empty on every rank"),
+        (
+            "sft",
+            ["balance.redeal_groups=true"],
+            "balance.redeal_groups=True has no effect without several mini-batches",
+        ),
         ("sft", ["run.steps=3", "run.epochs=2"], "run.epochs=2 has no effect without run.steps=0"),
         ("sft", ["run.steps=3", "policy.optimizer.warmup_steps=4"], "policy.optimizer.warmup_steps=4 is more than"),
         ("sft", ["validation.every=3"], "validation.every=3 has no effect without data.validation"),
@@ -50,13 +64,23 @@ def test_what_cannot_be_is_refused(workspace: Path, command: str, overrides: lis
 def test_a_dry_run_says_what_would_run_and_starts_nothing(
     workspace: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (workspace / "mine.yaml").write_text("model: {path: model}\ndata: {train: train.jsonl, max_tokens: 96}\n")
-    assert MAINS[command](["--config", "mine.yaml", "--dry-run", "policy.ranks=2", "resources.device=cpu"]) == 0
+    (workspace / "given.jsonl").write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")
+    column = {"sft": ["data.response_key=chosen"], "preferences": []}[command]
+    assert MAINS[command]([*DRY_RUN, "data.train=given.jsonl", *column]) == 0
     page = capsys.readouterr().out
     assert "pool training: 2 x" in page
     assert ("reference: 2 actors" in page) == (command == "preferences")
     assert "rollout" not in page
+    assert "given.jsonl: 1 record\n" in page
     assert not (workspace / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["sft", "preferences"])
+def test_a_dry_run_looks_into_every_record(workspace: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [{"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}, {"prompt": "1+1="}]
+    (workspace / "given.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert MAINS[command]([*DRY_RUN, "data.train=given.jsonl"]) == 2
+    assert capsys.readouterr().err.startswith("error: given.jsonl record 2 has ")
 
 
 @pytest.mark.parametrize("command", ["sft", "preferences"])
@@ -86,13 +110,3 @@ def test_a_dry_run_tries_the_chat_template_on_whole_conversations(
     assert MAINS[command](["--config", "mine.yaml", "--dry-run", "resources.device=cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-def test_conversations_are_tried_as_they_are_trained_on() -> None:
-    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    columns = ("messages", "prompt", "response")
-    assert conversations({"messages": turns, "prompt": "x"}, *columns) == [turns]
-    assert conversations({"prompt": turns[:1], "response": "2"}, *columns) == [turns]
-    assert conversations({"prompt": "1+1=", "response": "2"}, *columns) == []
-    pair = {"chosen": turns, "rejected": turns[:1], "prompt": None}
-    assert conversations(pair, "", "prompt", "chosen", "rejected") == [turns, turns[:1]]
