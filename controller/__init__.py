@@ -4,13 +4,13 @@
      |--> config/          what a user can set
      |--> preflight/       checks and the pages of `--dry-run`, before anything starts
      '--> trainer          a step, from top to bottom; its parts are the modules beside it:
-           |--> prompts in, scored samples out: collector, lookahead; records, data, rewards, samples
-           |     '--> rollout/    engines, and the routing of requests
+           |--> prompts in, scored samples out: collector, lookahead, samples; data/
+           |     '--> generation/    engines, and the routing of requests
            |--> plans: planner, cost_model_fitting
            |--> advantages: advantage_computer, advantages; validation_metrics
-           |--> the actors of a run: roles, layout, resources, worker_group
+           |--> actors/    the roles of a run, and where they are placed
            |--> resuming: checkpoint, checkpoint_writer, recovery, interrupts
-           '--> watching/  RunRecord: console, files, trackers; report, timeline
+           '--> observability/    RunRecord: console, files, trackers; report, timeline
 
 Read `trainer` first. Which module may import which stands in pyproject.toml, `[tool.importlinter]`.
 """

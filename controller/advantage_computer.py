@@ -21,7 +21,7 @@ from workers.model.losses import explained_variance
 from workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
-    from controller.roles import Roles
+    from controller.actors.roles import Roles
 
 LARGEST_KL_ERROR = 0.2  # errors are clipped here, so that one outlier step does not derail the weight
 

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.data_identity import differences
+from controller.data.identity import differences
 from workers.errors import CheckpointError, ConfigError, WorkerError
 from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest, remove
 
 if TYPE_CHECKING:
+    from controller.actors.roles import TrainingRoles
     from controller.config import TrainingConfig
-    from controller.roles import TrainingRoles
-    from controller.watching.console import Console
+    from controller.observability.console import Console
 
 FOLDER = Path("checkpoints") / "policy"
 
@@ -31,7 +31,7 @@ class Progress:
     policy's weights. best: highest value of validation.keep_best so far. before, latest: validations. kl_coefficient:
     weight of the KL in the reward, where it is adapted. trackers: the run's id in each tracker that has one. refit: the
     cost model fitted to this run, see `CostModelFitter.state`. data: identity of the training data in which `position`
-    is a place, see `controller.data_identity`.
+    is a place, see `controller.data.identity`.
     """
 
     step: int = 0
@@ -74,7 +74,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 def check_same_data(config: "TrainingConfig", data: dict[str, Any]) -> None:
     """Raise ConfigError if run.resume would use a checkpoint of other data and run.other_data does not allow it.
 
-    data: identity of the training data, see `controller.data_identity`.
+    data: identity of the training data, see `controller.data.identity`.
     """
     if config.run.resume == "never" or config.run.other_data != "refuse":
         return

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from controller.actors.roles import TrainingRoles
+from controller.actors.worker_group import GroupMethod
 from controller.checkpoint import FOLDER, Progress, checkpoint_path, checkpoints_at, role_path
-from controller.roles import TrainingRoles
-from controller.worker_group import GroupMethod
 from workers.errors import CheckpointError, LostError, WorkerError, clause
 from workers.model.checkpoint_folder import prune
 

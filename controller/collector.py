@@ -12,12 +12,12 @@ import numpy as np
 from ray import ObjectRef
 
 from controller import advantages
+from controller.actors.roles import Roles
 from controller.config import Config
-from controller.data import Prompt, Prompts, with_system_prompt
+from controller.data.prompts import Prompt, Prompts, with_system_prompt
+from controller.observability.run_record import RunRecord
 from controller.planner import Planner
-from controller.roles import Roles
 from controller.samples import Rollout, assemble, with_record_columns
-from controller.watching.run_record import RunRecord
 from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed

@@ -11,8 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from controller.cluster_address import check_cluster
+from controller.actors.cluster_address import check_cluster
 from controller.config import Config, load
+from controller.generation.fleet import RestartBudget
 from controller.inputs import Inputs, read_inputs, tried_lines, try_inputs
 from controller.parity import parity_lines
 from controller.preflight.arguments import Arguments, parse_arguments
@@ -22,15 +23,14 @@ from controller.preflight.describe import describe, warnings
 from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.machine import check_machine
 from controller.recovery import recovering
-from controller.rollout.fleet import RestartBudget
 from controller.run_lock import locked
 from controller.session import exit_code, finished, naming_what_is_left, ray_session, report, session
 
 if TYPE_CHECKING:
-    from controller.roles import Roles
+    from controller.actors.roles import Roles
+    from controller.observability.console import Console
+    from controller.observability.live_metrics import LiveMetrics
     from controller.trainer import Trainer
-    from controller.watching.console import Console
-    from controller.watching.live_metrics import LiveMetrics
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def dry_run(config: Config, request: Arguments) -> None:
 
 def run(config: Config, inputs: Inputs) -> None:
     """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
-    from controller.watching.console import Console
+    from controller.observability.console import Console
 
     console = Console()
     for warning in warnings(config):
@@ -96,7 +96,7 @@ def training(
 
     budget: restarts of the run so far; None is a fresh budget.
     """
-    from controller.roles import start_roles
+    from controller.actors.roles import start_roles
     from controller.trainer import Trainer
 
     budget = budget or RestartBudget(config.run.max_restarts)

@@ -19,8 +19,9 @@ from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import check_environment, check_rewards, requested_columns
 from controller.config.model_files import read_model_files
-from controller.curriculum import IsolatedCurriculum
-from controller.data import (
+from controller.data.curriculum import IsolatedCurriculum
+from controller.data.identity import DataIdentity, data_identity
+from controller.data.prompts import (
     PromptDataset,
     PromptMixture,
     PromptRules,
@@ -30,10 +31,9 @@ from controller.data import (
     is_too_long,
     with_system_prompt,
 )
-from controller.data_identity import DataIdentity, data_identity
+from controller.data.records import Record, check_loss_columns, read_records
+from controller.observability.shown_text import counted
 from controller.preflight.validation_checks import check_keep_best
-from controller.records import Record, check_loss_columns, read_records
-from controller.watching.shown_text import counted
 from workers.chat_template import render_isolated, template_of, time_limit
 from workers.errors import DataError
 from workers.reward_process import RewardFunction

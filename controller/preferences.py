@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from controller.config.offline import PreferencesConfig
+from controller.data.records import Record
 from controller.offline.running import OfflineCommand
 from controller.offline.tokenized import Example, preference_examples
 from controller.preflight.arguments import Command
-from controller.records import Record
 from controller.session import exit_code
 
 

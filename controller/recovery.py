@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from controller.checkpoint import checkpoints_at
 from controller.config import TrainingConfig
-from controller.rollout.fleet import RestartBudget
+from controller.generation.fleet import RestartBudget
 from workers.errors import LostError, clause
 
 Result = TypeVar("Result")

@@ -1,11 +1,11 @@
-"""`python -m controller.report runs/NAME`: one page about a run, made by `controller.watching.report`."""
+"""`python -m controller.report runs/NAME`: one page about a run, made by `controller.observability.report`."""
 
 import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from controller.watching.report import write_report
+from controller.observability.report import write_report
 from workers.errors import BallastError
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from controller.data import Prompt
-from controller.rollout.rounds import RolloutRound
+from controller.data.prompts import Prompt
+from controller.generation.rounds import RolloutRound
+from controller.observability.shown_text import shortened
 from controller.validation_metrics import ScoredResponse
-from controller.watching.shown_text import shortened
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.rollout.requests import LENGTH, TURNS

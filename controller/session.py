@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from balancing import BalancingError
-from controller.cluster_address import cluster_address
+from controller.actors.cluster_address import cluster_address
+from controller.actors.layout import reserved
 from controller.config import TrainingConfig, to_yaml
-from controller.layout import reserved
+from controller.observability.run_folder import RunFolder
 from controller.recovery import what_is_left
-from controller.watching.run_folder import RunFolder
 from workers.errors import (
     BallastError,
     ConfigError,
@@ -29,11 +29,11 @@ from workers.errors import (
 )
 
 if TYPE_CHECKING:
+    from controller.actors.roles import TrainingRoles
     from controller.checkpoint import Progress
-    from controller.roles import TrainingRoles
-    from controller.watching.console import Console
-    from controller.watching.live_metrics import LiveMetrics
-    from controller.watching.run_record import RunRecord
+    from controller.observability.console import Console
+    from controller.observability.live_metrics import LiveMetrics
+    from controller.observability.run_record import RunRecord
 
 Roles = TypeVar("Roles", bound="TrainingRoles")
 
@@ -77,14 +77,14 @@ def session(
 ) -> Iterator[Session[Roles]]:
     """Start the roles on a connected Ray, resume as run.resume says, open the run's folder; end all of it afterwards.
 
-    start: starts the roles. data: identity of the training data, see `controller.data_identity`.
+    start: starts the roles. data: identity of the training data, see `controller.data.identity`.
     """
     from controller.checkpoint import resume
-    from controller.watching.live_metrics import LiveMetrics
-    from controller.watching.metrics import RunWriter
-    from controller.watching.run_record import RunRecord
-    from controller.watching.trackers.opening import open_trackers
-    from controller.watching.trackers.ray_metrics import RayMetrics
+    from controller.observability.live_metrics import LiveMetrics
+    from controller.observability.metrics import RunWriter
+    from controller.observability.run_record import RunRecord
+    from controller.observability.trackers.opening import open_trackers
+    from controller.observability.trackers.ray_metrics import RayMetrics
 
     exported = RayMetrics(config.run.name)
     live = LiveMetrics(exported.export)
@@ -120,7 +120,7 @@ def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
 
 def report(config: TrainingConfig, console: "Console") -> None:
     """Write the run's report; a failure is logged, and the run has succeeded all the same."""
-    from controller.watching.report import write_report
+    from controller.observability.report import write_report
 
     try:
         write_report(config.run_folder)

@@ -1,6 +1,6 @@
 """`python -m controller.timeline runs/NAME [--steps 3-5] [--output trace.json]`: a trace of a run.
 
-`controller.watching.timeline` makes it, for Perfetto or Chrome.
+`controller.observability.timeline` makes it, for Perfetto or Chrome.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from controller.watching.timeline import write_trace
+from controller.observability.timeline import write_trace
 from workers.errors import BallastError
 
 

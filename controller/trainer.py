@@ -13,20 +13,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from balancing import CostModel, Plan, plan_statistics
+from controller.actors.roles import Roles
+from controller.actors.worker_group import WorkerGroup
 from controller.advantage_computer import AdvantageComputer
 from controller.collector import Collector
 from controller.config import Config
-from controller.data import PromptDataset, Prompts
+from controller.data.prompts import PromptDataset, Prompts
 from controller.lookahead import Lookahead
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
+from controller.observability.metrics import staleness, throughput
 from controller.planner import draw_mini_batches, with_group_tokens
-from controller.roles import Roles
 from controller.samples import Rollout
 from controller.session import Session
 from controller.training_loop import TrainingLoop, prefixed
 from controller.validation_metrics import summarize
-from controller.watching.metrics import staleness, throughput
-from controller.worker_group import WorkerGroup
 from workers.config import LossConfig, ValueLossConfig
 from workers.errors import ConfigError
 from workers.metrics import Metric, Metrics, merge, results

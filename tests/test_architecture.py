@@ -1,12 +1,29 @@
 """The rules that keep the parts apart: what may import what (`[tool.importlinter]` in pyproject.toml)."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
+
+
+def test_the_drawing_of_the_rooms_is_the_rule_that_is_checked() -> None:
+    """CONTRIBUTING.md shows the layers of controller in pyproject.toml: the same modules, from top to bottom."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    drawing = re.search(r"```text\n(doctor.*?)```", text, re.S).group(1)
+    lines = [line.partition("|") for line in drawing.splitlines()]
+    drawn: list[set[str]] = []
+    for names, bar, _ in lines:
+        drawn += [set()] if bar else []
+        drawn[-1] |= {name.removesuffix("/") for name in names.split()}
+        assert all((REPOSITORY / "controller" / name).is_dir() for name in names.split() if name.endswith("/"))
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract.get("containers") == ["controller"]]
+    assert drawn == [set(re.findall(r"\w+", layer)) for layer in layers]
 
 
 def test_the_dependency_rule_holds() -> None:

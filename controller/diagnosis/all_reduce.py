@@ -10,12 +10,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from controller.actors.layout import Pool
+from controller.actors.resources import reserve
+from controller.actors.worker_group import Share, WorkerGroup
 from controller.config import Config
 from controller.diagnosis.findings import Finding, fail
 from controller.diagnosis.judgement import bandwidth
-from controller.layout import Pool
-from controller.resources import reserve
-from controller.worker_group import Share, WorkerGroup
 from workers.base import Worker
 from workers.dispatch import Split, dispatch
 

@@ -16,9 +16,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from controller.config import Config
 from controller.diagnosis.findings import Finding, fail, ok
 from controller.diagnosis.node import GIB, Asked, NodeFacts, look
+from controller.observability.shown_text import counted
 from controller.preflight.cluster import Cluster, run_on
 from controller.preflight.describe_cluster import print_cluster
-from controller.watching.shown_text import counted
 from workers.errors import ConfigError
 
 LOOK_SECONDS = 180.0

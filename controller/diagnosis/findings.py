@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from controller.rollout.engines import cause_of
+from controller.generation.engines import cause_of
 
 LONGEST_TEXT = 400  # characters of an error
 

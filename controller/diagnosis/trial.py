@@ -14,17 +14,17 @@ import ray
 import torch
 
 from balancing import CostModel
+from controller.actors.roles import Roles, start_roles
 from controller.config import Config, load
 from controller.diagnosis import judgement
 from controller.diagnosis.findings import Report, ok
+from controller.generation.fleet import RestartBudget
+from controller.observability.console import Console
+from controller.observability.live_metrics import LiveMetrics
 from controller.planner import Planner
 from controller.preflight.memory import gpu_memory
 from controller.preflight.model_shape import model_shape
-from controller.roles import Roles, start_roles
-from controller.rollout.fleet import RestartBudget
 from controller.samples import assemble
-from controller.watching.console import Console
-from controller.watching.live_metrics import LiveMetrics
 from workers.metrics import results
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import SampleRequest, sample_seed

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from controller.config.offline import OfflineDataConfig
-from controller.data import epoch_order
+from controller.data.prompts import epoch_order
 from controller.offline.tokenized import Example, Row, example_row
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn

@@ -10,12 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from balancing import CostModel
+from controller.actors.cluster_address import check_cluster
 from controller.checkpoint import check_same_data
-from controller.cluster_address import check_cluster
 from controller.config import load_as
 from controller.config.offline import OfflineConfig
-from controller.data_identity import DataIdentity, offline_identity
+from controller.data.identity import DataIdentity, offline_identity
+from controller.data.records import Record, read_records
 from controller.inputs import TRIED_PROMPTS, limited_tokenizer, try_template
+from controller.observability.shown_text import counted
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
 from controller.parity import parity_lines
@@ -23,17 +25,15 @@ from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.describe import describe
 from controller.preflight.machine import check_machine
 from controller.preflight.offline_checks import check_offline
-from controller.records import Record, read_records
 from controller.recovery import recovering
 from controller.run_lock import locked
 from controller.session import finished, naming_what_is_left, ray_session, report, session
-from controller.watching.shown_text import counted
 
 if TYPE_CHECKING:
+    from controller.actors.roles import TrainingRoles
+    from controller.observability.console import Console
+    from controller.observability.live_metrics import LiveMetrics
     from controller.offline.trainers import OfflineTrainer
-    from controller.roles import TrainingRoles
-    from controller.watching.console import Console
-    from controller.watching.live_metrics import LiveMetrics
 
 Settings = TypeVar("Settings", bound=OfflineConfig)
 Examples = dict[str, list[tuple[Example, ...]]]
@@ -113,7 +113,7 @@ class OfflineCommand(Generic[Settings]):
 
     def run(self, config: Settings, inputs: "Inputs") -> None:
         """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
-        from controller.watching.console import Console
+        from controller.observability.console import Console
 
         console = Console()
         for dataset in (inputs.train, inputs.validation):
@@ -132,7 +132,7 @@ class OfflineCommand(Generic[Settings]):
     @contextmanager
     def training(self, config: Settings, inputs: "Inputs", console: "Console") -> Iterator["OfflineTrainer[Settings]"]:
         """Start the roles on a connected Ray and yield a trainer, loaded from the checkpoint of run.resume."""
-        from controller.roles import start_training_roles
+        from controller.actors.roles import start_training_roles
         from workers.offline_policy import OfflinePolicyWorker
 
         total_steps = config.optimizer_steps_over(len(inputs.train))

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from controller.data import check_prompt, rendered, tokenize
-from controller.records import Record
+from controller.data.prompts import check_prompt, rendered, tokenize
+from controller.data.records import Record
 from workers.errors import DataError
 
 Row = dict[str, np.ndarray]

@@ -11,13 +11,13 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from balancing import CostModel, Plan, plan_statistics
+from controller.actors.roles import TrainingRoles
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.observability.metrics import update_throughput
 from controller.offline.datasets import SequenceDataset
 from controller.offline.preference_losses import PairLoss, pair_loss
-from controller.roles import TrainingRoles
 from controller.session import Session
 from controller.training_loop import TrainingLoop, prefixed
-from controller.watching.metrics import update_throughput
 from workers.metrics import Metrics, results
 from workers.remote_batch import RemoteBatch
 

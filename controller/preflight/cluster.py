@@ -2,16 +2,16 @@
 
     --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster --place--> Placement of every bundle --> fits, or why not
 
-Each bundle goes to the first node with room, and ranks go to bundles as in a run (`controller.placement`). Ray may
+Each bundle goes to the first node with room, and ranks go to bundles as in a run (`actors.placement`). Ray may
 start with another node; on equal, free nodes it fills one after the other, as this does.
 """
 
 import re
 from dataclasses import dataclass
 
+from controller.actors.layout import Bundle, Pool, pools, role_requests
+from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
 from controller.config import Config
-from controller.layout import Bundle, Pool, pools, role_requests
-from controller.placement import bundle_of_rank, groups_on_several_nodes
 from workers.errors import ConfigError, ResourceError
 from workers.rollout.placement import ranks_of_engine
 

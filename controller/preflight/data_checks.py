@@ -7,7 +7,7 @@ from typing import Any
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles
-from controller.records import Record, iter_records
+from controller.data.records import Record, iter_records
 from workers.errors import ConfigError, DataError
 
 OF_A_BATCH = frozenset(

@@ -7,13 +7,13 @@ import textwrap
 from collections import Counter
 from itertools import groupby
 
+from controller.actors.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
 from controller.config import Config, TrainingConfig, to_yaml
 from controller.config.file import Setting, settings
 from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
-from controller.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
-from controller.watching.shown_text import counted
+from controller.observability.shown_text import counted
 
 
 def describe(config: TrainingConfig) -> str:

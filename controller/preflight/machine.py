@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from controller.actors.layout import reserved
 from controller.config import Config, TrainingConfig
-from controller.layout import reserved
 from workers.errors import ConfigError
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")

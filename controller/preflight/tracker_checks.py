@@ -2,7 +2,7 @@
 
     installed? --> Weights & Biases: whatever key it would find itself | MLflow: an address that it can read
 
-No server is contacted: a run retries one that does not answer, see `controller.watching.trackers`.
+No server is contacted: a run retries one that does not answer, see `controller.observability.trackers`.
 """
 
 import os

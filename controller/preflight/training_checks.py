@@ -5,8 +5,8 @@ import re
 import tempfile
 from pathlib import Path
 
+from controller.actors.cluster_address import check_address
 from controller.checkpoint import checkpoints_at
-from controller.cluster_address import check_address
 from controller.config import TrainingConfig
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.model_support import check_supported_model

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from controller.actors.layout import Pool, pools, training_pool
 from controller.config import Config
-from controller.layout import Pool, pools, training_pool
 
 GPUS, CPUS, OBJECT_STORE_BYTES = 8, 16, 80 * 2**20
 
@@ -33,7 +33,7 @@ def configurations(nodes: int) -> dict[str, Config]:
 
 def placements(nodes: int) -> dict[str, dict[str, Any]]:
     """Of every configuration and pool: bundles' and ranks' nodes, as Ray says, and what asked actors see."""
-    from controller.resources import nodes_of, reserve
+    from controller.actors.resources import nodes_of, reserve
 
     found: dict[str, dict[str, Any]] = {}
     for name, config in configurations(nodes).items():

@@ -9,7 +9,7 @@ compares this with a real cluster.
 
 from collections.abc import Callable, Sequence
 
-from controller.layout import Bundle
+from controller.actors.layout import Bundle
 
 Less = Callable[[int, int], bool]
 THRESHOLD = 16  # libstdc++'s: shorter ranges are left to an insertion sort

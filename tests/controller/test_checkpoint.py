@@ -7,8 +7,8 @@ import pytest
 
 from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at, resume
 from controller.config import load
-from controller.watching.metrics import RunWriter
-from controller.watching.trackers.files import JsonLinesTracker
+from controller.observability.metrics import RunWriter
+from controller.observability.trackers.files import JsonLinesTracker
 from workers.errors import CheckpointError, ConfigError
 from workers.model.checkpoint_folder import Manifest, StoredFile, commit, read_manifest, unfinished_folder
 

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from controller import cluster_address
-from controller.cluster_address import CLUSTER_ID, HEALTH, check_cluster
+from controller.actors import cluster_address
+from controller.actors.cluster_address import CLUSTER_ID, HEALTH, check_cluster
 from controller.config import load
 from controller.fit import main
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.data import PromptDataset, PromptMixture, PromptRules
+from controller.data.prompts import PromptDataset, PromptMixture, PromptRules
 from workers.errors import DataError
 
 

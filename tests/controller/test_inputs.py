@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import controller.data
+import controller.data.prompts
 from controller.config import load
-from controller.data import rendered
+from controller.data.prompts import rendered
 from controller.inputs import limited_tokenizer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
@@ -43,9 +43,9 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
     records = [{"prompt": "1+" * 3_000_000}, {"prompt": "1+1="}]
     (workspace / "long.jsonl").write_text("\n".join(map(json.dumps, records)))
     tokenized: list[object] = []
-    whole = controller.data.tokenize
+    whole = controller.data.prompts.tokenize
     monkeypatch.setattr(
-        "controller.data.tokenize",
+        "controller.data.prompts.tokenize",
         lambda tokenizer, prompt, *, where: tokenized.append(prompt) or whole(tokenizer, prompt, where=where),
     )
     (source,) = read_inputs(load(None, [*SETTINGS, "data.validation=''", "data.train=long.jsonl"])).sources

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller import roles
+from controller.actors import roles
+from controller.actors.layout import Pool, pools, role_requests, training_pool
+from controller.actors.placement import bundle_of_rank, groups_on_several_nodes
+from controller.actors.resources import Reservation
+from controller.actors.worker_group import Share, WorkerGroup
 from controller.config import Config
-from controller.layout import Pool, pools, role_requests, training_pool
-from controller.placement import bundle_of_rank, groups_on_several_nodes
 from controller.preflight.cluster import Cluster, place
-from controller.resources import Reservation
-from controller.worker_group import Share, WorkerGroup
 from tests.controller.ray_packing import pack
 from workers.errors import ResourceError
 
@@ -206,8 +206,8 @@ def test_an_engine_lives_with_its_first_rank(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_actors_of_a_rank_share_its_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("controller.worker_group.ray.remote", lambda actor_class: Recorder(asked))
-    monkeypatch.setattr("controller.worker_group.ray.kill", lambda actor: None)
+    monkeypatch.setattr("controller.actors.worker_group.ray.remote", lambda actor_class: Recorder(asked))
+    monkeypatch.setattr("controller.actors.worker_group.ray.kill", lambda actor: None)
     monkeypatch.setattr(WorkerGroup, "_start", lambda self, *timeouts_s: None)
     bundles = Reservation(object(), (2, 0, 3, 1))
     for role in ("policy", "reference"):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from controller.layout import training_pool
-from controller.placement import groups_on_several_nodes
+from controller.actors.layout import training_pool
+from controller.actors.placement import groups_on_several_nodes
 from tests.controller.fake_nodes import CPUS, GPUS, configurations
 from tests.controller.ray_packing import pack
 

@@ -6,8 +6,8 @@ import pytest
 import ray
 
 from controller.config import load
+from controller.observability.console import Console
 from controller.session import ray_session
-from controller.watching.console import Console
 from tests.controller.config_workspace import write_workspace
 from workers.errors import ResourceError
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from controller.records import check_loss_columns, iter_records, read_records
+from controller.data.records import check_loss_columns, iter_records, read_records
 from workers.errors import DataError
 
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]

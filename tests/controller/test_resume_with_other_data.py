@@ -8,7 +8,7 @@ import pytest
 
 from controller.checkpoint import checkpoint_path
 from controller.config import load
-from controller.data_identity import DataIdentity, differences
+from controller.data.identity import DataIdentity, differences
 from controller.inputs import read_inputs, try_inputs
 from tests.controller.stand_ins.run import SETTINGS, StandIns, write_stand_in_workspace
 from workers.errors import ConfigError

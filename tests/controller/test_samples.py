@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from controller.rollout.rounds import RolloutRound
+from controller.generation.rounds import RolloutRound
 from controller.samples import Rollout, assemble
 from workers.errors import RolloutError
 from workers.rollout.requests import SampleResult

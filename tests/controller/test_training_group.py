@@ -8,9 +8,9 @@ import ray
 import torch
 
 from balancing import plan_batch
-from controller.layout import Pool
-from controller.resources import reserve
-from controller.worker_group import Share, WorkerGroup
+from controller.actors.layout import Pool
+from controller.actors.resources import reserve
+from controller.actors.worker_group import Share, WorkerGroup
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import results

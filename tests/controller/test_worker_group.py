@@ -8,9 +8,9 @@ import ray
 import torch
 
 from balancing import RankPlan, plan_batch
-from controller.layout import Pool
-from controller.resources import reserve
-from controller.worker_group import Share, WorkerGroup
+from controller.actors.layout import Pool
+from controller.actors.resources import reserve
+from controller.actors.worker_group import Share, WorkerGroup
 from workers.base import Worker
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from balancing import CostModel, Plan
+from controller.actors.roles import _learning, _model_arguments
 from controller.config import Config, load
 from controller.planner import Planner, draw_mini_batches, with_group_tokens
 from controller.preflight.checks import check
-from controller.roles import _learning, _model_arguments
 from tests.benchmarks.families.measuring import build
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.loss_cases import in_order

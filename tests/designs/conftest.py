@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from balancing import Plan
-from controller.worker_group import GroupMethod
+from controller.actors.worker_group import GroupMethod
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from tests.designs.configured import write_designs_workspace
 

@@ -10,12 +10,12 @@ import ray
 
 from controller.config import Config, load
 from controller.fit import read_inputs, training
+from controller.generation.fleet import RestartBudget
+from controller.observability.console import Console
 from controller.preflight.checks import check
 from controller.recovery import recovering
-from controller.rollout.fleet import RestartBudget
 from controller.trainer import Trainer
 from controller.training_loop import Outcome
-from controller.watching.console import Console
 
 Fault = Callable[[Trainer], None]
 SAME = ("reward/mean", "rollout/response_tokens_mean", "rollout/samples", "rollout/weight_version")

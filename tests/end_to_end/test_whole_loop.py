@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller.config import Config, load
 from controller.fit import read_inputs, training
+from controller.observability.console import Console
+from controller.observability.grafana_dashboard import PANELS, queries
+from controller.observability.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of
+from controller.observability.timeline import write_trace
 from controller.preflight.checks import check
 from controller.samples import Rollout
 from controller.training_loop import Outcome
-from controller.watching.console import Console
-from controller.watching.grafana_dashboard import PANELS, queries
-from controller.watching.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of
-from controller.watching.timeline import write_trace
-from tests.controller.watching import trace_format
+from tests.controller.observability import trace_format
 from tests.end_to_end.faults import kill_actor, run_with
 from tests.end_to_end.prometheus import Prometheus, scraping_ray
 

@@ -16,8 +16,8 @@ from controller.config import Config, load
 from controller.diagnosis.findings import Report, Status
 from controller.diagnosis.tiny_model import save_tiny_model
 from controller.diagnosis.trial import PROMPTS, Trial, trial_config
+from controller.generation.rounds import RolloutRound
 from controller.preflight.checks import check
-from controller.rollout.rounds import RolloutRound
 from workers.config import LossConfig, SamplingConfig
 from workers.metrics import Metric
 from workers.remote_batch import RemoteBatch

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from controller import sft
-from controller.watching.metric_catalog import declaration_of
-from controller.watching.report import write_report
+from controller.observability.metric_catalog import declaration_of
+from controller.observability.report import write_report
 from tests.controller.offline.local_run import OF_COMMAND, SETTINGS, LocalRuns, recorded
 from workers.errors import ConfigError, DataError
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from controller.data.records import Record
 from controller.offline.tokenized import Row, example_row, preference_examples, sft_examples
-from controller.records import Record
 from examples.addition.warm_start import tokenizer as characters
 from workers.errors import DataError
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.actors.layout import pools, role_requests
 from controller.config import Config
 from controller.fit import main
-from controller.layout import pools, role_requests
 from controller.preflight.cluster import Cluster, groups_across_nodes, parse_cluster, place, roles_on_node
 from tests.controller.config_workspace import write_workspace
 from workers.errors import ConfigError

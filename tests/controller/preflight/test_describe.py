@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.actors.layout import pools, reserved, role_requests
 from controller.config import Config, load
 from controller.config.file import settings
-from controller.layout import pools, reserved, role_requests
 from controller.preflight.describe import describe, settings_page
 from tests.controller.config_workspace import write_workspace
 

@@ -10,7 +10,7 @@ import pytest
 from controller.collector import sample_requests
 from controller.config import load
 from controller.config.functions import check_environment
-from controller.data import Prompt
+from controller.data.prompts import Prompt
 from controller.preflight.checks import check
 from tests.controller.config_workspace import write_workspace
 from workers.environment import Observation

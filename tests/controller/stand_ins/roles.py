@@ -16,19 +16,19 @@ import numpy as np
 import rich.console
 
 from balancing import CostModel, Plan
+from controller.actors.roles import Roles
 from controller.checkpoint import Progress
 from controller.config import Config, load
-from controller.data import Prompt
+from controller.data.prompts import Prompt
+from controller.generation.fleet import Fleet, RestartBudget
+from controller.generation.rounds import OnResults, RolloutRound
 from controller.mismatch import LARGEST, MEAN
-from controller.roles import Roles
-from controller.rollout.fleet import Fleet, RestartBudget
-from controller.rollout.rounds import OnResults, RolloutRound
+from controller.observability.console import Console
+from controller.observability.live_metrics import LiveMetrics
+from controller.observability.metrics import RunWriter
+from controller.observability.run_record import RunRecord
 from controller.session import Session
 from controller.trainer import Trainer
-from controller.watching.console import Console
-from controller.watching.live_metrics import LiveMetrics
-from controller.watching.metrics import RunWriter
-from controller.watching.run_record import RunRecord
 from tests.controller.test_checkpoint import write
 from workers.config import SamplingConfig
 from workers.dispatch import PlanResult

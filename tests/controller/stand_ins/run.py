@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from controller.actors.layout import Pool
 from controller.config import Config, load
 from controller.fit import Inputs, read_inputs, training
-from controller.layout import Pool
+from controller.generation.fleet import RestartBudget
 from controller.preflight.checks import check
 from controller.recovery import recovering
-from controller.rollout.fleet import RestartBudget
 from controller.training_loop import Outcome
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
@@ -78,8 +78,8 @@ class StandIns:
         self.world = world = World()
         world.ray = LocalRay({RewardWorker: StandInReward})
         world.ray.install(monkeypatch)
-        monkeypatch.setattr("controller.roles.reserve", self._reserve)
-        monkeypatch.setattr("controller.watching.trackers.ray_metrics.RayMetrics", NoMetrics)
+        monkeypatch.setattr("controller.actors.roles.reserve", self._reserve)
+        monkeypatch.setattr("controller.observability.trackers.ray_metrics.RayMetrics", NoMetrics)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "empty_cache", world.empty_cache)
         self.collective_timeouts: list[timedelta] = []

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from controller.actors.roles import _model_arguments
 from controller.config import load
-from controller.roles import _model_arguments
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import ray
 
-from controller.rollout.fleet import RestartBudget
-from controller.rollout.rounds import RolloutRound, Rollouts
+from controller.generation.fleet import RestartBudget
+from controller.generation.rounds import RolloutRound, Rollouts
 from tests.workers.rollout import tiny
 from tests.workers.rollout.telling import Telling
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig

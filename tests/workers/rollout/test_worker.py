@@ -7,7 +7,7 @@ import psutil
 import pytest
 import ray
 
-from controller.rollout.rounds import RolloutRound
+from controller.generation.rounds import RolloutRound
 from tests.end_to_end.processes import living
 from tests.workers.rollout import tiny
 from tests.workers.rollout.breakable import Breakable

@@ -1,0 +1,99 @@
+"""Layout: the resources that a run asks of Ray, as data. `--dry-run` prints it, `controller.actors.roles` starts it.
+
+training pool    one bundle for each policy worker      policy i, reference i, critic i, ... share a bundle
+rollout pool     one bundle for each engine             with GPUs of its own where rollout.placement is apart
+                 none where it is colocated             engine i lives with the tp ranks from i*tp on
+no pool                                                 reward workers, wherever there is room
+
+The bundles of a pool are equal, so that any of them can be any rank's: `placement` says which one once
+Ray has put them on nodes.
+"""
+
+from dataclasses import dataclass
+
+from controller.config import Config, TrainingConfig
+
+Bundle = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equal bundles that are reserved together; the roles in a pool share them rank by rank.
+
+    groups: sizes of the groups of consecutive ranks that should share a node, each a divisor of the next. engines,
+    engine_ranks: the first engines * engine_ranks ranks share their GPUs with engines, each of which needs one node.
+    """
+
+    name: str
+    bundles: tuple[Bundle, ...]
+    strategy: str = "PACK"
+    groups: tuple[int, ...] = ()
+    engines: int = 0
+    engine_ranks: int = 1
+
+
+@dataclass(frozen=True)
+class RoleRequest:
+    """The actors of one role: each takes `cpus` and `gpus` of its bundle in `pool` (empty: of the cluster)."""
+
+    role: str
+    actors: int
+    cpus: float
+    gpus: float
+    pool: str
+
+
+def training_pool(config: TrainingConfig) -> Pool:
+    """One bundle for each policy worker; the other roles' of the same number, and colocated engines, share them."""
+    parallel, (engines, engine_ranks) = config.policy.parallel, config.colocated_engines
+    # Every bundle has room for an engine's actor, though not each holds one: bundles must be equal.
+    bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + (engines > 0))}
+    sharing = parallel.tensor_parallel, parallel.tensor_parallel * parallel.context_parallel
+    return Pool(
+        "training",
+        (bundle | ({"GPU": 1.0} if config.uses_gpus else {}),) * config.training_workers,
+        groups=(*sharing, config.training_workers // parallel.replicate),
+        engines=engines,
+        engine_ranks=engine_ranks,
+    )
+
+
+def rollout_pool(config: TrainingConfig) -> Pool | None:
+    """One bundle for each engine; None where engines share the training pool's, or there are none."""
+    if not isinstance(config, Config) or config.rollout_placement == "colocated":
+        return None
+    bundle = {"CPU": config.resources.cpus_per_worker}
+    if config.rollout_placement == "apart":
+        bundle["GPU"] = float(config.rollout.tensor_parallel)
+    return Pool("rollout", (bundle,) * config.rollout.replicas)
+
+
+def pools(config: TrainingConfig) -> list[Pool]:
+    """Everything that is reserved, in this order: training first, because its groups of ranks need nodes to themselves
+    and an engine's bundle is whole wherever it lies."""
+    return [pool for pool in (training_pool(config), rollout_pool(config)) if pool is not None]
+
+
+def role_requests(config: TrainingConfig) -> list[RoleRequest]:
+    """Every role of the run, in the order of the picture above."""
+    cpus, workers = config.resources.cpus_per_worker, config.training_workers
+    training_gpus = 1.0 / len(config.training_roles) if config.uses_gpus else 0.0
+    requests = [RoleRequest(role, workers, cpus, training_gpus, "training") for role in config.training_roles]
+    return requests + (_sampling_requests(config, cpus) if isinstance(config, Config) else [])
+
+
+def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
+    """Engines and reward workers."""
+    gpus = float(config.rollout.tensor_parallel) if config.rollout_placement == "apart" else 0.0
+    pool = "training" if config.rollout_placement == "colocated" else "rollout"
+    return [
+        RoleRequest("rollout", config.rollout.replicas, cpus, gpus, pool),
+        RoleRequest("reward", config.reward.workers, cpus, 0.0, ""),
+    ]
+
+
+def reserved(config: TrainingConfig, resource: str) -> float:
+    """Total of a Ray resource ("CPU", "GPU") over all pools and the actors outside them."""
+    in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
+    outside = [request for request in role_requests(config) if not request.pool]
+    return in_pools + sum(r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside)

@@ -1,0 +1,101 @@
+"""Reserves the bundles of the layout; the error says what is missing if the cluster does not have them.
+
+Pool --reserve--> Reservation.strategy(rank) --> the actors of that rank, of every role in the pool
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from controller.actors.layout import Bundle, Pool
+from controller.actors.placement import bundle_of_rank
+from workers.errors import ResourceError
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A pool's bundles, which Ray keeps for it until `release`. bundle_of_rank: the bundle of every rank."""
+
+    group: PlacementGroup
+    bundle_of_rank: tuple[int, ...]
+
+    def strategy(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Scheduling strategy of an actor of this rank, of any role."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle_of_rank[rank])
+
+    def release(self) -> None:
+        """Give the bundles back; Ray ends the actors that are still in them."""
+        remove_placement_group(self.group)
+
+
+def reserve(pool: Pool, timeout_s: float) -> Reservation:
+    """Reserve the pool's bundles and give every rank one of them.
+
+    Raises ResourceError, naming what is missing, if they are not there within `timeout_s` seconds, and as
+    `bundle_of_rank` does.
+    """
+    group = _placed(pool, timeout_s)
+    try:
+        return Reservation(group, bundle_of_rank(pool, nodes_of(group)))
+    except ResourceError:
+        remove_placement_group(group)
+        raise
+
+
+def nodes_of(group: PlacementGroup) -> list[str]:
+    """Ray's id of the node of every bundle of a group that is placed, by the bundle's index."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[index] for index in range(len(nodes))]
+
+
+def _placed(pool: Pool, timeout_s: float) -> PlacementGroup:
+    group = placement_group(list(pool.bundles), strategy=pool.strategy, name=pool.name)
+    deadline = time.monotonic() + timeout_s
+    while not group.wait(min(1.0, timeout_s)):
+        # Ray itself would wait for ever for a node; a request above all nodes together is known at once.
+        impossible = shortage(pool, ray.cluster_resources())
+        if impossible or time.monotonic() > deadline:
+            message = _shortage_message(pool, timeout_s)
+            remove_placement_group(group)
+            raise ResourceError(message)
+    return group
+
+
+def shortage(pool: Pool, available: Mapping[str, Any]) -> Bundle:
+    """Amounts that the pool needs beyond `available`, by resource."""
+    total: Bundle = {}
+    for bundle in pool.bundles:
+        for resource, amount in bundle.items():
+            total[resource] = total.get(resource, 0.0) + amount
+    missing = {resource: amount - float(available.get(resource, 0.0)) for resource, amount in total.items()}
+    return {resource: amount for resource, amount in missing.items() if amount > 1e-9}
+
+
+def _shortage_message(pool: Pool, timeout_s: float) -> str:
+    cluster, free = ray.cluster_resources(), ray.available_resources()
+    missing = shortage(pool, cluster) or shortage(pool, free)
+    where = "the whole cluster" if shortage(pool, cluster) else "what other jobs left free"
+    lacks = ", ".join(f"{amount:g} {resource}" for resource, amount in missing.items())
+    if not missing:
+        largest = max(pool.bundles, key=lambda bundle: sum(bundle.values()))
+        where, lacks = "one node", f"room for a bundle of {largest}"
+    counts = {resource: f"{free.get(resource, 0):g} free of {cluster.get(resource, 0):g}" for resource in _names(pool)}
+    return (
+        f"placement group {pool.name!r} ({len(pool.bundles)} bundles of {pool.bundles[0]}) was not placed within "
+        f"{timeout_s:g} s: {lacks} missing in {where} ({counts}); start more nodes, lower policy.ranks or "
+        f"rollout.replicas, or raise resources.placement_timeout_s."
+    )
+
+
+def _names(pool: Pool) -> list[str]:
+    return sorted({resource for bundle in pool.bundles for resource in bundle})

@@ -1,0 +1,106 @@
+"""RewardPool: reward actors that score finished samples while others are still generated.
+
+block of finished samples --submit--> actor --collect--> {(uid, sample): Score}
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from controller.config.sections import RewardConfig
+from controller.data.prompts import Prompt
+from controller.generation.engines import cause_of
+from workers.errors import LostError, ResourceError, WorkerError
+from workers.reward import RewardWorker, ScoreRequest
+from workers.reward_process import RewardFunction
+from workers.rollout.requests import SampleResult
+from workers.score import Score, beside_environment
+
+# Scoring is stateless and blocks outlive the actor: Ray may restart the actor and retry the call.
+AGAIN = {"max_restarts": 3, "max_task_retries": 3}
+
+
+class RewardPool:
+    """Reward actors that take finished samples in turn."""
+
+    def __init__(
+        self, functions: Sequence[RewardFunction], tokenizer_path: str, config: RewardConfig, cpus: float
+    ) -> None:
+        """`cpus`: what each actor reserves."""
+        self._columns = sorted({name for function in functions for name in function.columns})
+        self._on_failure, self._has_functions = config.on_failure, bool(functions)
+        actor_class = ray.remote(RewardWorker)
+        self._actors = [
+            actor_class.options(name=f"reward {i}", num_cpus=cpus, **AGAIN).remote(
+                list(functions), tokenizer_path, timeout_s=config.timeout_s, concurrency=config.concurrency
+            )
+            for i in range(config.workers)
+        ]
+        self._next = 0
+        self._pending: list[tuple[list[SampleResult], ray.ObjectRef]] = []
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when every actor is built. Raises ResourceError if they are not within `timeout_s` seconds."""
+        ready = [actor.ready.remote() for actor in self._actors]
+        try:
+            ray.get(ready, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise ResourceError(
+                f"{len(ready)} reward workers were not up within resources.start_timeout_s={timeout_s:g} s: the "
+                "cluster has no room for them, or they hang; lower reward.workers or resources.cpus_per_worker."
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"a reward worker could not start: {error}") from error
+
+    def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
+        """Score the samples of one block on the next actor; returns at once."""
+        finished = [result for result in results if result.row >= 0]
+        if not finished:
+            return
+        requests = [
+            ScoreRequest(result.row, result.prompt_tokens, self._columns_of(prompts[result.uid])) for result in finished
+        ]
+        actor = self._actors[self._next % len(self._actors)]
+        self._next += 1
+        self._pending.append((finished, actor.score.options(name="reward.score").remote(block, requests)))
+
+    def collect(self) -> dict[tuple[str, int], Score]:
+        """Scores of all samples submitted since the last call, by (uid, sample); see `Score.failure` for failed ones.
+
+        Raises WorkerError for a failed one with reward.on_failure=stop, LostError if a reward actor was lost too often.
+        """
+        pending, self._pending = self._pending, []
+        scores: dict[tuple[str, int], Score] = {}
+        for results, ref in pending:
+            try:
+                block_scores = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                raise LostError(f"a reward worker was lost: {cause_of(error)}") from error
+            pairs = zip(results, block_scores, strict=True)
+            scores |= {result.key: self._joined(score, result.environment) for result, score in pairs}
+        if self._on_failure == "stop":
+            _refuse_failures(scores)
+        return scores
+
+    def _joined(self, score: Score, environment: Score | None) -> Score:
+        if environment is None:
+            return score
+        return beside_environment(score, environment, has_functions=self._has_functions)
+
+    def stop(self) -> None:
+        """End the actors."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _columns_of(self, prompt: Prompt) -> dict[str, Any]:
+        return {name: prompt.columns[name] for name in self._columns if name in prompt.columns}
+
+
+def _refuse_failures(scores: Mapping[tuple[str, int], Score]) -> None:
+    for (uid, sample), score in scores.items():
+        if score.failure:
+            raise WorkerError(
+                f"the reward of sample {sample} of prompt {uid} failed ({score.failure}); reward.on_failure=zero or "
+                "drop would go on without it."
+            )

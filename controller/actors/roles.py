@@ -1,0 +1,385 @@
+"""Roles: all actors of a run, which start and end together.
+
+layout (pure) -> reserve pools -> engines | policy, reference, critic, reward model | reward -> Roles -> one end for all
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from balancing import Plan
+from controller.actors.layout import Pool, pools, role_requests
+from controller.actors.resources import Reservation, reserve
+from controller.actors.rewards import RewardPool
+from controller.actors.worker_group import Share, WorkerGroup
+from controller.config import Config, TrainingConfig
+from controller.config.training import ReferenceSettings
+from controller.generation.engines import MakeActor
+from controller.generation.fleet import RestartBudget
+from controller.generation.rounds import Rollouts
+from controller.observability.console import Console
+from controller.observability.live_metrics import LiveMetrics
+from controller.observability.shown_text import counted
+from workers.base import Worker
+from workers.config import (
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+from workers.critic import CriticWorker
+from workers.errors import LostError, WorkerError
+from workers.model.timing import MicroStepTime
+from workers.policy import PolicyWorker
+from workers.reference import ReferenceWorker
+from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.reward_model import RewardModelWorker
+from workers.reward_process import RewardFunction
+from workers.rollout.placement import ranks_of_engine
+from workers.rollout.requests import WeightLoad
+from workers.rollout.worker import RolloutWorker
+
+ANSWER_SECONDS = 5.0  # for facts that are only recorded
+
+
+@dataclass(frozen=True)
+class TrainingRoles:
+    """The roles that hold a model of their own. `reference` is None where nothing needs one."""
+
+    policy: WorkerGroup
+    reference: WorkerGroup | None
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        """The roles that learn, by name."""
+        return {"policy": self.policy}
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """All of them."""
+        return [self.policy, *([self.reference] if self.reference else [])]
+
+    def reference_sequence_log_probs(self, batch: RemoteBatch, plan: Plan) -> np.ndarray:
+        """Log-prob of each sequence by the reference or, where that is no role of its own, by the policy without its
+        adapters; float64 [B]."""
+        if self.reference is not None:
+            return self.reference.sequence_log_probs(batch, plan)
+        return self.policy.reference_sequence_log_probs(batch, plan)
+
+    def take_micro_step_times(self) -> dict[str, list[MicroStepTime]]:
+        """Times of every micro-step since the last call, in order, by the name of the rank's actor."""
+        taken = [(group, group.take_micro_step_times.remote()) for group in self.groups]
+        return {
+            name: times for group, future in taken for name, times in zip(group.names, future.result(), strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Roles(TrainingRoles):
+    """The actors of a reinforcement-learning run. `critic` is None where the advantage is not gae."""
+
+    rollouts: Rollouts
+    rewards: RewardPool
+    critic: WorkerGroup | None = None
+    reward_model: WorkerGroup | None = None
+    device_to_device: bool = False
+    transfer_timeout_s: float = math.inf
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        """The roles that learn, by name."""
+        return super().trained | ({"critic": self.critic} if self.critic else {})
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """The roles that hold a model and compute under plans."""
+        others = (self.critic, self.reward_model)
+        return super().groups + [group for group in others if group is not None]
+
+    def send_weights(self, version: int) -> None:
+        """The policy's weights to every engine as version `version`: through the object store, or between GPUs.
+
+        Engines that sleep wake for it. Raises LostError if an engine or a rank is lost on the way.
+        """
+        if self.device_to_device:
+            self.rollouts.receive_weights(lambda: self._beside_engines("send_weights", version), version)
+            return
+        weights, _ = self.policy.export_weights()
+        self.rollouts.update_weights(weights, version)
+
+    def sleep_engines(self) -> None:
+        """Call before a pass of a training role: engines that share its GPUs free their weights and KV caches."""
+        self.rollouts.sleep()
+
+    def wake_engines(self) -> None:
+        """Call before generation: engines that sleep wake up with the weights of their version."""
+        if self.rollouts.asleep:
+            self.send_weights(self.rollouts.fleet.version)
+
+    def connect_engines(self, placement: str, tensor_parallel: int) -> None:
+        """Let the policy's ranks meet the engines, for `send_weights` between GPUs. Raises LostError as that does."""
+        self._beside_engines("connect_engines", list(self.rollouts.actors.values()), placement, tensor_parallel)
+
+    def _beside_engines(self, method: str, *args: Any) -> None:
+        """Call a method of the policy in which ranks and engines wait for each other.
+
+        The transfer has no watchdog of its own: a rank would wait for a dead engine for ever. Engines are therefore
+        polled during the call.
+        """
+        deadline = time.monotonic() + self.transfer_timeout_s
+
+        def poll() -> None:
+            self.rollouts.check_alive()
+            if time.monotonic() > deadline:
+                raise LostError(
+                    f"policy.{method} did not finish within resources.collective_timeout_s={self.transfer_timeout_s:g} "
+                    "s, and no engine says why."
+                )
+
+        try:
+            getattr(self.policy, method).remote(*args).result(meanwhile=poll)
+        except WorkerError:
+            self.rollouts.check_alive()  # a dead engine is the cause, the error of a rank its consequence
+            raise
+
+    def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> TokenColumn:
+        """Log-probs of the reference or, where that is no role of its own, of the policy without its adapters."""
+        passed = self.reference.log_probs if self.reference is not None else self.policy.reference_log_probs
+        return passed(batch, plan).tokens["log_probs"]
+
+    def take_weight_loads(self) -> dict[str, list[WeightLoad]]:
+        """Weight updates of the engines since the last call, by actor; without engines that do not answer in time."""
+        asked = {actor.take_weight_loads.remote(): f"rollout {i}" for i, actor in self.rollouts.actors.items()}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        loads = {}
+        for ref in answered:
+            with suppress(RayError):  # the next call that needs the engine reports it
+                loads[asked[ref]] = ray.get(ref)
+        return loads
+
+
+@contextmanager
+def start_roles(
+    config: Config,
+    reward_functions: Sequence[RewardFunction],
+    console: Console,
+    budget: RestartBudget,
+    *,
+    live: LiveMetrics,
+    environment: bytes = b"",
+) -> Iterator[Roles]:
+    """Start every role and yield them; end every actor and release every bundle in any case.
+
+    live: receives states and queues of the engines. environment: see `workers.environment_process`; empty for samples
+    of one turn.
+
+    Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
+    """
+    with ExitStack() as stack:
+        starter = _Starter(stack, config, console)
+        colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
+        policy = _policy(starter, config) if colocated else None
+        # Engines take longest to start: unless they share GPUs, they start while the training roles load.
+        devices = _shared_devices(policy.facts(), config.rollout) if policy else []
+        rollouts = Rollouts(
+            _engine_maker(config, starter, devices, environment),
+            config.rollout,
+            budget,
+            live,
+            replaceable=not config.uses_gpus,  # between GPUs, sender and engines have met once and for all
+            colocated=colocated,
+            start_timeout_s=timeout_s,
+            log=console.log,
+        )
+        stack.callback(rollouts.stop)
+        started = rollouts.start()
+        rewards = RewardPool(reward_functions, config.model.path, config.reward, starter.requests["reward"].cpus)
+        stack.callback(rewards.stop)
+        if colocated:
+            # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.
+            # It sleeps until the policy sends its weights for the first round of generation.
+            started.result(timeout_s)
+            rollouts.sleep()
+        policy = starter.built_policy(policy or _policy(starter, config))
+        reference = _reference(starter, config) if config.starts_reference else None
+        critic = _critic(starter, config) if config.uses_critic else None
+        reward_model = _reward_model(starter, config) if config.uses_reward_model else None
+        rewards.wait_ready(timeout_s)
+        started.result(timeout_s)
+        roles = Roles(
+            policy,
+            reference,
+            rollouts,
+            rewards,
+            critic,
+            reward_model,
+            device_to_device=config.uses_gpus,
+            transfer_timeout_s=config.resources.collective_timeout_s,
+        )
+        if config.uses_gpus:
+            roles.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)
+        yield roles
+
+
+class _Starter:
+    """Starts the training roles of one run, each in its bundles; `stack` ends them."""
+
+    def __init__(self, stack: ExitStack, config: TrainingConfig, console: Console) -> None:
+        """Reserve all bundles. Raises ResourceError as `reserve` does."""
+        self.stack, self.config, self.console = stack, config, console
+        self.bundles = {pool.name: self._reserve(pool) for pool in pools(config)}
+        self.requests = {request.role: request for request in role_requests(config)}
+        console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
+
+    def _reserve(self, pool: Pool) -> Reservation:
+        bundles = reserve(pool, self.config.resources.placement_timeout_s)
+        self.stack.callback(bundles.release)
+        return bundles
+
+    def group(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
+        """Start the actors and their process group; `build`, which loads the model, is left to the caller."""
+        config, request = self.config, self.requests[role]
+        group = WorkerGroup(
+            role,
+            worker_class,
+            self.bundles[request.pool],
+            Share(request.cpus, request.gpus),
+            dp=config.policy.ranks,
+            cp=config.policy.parallel.context_parallel,
+            tp=config.policy.parallel.tensor_parallel,
+            arguments=arguments,
+            timeout_s=config.resources.start_timeout_s,
+            collective_timeout_s=config.resources.collective_timeout_s,
+        )
+        self.stack.callback(group.stop)
+        return group
+
+    def built(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
+        """`group` with its model loaded."""
+        group = self.group(role, worker_class, arguments)
+        group.build.remote().result(self.config.resources.start_timeout_s)
+        return group
+
+    def built_policy(self, policy: WorkerGroup) -> WorkerGroup:
+        """Load the policy's model and log its size."""
+        parameters = policy.build.remote().result(self.config.resources.start_timeout_s)[0]
+        ranks = counted(self.config.policy.ranks, "rank")
+        self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
+        return policy
+
+
+def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each colocated engine: the GPUs, all of one node, of the policy ranks that it lives with.
+
+    ranks: `Worker.facts` of every policy rank.
+    """
+    engines = [ranks_of_engine(replica, rollout.tensor_parallel) for replica in range(rollout.replicas)]
+    return [",".join(ranks[rank]["gpus"] for rank in shared) for shared in engines]
+
+
+def _engine_maker(config: Config, starter: _Starter, devices: list[str], environment: bytes) -> MakeActor:
+    """Makes the actor of a replica, and another in its place; see `RolloutEngines`.
+
+    `devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none.
+    """
+    actor_class, request = ray.remote(RolloutWorker), starter.requests["rollout"]
+
+    def make(replica: int, attempt: int) -> Any:
+        rank = ranks_of_engine(replica, config.rollout.tensor_parallel)[0] if devices else replica
+        # Ray hides all GPUs from an actor that reserves none, unless this variable is set.
+        variables = {
+            "CUDA_VISIBLE_DEVICES": devices[replica] if devices else "",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        }
+        options = {
+            "name": f"rollout {replica}" + (f" restart {attempt}" if attempt else ""),
+            "num_cpus": request.cpus,
+            "num_gpus": request.gpus,
+            "max_concurrency": 1000,
+            "scheduling_strategy": starter.bundles[request.pool].strategy(rank),
+        } | ({"runtime_env": {"env_vars": variables}} if devices else {})
+        return actor_class.options(**options).remote(
+            config.model,
+            config.rollout,
+            index=replica,
+            placement=config.rollout_placement,
+            max_model_tokens=config.max_model_tokens,
+            seed=config.run.seed,
+            environment=environment,
+            environment_timeout_s=config.reward.timeout_s,
+        )
+
+    return make
+
+
+@contextmanager
+def start_training_roles(
+    config: TrainingConfig, worker_class: type[Worker], console: Console, *, total_steps: int
+) -> Iterator[TrainingRoles]:
+    """Start the roles of a run that trains on given sequences and yield them; otherwise as `start_roles`.
+
+    worker_class: the policy's. total_steps: optimiser steps of the run.
+    """
+    with ExitStack() as stack:
+        starter = _Starter(stack, config, console)
+        arguments = _model_arguments(config, config.model, config.policy)
+        arguments |= _learning(config, config.policy.optimizer, total_steps)
+        policy = starter.built_policy(starter.group("policy", worker_class, arguments))
+        reference = None
+        if isinstance(config, ReferenceSettings) and config.starts_reference:
+            reference = _reference(starter, config)
+        yield TrainingRoles(policy, reference)
+
+
+def _policy(starter: _Starter, config: Config) -> WorkerGroup:
+    arguments = _model_arguments(config, config.model, config.policy)
+    arguments |= _learning(config, config.policy.optimizer, config.total_optimizer_steps)
+    return starter.group("policy", PolicyWorker, arguments)
+
+
+def _reference(starter: _Starter, config: ReferenceSettings) -> WorkerGroup:
+    arguments = _model_arguments(config, config.reference_model, config.reference)
+    return starter.built("reference", ReferenceWorker, arguments)
+
+
+def _critic(starter: _Starter, config: Config) -> WorkerGroup:
+    arguments = _model_arguments(config, config.critic_model, config.critic)
+    arguments |= _learning(config, config.critic.optimizer, config.critic_optimizer_steps)
+    return starter.built("critic", CriticWorker, arguments)
+
+
+def _reward_model(starter: _Starter, config: Config) -> WorkerGroup:
+    arguments = _model_arguments(config, config.reward_model, config.reward.model)
+    return starter.built("reward_model", RewardModelWorker, arguments)
+
+
+def _model_arguments(
+    config: TrainingConfig,
+    model: ModelConfig,
+    settings: PolicyConfig | ReferenceConfig | CriticConfig | RewardModelConfig,
+) -> dict[str, Any]:
+    """Arguments of every `ModelWorker`; all roles share the policy's ranks, and so its parallelism and threads."""
+    return {
+        "model": model,
+        "device": config.device,
+        "temperature": config.temperature,
+        "threads": config.policy.threads,
+        "parallel": config.policy.parallel,
+        "cpu_offload": settings.cpu_offload,
+    }
+
+
+def _learning(config: TrainingConfig, optimizer: OptimizerConfig, total_steps: int) -> dict[str, Any]:
+    """Arguments of a `TrainedWorker` beside these."""
+    reshard = config.policy.reshard_after_forward
+    return {"optimizer": optimizer, "total_steps": total_steps, "reshard_after_forward": reshard}

@@ -1,0 +1,228 @@
+"""WorkerGroup: the actors of one role, called as one.
+
+group = WorkerGroup("policy", PolicyWorker, bundles, arguments)     named actors "policy dp=1"
+group.log_probs(batch, plan)            blocks, returns the joined result
+group.log_probs.remote(batch, plan)     returns a GroupFuture; .result() joins
+"""
+
+import inspect
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
+
+from controller.actors.resources import Reservation
+from controller.generation.engines import cause_of
+from workers.base import Worker
+from workers.dispatch import (
+    DISPATCH_ATTRIBUTE,
+    DispatchMode,
+    Join,
+    RankCoordinates,
+    join_rows,
+    join_tokens,
+    split_arguments,
+)
+from workers.errors import BallastError, LostError, WorkerError
+from workers.metrics import merge
+
+LOST_SECONDS = 3.0  # Ray says within this time that an actor is gone, after its peers noticed
+MEANWHILE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """Resources of one actor within its bundle."""
+
+    cpus: float
+    gpus: float = 0.0
+
+
+class GroupFuture:
+    """A call under way on every rank of a group."""
+
+    def __init__(
+        self, label: str, names: Sequence[str], refs: Sequence[ray.ObjectRef], join: Callable[[], Any]
+    ) -> None:
+        """`refs`: a small result of each rank; the call of a rank is done, or has failed, when it arrives."""
+        self._label, self._names, self._join = label, dict(zip(refs, names, strict=True)), join
+
+    def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> Any:
+        """Wait for every rank, then join.
+
+        meanwhile: called every few seconds of waiting; what it raises ends the wait.
+
+        Raises at the first rank that fails, without waiting for the others (they may be stuck in a collective that
+        will never complete): LostError if an actor was lost, an error of ours as the worker raised it, WorkerError with
+        the remote traceback for any other; and WorkerError after `timeout_s` seconds without any rank finishing.
+        """
+        waiting = list(self._names)
+        while waiting:
+            done, others = self._wait_for_one(waiting, timeout_s, meanwhile)
+            if not done:
+                late = ", ".join(self._names[ref] for ref in waiting)
+                raise WorkerError(f"{self._label} did not finish within {timeout_s:g} s on {late}.")
+            self._raise_if_failed(done[0], others)
+            waiting = others
+        return self._join()
+
+    @staticmethod
+    def _wait_for_one(
+        refs: list[ray.ObjectRef], timeout_s: float | None, meanwhile: Callable[[], None] | None
+    ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+        """`ray.wait` for one of `refs`, with calls of `meanwhile`."""
+        if meanwhile is None:
+            return ray.wait(refs, num_returns=1, timeout=timeout_s)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            done, others = ray.wait(refs, num_returns=1, timeout=min(MEANWHILE_SECONDS, left))
+            if done or not left:
+                return done, others
+            meanwhile()
+
+    def _raise_if_failed(self, ref: ray.ObjectRef, others: list[ray.ObjectRef]) -> None:
+        try:
+            ray.get(ref)
+        except RayTaskError as error:
+            if isinstance(error.cause, BallastError):
+                raise type(error.cause)(f"{self._names[ref]}: {error.cause}") from error
+            if isinstance(error.cause, ObjectLostError):
+                raise LostError(f"{self._label} needed tokens of a node that was lost: {cause_of(error)}") from error
+            self._raise_lost(others)
+            raise WorkerError(f"{self._names[ref]} failed in {self._label}: {error.cause!r}\n{error}") from error
+        except RayError as error:
+            raise LostError(f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}") from error
+
+    def _raise_lost(self, refs: list[ray.ObjectRef]) -> None:
+        """Raise LostError if another rank was lost: the error of this one is then a broken collective."""
+        deadline = time.monotonic() + LOST_SECONDS
+        while refs and time.monotonic() < deadline:
+            done, refs = ray.wait(refs, num_returns=1, timeout=deadline - time.monotonic())
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except RayTaskError:
+                    continue
+                except RayError as error:
+                    raise LostError(f"{self._names[ref]} was lost in {self._label}: {cause_of(error)}") from error
+
+
+class GroupMethod:
+    """One dispatched method of all workers of a group."""
+
+    def __init__(self, group: "WorkerGroup", name: str, mode: DispatchMode) -> None:
+        self._group, self._name, self._mode = group, name, mode
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call every rank, wait, join."""
+        return self.remote(*args, **kwargs).result()
+
+    def remote(self, *args: Any, **kwargs: Any) -> GroupFuture:
+        """Start the call on every rank and return at once."""
+        group, mode = self._group, self._mode
+        arguments = split_arguments(mode, group.ranks, args, kwargs, ray.put)
+        label = f"{group.role}.{self._name}"
+        calls = [
+            getattr(actor, self._name)
+            .options(name=label, num_returns=2 if mode.join.keeps_first else 1)
+            .remote(*positional, **named)
+            for actor, (positional, named) in zip(group.actors, arguments, strict=True)
+        ]
+        if not mode.join.keeps_first:
+            return GroupFuture(label, group.names, calls, lambda: self._join(args, calls))
+        # The first return value stays in the object store; the second, small one shows that it is complete.
+        kept, metrics = [call[0] for call in calls], [call[1] for call in calls]
+        return GroupFuture(label, group.names, metrics, lambda: self._join_kept(args, kept, metrics))
+
+    def _join(self, args: tuple[Any, ...], refs: list[ray.ObjectRef]) -> Any:
+        if self._mode.join is Join.RANK_ZERO:
+            return ray.get(refs[0])
+        if self._mode.join is Join.METRICS:
+            return merge(ray.get([refs[i] for i in self._group.leaders]))
+        if self._mode.join is Join.ROWS:
+            return join_rows(args[1], len(args[0]), ray.get([refs[i] for i in self._group.leaders]))
+        return ray.get(refs)
+
+    def _join_kept(self, args: tuple[Any, ...], kept: list[ray.ObjectRef], metrics: list[ray.ObjectRef]) -> Any:
+        leaders = self._group.leaders
+        fetched = ray.get([metrics[i] for i in leaders])
+        if self._mode.join is Join.RANK_ZERO_REFERENCE:
+            return kept[0], merge(fetched)
+        return join_tokens(self._mode, args[1], len(args[0]), [kept[i] for i in leaders], fetched)
+
+
+class WorkerGroup:
+    """The worker actors of one role, one in each bundle of a pool."""
+
+    def __init__(
+        self,
+        role: str,
+        worker_class: type[Worker],
+        bundles: Reservation,
+        share: Share,
+        *,
+        dp: int,
+        cp: int = 1,
+        tp: int = 1,
+        arguments: dict[str, Any] | None = None,
+        timeout_s: float = 300.0,
+        collective_timeout_s: float = 300.0,
+    ) -> None:
+        """Start dp * cp * tp actors and their process group; the order is that of `workers.model.parallel`.
+
+        arguments: keyword arguments of the worker class beside role, coordinates and world_size. collective_timeout_s:
+        for which ranks wait for each other in a collective. Raises WorkerError if a worker cannot be built or the
+        process group does not come up within `timeout_s` seconds.
+        """
+        self.role = role
+        places = itertools.product(range(dp), range(cp), range(tp))
+        self.ranks = [RankCoordinates(index=i, dp=d, cp=c, tp=t) for i, (d, c, t) in enumerate(places)]
+        self.names = [_actor_name(role, rank, cp, tp) for rank in self.ranks]
+        actor_class = ray.remote(worker_class)
+        self.actors = [
+            actor_class.options(
+                name=name,
+                num_cpus=share.cpus,
+                num_gpus=share.gpus,
+                scheduling_strategy=bundles.strategy(rank.index),
+            ).remote(role, rank, len(self.ranks), **(arguments or {}))
+            for name, rank in zip(self.names, self.ranks, strict=True)
+        ]
+        self.leaders = [rank.index for rank in self.ranks if rank.leads_dp_group]
+        self._methods = {
+            name: GroupMethod(self, name, getattr(method, DISPATCH_ATTRIBUTE))
+            for name, method in inspect.getmembers(worker_class, callable)
+            if hasattr(method, DISPATCH_ATTRIBUTE)
+        }
+        try:
+            self._start(timeout_s, collective_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, timeout_s: float, collective_timeout_s: float) -> None:
+        built = [actor.address.remote() for actor in self.actors]
+        addresses = GroupFuture(f"{self.role} start-up", self.names, built, lambda: ray.get(built)).result(timeout_s)
+        joined = [actor.join_group.remote(*addresses[0], collective_timeout_s) for actor in self.actors]
+        GroupFuture(f"{self.role} process group", self.names, joined, lambda: None).result(timeout_s)
+
+    def __getattr__(self, name: str) -> GroupMethod:
+        methods = self.__dict__.get("_methods", {})
+        if name not in methods:
+            raise AttributeError(f"{self.__dict__.get('role')} workers have no dispatched method {name!r}")
+        return methods[name]
+
+    def stop(self) -> None:
+        """End every actor of the group."""
+        for actor in self.actors:
+            ray.kill(actor)
+
+
+def _actor_name(role: str, rank: RankCoordinates, cp: int, tp: int) -> str:
+    return f"{role} dp={rank.dp}" + (f" cp={rank.cp}" if cp > 1 else "") + (f" tp={rank.tp}" if tp > 1 else "")

@@ -1,0 +1,35 @@
+"""A user's curriculum, run in a process of its own for every epoch, so that it cannot block or end the driver."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from controller.data.records import Record
+from workers.errors import DataError
+from workers.user_code import call
+
+
+@dataclass(frozen=True)
+class IsolatedCurriculum:
+    """`(records, epoch) -> numbers of the records` of data.curriculum. packed: the function, by `find_function`.
+    timeout_s: what one epoch may take."""
+
+    packed: bytes
+    timeout_s: float
+
+    def __call__(self, records: list[Record], epoch: int) -> np.ndarray:
+        """int64 [prompts of the epoch]. Raises ConfigError if it fails, DataError if it returns no record numbers."""
+        order = call(self.packed, records, epoch, key=f"data.curriculum for epoch {epoch}", timeout_s=self.timeout_s)
+        return checked_order(order, len(records), epoch)
+
+
+def checked_order(order: Any, records: int, epoch: int) -> np.ndarray:
+    """`order` as int64 [prompts]. Raises DataError if it is empty or not record numbers below `records`."""
+    numbers = np.asarray(order) if isinstance(order, (list, tuple, range, np.ndarray)) else np.empty(0)
+    if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
+        raise DataError(f"data.curriculum must return record numbers for epoch {epoch}, it returned {order!r:.80}.")
+    outside = numbers[(numbers < 0) | (numbers >= records)]
+    if len(outside):
+        raise DataError(f"data.curriculum returned record {outside[0]} for epoch {epoch}, of {records} records.")
+    return numbers.astype(np.int64)

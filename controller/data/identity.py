@@ -1,0 +1,102 @@
+"""Identity of the training data: a resumed run continues in the stream of prompts only if its data are the same.
+
+    records, tokenizer, settings of the order --data_identity--> Progress.data of every checkpoint
+    that and the present identity --differences--> differences in words, which controller.checkpoint refuses
+
+Paths are not part of it, because data may be moved; nor are run.steps, learning rates and the like, which users change.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from controller.config import Config
+from controller.config.file import value_of
+from controller.config.model_files import TOKENIZERS, read_model_files
+from controller.config.offline import OfflineConfig
+from controller.data.records import Record
+from workers.chat_template import template_of
+
+DataIdentity = dict[str, Any]
+"""JSON: `sources`, of each [records, SHA-256]; `weights`, shares of them; `tokenizer`, SHA-256; `settings` that set
+their order; and, of a run, `prompts`, how many of each source are no longer than data.max_prompt_tokens, or, of given
+sequences, `records`, how many are no longer than data.max_tokens."""
+
+CONTENT_SETTINGS = ("data.prompt_key", "data.system_prompt", "data.shuffle", "data.curriculum")
+
+
+def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> DataIdentity:
+    """The identity of the training records by path, without `prompts`."""
+    keys = [*CONTENT_SETTINGS, *(["run.seed"] if config.data.shuffle and not config.data.curriculum else [])]
+    total = sum(config.data.weights.values())
+    return {
+        "sources": [[len(records), _digest_of_records(records)] for records in train.values()],
+        "weights": [weight / total for weight in config.data.weights.values()],
+        "tokenizer": _digest_of_tokenizer(read_model_files(config.model.path, "model.path").folder),
+        "settings": {key: value_of(config, key) for key in keys},
+    }
+
+
+def offline_identity(config: OfflineConfig, train: Sequence[Record]) -> DataIdentity:
+    """The identity of the records of data.train, which are trained on as they stand, without `records`."""
+    columns = [f"data.{field.name}" for field in fields(config.data) if field.name.endswith("_key")]
+    keys = [*columns, "data.shuffle", *(["run.seed"] if config.data.shuffle else [])]
+    return {
+        "sources": [[len(train), _digest_of_records(train)]],
+        "tokenizer": _digest_of_tokenizer(read_model_files(config.model.path, "model.path").folder),
+        "settings": {key: value_of(config, key) for key in keys},
+    }
+
+
+def differences(now: DataIdentity, then: DataIdentity) -> list[str]:
+    """The differences, in words. A part that one of them lacks, as an older checkpoint may, counts as equal."""
+    found = [
+        f"{key}={settings_now} was {settings_then!r}"
+        for key, settings_then in then.get("settings", {}).items()
+        if (settings_now := now["settings"].get(key, settings_then)) != settings_then
+    ]
+    if _differ(now, then, "tokenizer"):
+        found.append("the tokenizer or chat template of model.path is another")
+    if _differ(now, then, "sources"):
+        found.append(
+            f"data.train or data.sources has {_sizes(now)} records of other content than the {_sizes(then)} then"
+        )
+    elif _differ(now, then, "weights"):
+        found.append(f"data.sources has weights {now['weights']}, as shares, that were {then['weights']}")
+    elif _differ(now, then, "prompts"):
+        found.append(
+            f"data.max_prompt_tokens or data.over_long keeps {now['prompts']} prompts of each source, and kept "
+            f"{then['prompts']}"
+        )
+    elif _differ(now, then, "records"):
+        found.append(f"data.max_tokens or data.over_long keeps {now['records']} records, and kept {then['records']}")
+    return found
+
+
+def _differ(now: DataIdentity, then: DataIdentity, part: str) -> bool:
+    return part in now and part in then and now[part] != then[part]
+
+
+def _sizes(identity: DataIdentity) -> str:
+    return " + ".join(f"{records:,}" for records, _ in identity["sources"])
+
+
+def _digest_of_records(records: Sequence[Record]) -> str:
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps(record, sort_keys=True, default=repr).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _digest_of_tokenizer(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in TOKENIZERS:
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    template = template_of(folder)
+    digest.update(template.text.encode() if template else b"")
+    return digest.hexdigest()

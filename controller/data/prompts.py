@@ -1,0 +1,259 @@
+"""Prompts: records, tokenized once, dealt in an endless stream by a seeded shuffle.
+
+record --system prompt, chat template, tokenizer--> Prompt     over-long ones: dropped, truncated or refused
+PromptDataset of each source --PromptMixture, by weight--> take(start, count), a pure function of the seed
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from controller.data.curriculum import checked_order
+from controller.data.records import Record
+from workers.errors import DataError
+from workers.isolation.process import named
+
+DATA_ORDER = 0  # sets this random stream apart from others of the same seed
+CHARACTERS_PER_TOKEN = (
+    128  # of the longest tokens in use: a prompt of more on average is too long without being counted
+)
+
+Curriculum = Callable[[list[Record], int], Sequence[int] | np.ndarray]
+"""(records, epoch) -> numbers of the records in the order in which the epoch deals them."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One record. uid: its place in the stream. ids: int32 [P]. columns: for the reward function. source: the name that
+    validation reports it under."""
+
+    uid: str
+    ids: np.ndarray
+    columns: Record
+    source: str = ""
+
+
+class Prompts(Protocol):
+    """A stream of prompts, from which a trainer draws."""
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """`count` prompts from place `start` (from 0) of an endless stream, a pure function of the seed."""
+
+
+@dataclass(frozen=True)
+class PromptRules:
+    """Rules by which a record becomes a prompt.
+
+    over_long: `drop` counts and leaves out prompts above max_prompt_tokens, `truncate` keeps their last tokens (and
+    counts them too), `error` refuses them. system_prompt: put before chat messages that have none of their own.
+    source_key: column that names a record's source; empty takes the data set's name.
+    """
+
+    prompt_key: str
+    max_prompt_tokens: int
+    over_long: str = "drop"
+    system_prompt: str = ""
+    source_key: str = ""
+
+
+class PromptDataset:
+    """Prompts of one source, in a fixed or freshly shuffled order every epoch."""
+
+    def __init__(
+        self,
+        records: list[Record],
+        tokenizer: Any,
+        rules: PromptRules,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        name: str = "data",
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        """Tokenize `records`.
+
+        curriculum: sets the order of every epoch in place of the shuffle; it sees the records that were kept.
+        Raises DataError on a prompt that is too long with over_long="error", empty, or of the wrong type, and when
+        nothing is left.
+        """
+        self._shuffle, self._seed, self.name, self._curriculum = shuffle, seed, name, curriculum
+        self._orders: dict[int, np.ndarray] = {}
+        self._prompts: list[tuple[np.ndarray, Record, str]] = []
+        self.dropped = self.truncated = 0
+        for index, record in enumerate(records, start=1):
+            ids = self._tokenized(record, tokenizer, rules, index)
+            if ids is not None:
+                self._prompts.append((ids, record, str(record.get(rules.source_key, name))))
+        if not self._prompts:
+            raise DataError(
+                f"{name}: all {len(records)} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens}; "
+                "raise it, or set data.over_long=truncate."
+            )
+
+    def _tokenized(self, record: Record, tokenizer: Any, rules: PromptRules, index: int) -> np.ndarray | None:
+        """Ids of a prompt within the limit; None for one that is dropped."""
+        prompt = record[rules.prompt_key]
+        if rules.over_long != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
+            self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
+            return None
+        ids = tokenize_record(record, tokenizer, rules, f"{self.name} record {index}")
+        if len(ids) <= rules.max_prompt_tokens:
+            return ids
+        if rules.over_long == "truncate":
+            self.truncated += 1
+            return ids[-rules.max_prompt_tokens :]
+        self._leave_out(f"{len(ids)} prompt tokens", rules, index)
+        return None
+
+    def _leave_out(self, length: str, rules: PromptRules, index: int) -> None:
+        if rules.over_long == "error":
+            raise DataError(
+                f"{self.name} record {index} has {length}; raise data.max_prompt_tokens ({rules.max_prompt_tokens}) or "
+                "set data.over_long=drop."
+            )
+        self.dropped += 1
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """`count` prompts from place `start` of the stream; a new epoch begins wherever the last one ends."""
+        return [self.at(position) for position in range(start, start + count)]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Every prompt once, in file order."""
+        for index, (ids, record, source) in enumerate(self._prompts):
+            yield Prompt(f"{index}", ids, record, source)
+
+    def at(self, position: int) -> Prompt:
+        """The prompt at a place of the endless stream of epochs."""
+        # An epoch of a curriculum may be shorter or longer than the data, so that places are counted epoch by epoch.
+        epoch, index = divmod(position, len(self._prompts)) if self._curriculum is None else self._place(position)
+        ids, record, source = self._prompts[self._order(epoch)[index]]
+        return Prompt(f"{position}", ids, record, source)
+
+    def _place(self, position: int) -> tuple[int, int]:
+        epoch = 0
+        while position >= len(self._order(epoch)):
+            position -= len(self._order(epoch))
+            epoch += 1
+        return epoch, position
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            if self._curriculum is None:  # any epoch can be made again; of a curriculum every epoch's length is needed
+                self._orders.clear()
+            self._orders[epoch] = self._new_order(epoch)
+        return self._orders[epoch]
+
+    def _new_order(self, epoch: int) -> np.ndarray:
+        if self._curriculum is not None:
+            records = [record for _, record, _ in self._prompts]
+            return checked_order(self._curriculum(records, epoch), len(records), epoch)
+        if not self._shuffle:
+            return np.arange(len(self._prompts))
+        return epoch_order(self._seed, epoch, len(self._prompts))
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """A random order of `count` records, the same for the same seed and epoch: int64 [count]."""
+    return np.random.default_rng((seed, DATA_ORDER, epoch)).permutation(count)
+
+
+class PromptMixture:
+    """Several sources, each in an order of its own, dealt in proportion to their weights."""
+
+    def __init__(self, sources: Sequence[PromptDataset], weights: Sequence[float]) -> None:
+        """weights: positive, one for each source; only their ratios count."""
+        self._sources = list(sources)
+        self._shares = np.asarray(weights, np.float64) / np.sum(weights)
+        self._dealt = np.zeros(len(sources), np.int64)
+        self._schedule: list[tuple[int, int]] = []  # (source, place in it) of every position so far
+
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """`count` prompts from place `start` of the stream."""
+        return [self._at(position) for position in range(start, start + count)]
+
+    def _at(self, position: int) -> Prompt:
+        while len(self._schedule) <= position:
+            self._deal()
+        source, place = self._schedule[position]
+        prompt = self._sources[source].at(place)
+        return Prompt(f"{position}", prompt.ids, prompt.columns, prompt.source)
+
+    def _deal(self) -> None:
+        """The next position goes to the source that is furthest behind its share: never more than one prompt off."""
+        behind = self._shares * (len(self._schedule) + 1) - self._dealt
+        source = int(np.argmax(behind))
+        self._schedule.append((source, int(self._dealt[source])))
+        self._dealt[source] += 1
+
+
+def is_too_long(prompt: Any, max_tokens: int) -> bool:
+    """Whether a prompt has so many characters that it is above `max_tokens` with any tokenizer in use."""
+    return characters(prompt) > CHARACTERS_PER_TOKEN * max_tokens
+
+
+def characters(prompt: Any) -> int:
+    """Characters of a text, or of the texts of chat messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
+def tokenize_record(record: Record, tokenizer: Any, rules: PromptRules, where: str) -> np.ndarray:
+    """Token ids int32 [P] of a record's prompt. Raises DataError naming the record `where`."""
+    prompt = record[rules.prompt_key]
+    if rules.system_prompt:
+        prompt = with_system_prompt(prompt, rules.system_prompt, where)
+    return tokenize(tokenizer, prompt, where=where)
+
+
+def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
+    """Chat messages with a system message first, unless they have one. Raises DataError, naming `where`, for a text."""
+    if isinstance(prompt, str):
+        raise DataError(f"{where} is a text, but data.system_prompt goes before chat messages; make it a list of them.")
+    if not isinstance(prompt, list) or (prompt and prompt[0].get("role") == "system"):
+        return prompt
+    return [{"role": "system", "content": system_prompt}, *prompt]
+
+
+def check_prompt(prompt: Any, where: str) -> None:
+    """Raise DataError, naming the record `where`, for what is neither a text nor chat messages."""
+    if not isinstance(prompt, (str, list)):
+        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
+    if not prompt:
+        raise DataError(f"{where} has an empty prompt.")
+    if isinstance(prompt, list) and not all(isinstance(message, dict) and "role" in message for message in prompt):
+        raise DataError(f"{where} has a chat message that is no object with a role and a content.")
+
+
+def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
+    """Token ids int32 [P] of a string, or of chat messages through the tokenizer's chat template."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif isinstance(prompt, list):
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"{where} is a list of chat messages, but the tokenizer of model.path has no chat template."
+            )
+        ids = rendered(tokenizer, prompt, where, add_generation_prompt=True)
+    else:
+        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
+    if len(ids) == 0:
+        raise DataError(f"{where} has an empty prompt.")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
+    """Token ids of chat messages, or with return_dict=True what the tokenizer gives.
+
+    options: of `apply_chat_template`. Raises DataError naming the record `where`.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, **{"return_dict": False} | options)
+    except Exception as error:  # a template may raise whatever it likes
+        raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error

@@ -1,0 +1,171 @@
+"""Records of a data set, one mapping each, from files of the usual kinds.
+
+    .jsonl, .json | .parquet | .arrow | a folder of these --iter_records--> {"prompt": ..., "answer": ...}, ...
+
+A folder is what `datasets.save_to_disk` writes or a hub repository holds: its data files in the order of their names.
+Nothing is executed on reading.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from controller.observability.shown_text import shortened
+from workers.errors import DataError
+
+Record = dict[str, Any]
+DEEPEST = 100  # levels of lists and objects in a line
+
+
+def read_records(path: str, prompt_key: str = "") -> list[Record]:
+    """All records. Raises DataError naming the file and record of what is not a record, or one without `prompt_key`."""
+    records = list(iter_records(path, prompt_key))
+    if not records:
+        raise DataError(f"{path} has no records.")
+    return records
+
+
+def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str]) -> None:
+    """Raise DataError unless every record has the columns `names`, each of numbers alone or of no number."""
+    for name in names:
+        kinds: dict[bool, int] = {}
+        for number, record in enumerate(records, start=1):
+            if name not in record:
+                raise DataError(f"{path}: record {number} lacks {name!r}, which algorithm.loss.columns names.")
+            kinds.setdefault(isinstance(record[name], Real), number)
+        if len(kinds) == 2:
+            raise DataError(
+                f"{path}: {name!r} of algorithm.loss.columns is a number in record {kinds[True]} and not in record "
+                f"{kinds[False]}; give all records the one or the other."
+            )
+
+
+def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
+    """The records one after another, read as they are asked for; raises as `read_records`."""
+    try:
+        files = data_files(Path(path))
+    except OSError as error:
+        raise DataError(f"{shortened(path, 80)} cannot be read: {error.strerror or error}.") from None
+    for file in files:
+        try:
+            for where, record in READERS[file.suffix](file):
+                if not isinstance(record, dict) and not prompt_key:
+                    raise DataError(f"{where} is not a record, which gives each column's value by its name.")
+                if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
+                    raise DataError(f"{where} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
+                yield record
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def data_files(path: Path) -> list[Path]:
+    """The data files of a path: itself, or those of a folder by name. Raises DataError if there are none."""
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in READERS and _is_data(file))
+        kinds = {file.suffix for file in found}
+        if not found:
+            raise DataError(f"{path} holds no data file ({', '.join(READERS)}).")
+        if len(kinds) > 1:
+            raise DataError(f"{path} holds files of several kinds ({', '.join(sorted(kinds))}); name one of them.")
+        return found
+    if not path.exists():
+        raise DataError(f"there is no file {path} (relative paths start at the working directory).")
+    if path.suffix not in READERS:
+        raise DataError(f"{path} is none of {', '.join(READERS)}, nor a folder of such files.")
+    return [path]
+
+
+def _is_data(file: Path) -> bool:
+    """Not the metadata that `datasets.save_to_disk` puts beside its data, nor a cache."""
+    return file.name not in ("dataset_info.json", "state.json", "dataset_dict.json") and not file.name.startswith(
+        (".", "cache-")
+    )
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{file}:{number}", _parsed(line, f"{file}:{number}")
+
+
+def _json(file: Path) -> Iterator[tuple[str, Any]]:
+    content = _parsed(file.read_bytes(), str(file))
+    if not isinstance(content, list):
+        raise DataError(f"{file} must be a list of records; write one record a line to a .jsonl file otherwise.")
+    for number, record in enumerate(content, start=1):
+        yield f"{file} record {number}", record
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError as error:  # also of bytes that are not UTF-8
+        raise DataError(f"{where} is not JSON: {error}.") from None
+    except RecursionError:
+        raise _too_deep(where) from None
+    # Most records hold fewer brackets than that, and need not be walked.
+    if text.count(b"[") + text.count(b"{") > DEEPEST and not _is_flat(value):
+        raise _too_deep(where)
+    return value
+
+
+def _too_deep(where: str) -> DataError:
+    return DataError(f"{where} is nested more than {DEEPEST} deep; no prompt or answer needs that.")
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether lists and objects are nested at most DEEPEST deep: deeper ones cannot be pickled for other processes."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [inner for outer in level if isinstance(outer, (list, dict)) for inner in _children(outer)]
+        if not level:
+            return True
+    return False
+
+
+def _children(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow.parquet
+
+    with _arrow_errors(file), pyarrow.parquet.ParquetFile(file) as table:
+        yield from _rows(file, table.iter_batches())
+
+
+def _arrow(file: Path) -> Iterator[tuple[str, Any]]:
+    """An Arrow IPC stream, which is what `datasets` writes, or an Arrow file."""
+    import pyarrow as pa
+
+    with _arrow_errors(file), pa.memory_map(str(file)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        yield from _rows(file, batches)
+
+
+@contextmanager
+def _arrow_errors(file: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}.") from None
+
+
+def _rows(file: Path, batches: Any) -> Iterator[tuple[str, Any]]:
+    number = 0
+    for batch in batches:
+        for record in batch.to_pylist():
+            number += 1
+            yield f"{file} record {number}", record
+
+
+READERS = {".jsonl": _json_lines, ".json": _json, ".parquet": _parquet, ".arrow": _arrow}

@@ -1,0 +1,120 @@
+"""RunWriter: the files of a run - config.yaml, validation/, summary.json, and for every step metrics, lengths, some
+samples and the timeline."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controller.observability.trackers import Tracker
+from controller.observability.trackers.files import JsonLines, finite, writing
+from controller.validation_metrics import ScoredResponse
+from workers.remote_batch import RemoteBatch
+
+
+class RunWriter:
+    """Writes `runs/NAME/`, and hands the metrics of every step to the trackers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config_yaml: str,
+        trackers: Sequence[Tracker],
+        *,
+        timeline: bool = True,
+        after: int = 0,
+    ) -> None:
+        """`trackers`: receive the metrics, and are closed with this. `after`: the step that a run resumes from; records
+        of later steps are removed. 0 keeps nothing."""
+        self.folder = folder
+        with writing(folder / "config.yaml"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(config_yaml)
+        self._trackers = trackers
+        self._lengths = JsonLines(folder / "lengths.jsonl", after=after)
+        self._samples = JsonLines(folder / "samples.jsonl", after=after)
+        self._timeline = JsonLines(folder / "timeline.jsonl", after=after) if timeline else None
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one step (from 1; 0 is the validation before training)."""
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def lengths(self, step: int, lengths: Iterable[int]) -> None:
+        """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`."""
+        self._lengths.write({"step": step, "lengths": [int(length) for length in lengths]})
+
+    def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
+        """Record some samples of a step, for the report."""
+        for example in examples:
+            numbers = {k: finite(v) if isinstance(v, float) else v for k, v in example.items()}
+            self._samples.write({"step": step} | numbers, ensure_ascii=False)
+
+    def timeline(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record the times of phases, samples and micro-steps, for `python -m controller.timeline runs/NAME`."""
+        if self._timeline is not None:
+            self._timeline.write({"step": step, **record}, separators=(",", ":"))
+
+    def validation(self, step: int, responses: Sequence[ScoredResponse]) -> None:
+        """Record every held-out response of one validation in validation/step-N.jsonl."""
+        path = self.folder / "validation" / f"step-{step}.jsonl"
+        lines = []
+        for response in responses:
+            scores = {name: finite(value) for name, value in response.scores.items()}
+            record = {"uid": response.uid, "source": response.source} | response.text | scores
+            lines.append(json.dumps(record | {"answer": response.answer}, ensure_ascii=False) + "\n")
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(lines), encoding="utf-8")
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        with writing(self.folder / "summary.json"):
+            (self.folder / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """Close files and trackers, even if one of them raises; trackers learn whether the run succeeded."""
+        with ExitStack() as closing:
+            for tracker in self._trackers:
+                closing.callback(tracker.close, succeeded=failure is None)
+            for lines in (self._lengths, self._samples, self._timeline):
+                if lines is not None:
+                    closing.callback(lines.close)
+
+
+def staleness(sampled_with: np.ndarray, current: int) -> dict[str, float]:
+    """Age of the samples in weight versions. sampled_with: version of each [B]. current: the policy's version."""
+    age = current - sampled_with
+    return {"rollout/staleness_mean": float(age.mean()), "rollout/staleness_max": float(age.max())}
+
+
+def throughput(
+    generated: RemoteBatch, trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1
+) -> dict[str, float]:
+    """Tokens of a step's rollout and update, and tokens/s: of the step, of its wait for samples, and of its update,
+    from `seconds` by phase. epochs: times that the update reads its tokens."""
+    rates = {
+        "tokens/rollout": float(generated["response_tokens"].sum()),
+        "throughput/tokens_per_s": float(generated["length"].sum()) / seconds["step"],
+        "throughput/rollout_tokens_per_s": float(generated["response_tokens"].sum()) / seconds["rollout"],
+    }
+    if "update" in seconds:
+        updated = update_throughput(trained, seconds, epochs)
+        rates |= updated | {"throughput/tokens_per_s": rates["throughput/tokens_per_s"]}
+    return rates
+
+
+def update_throughput(trained: RemoteBatch, seconds: Mapping[str, float], epochs: int = 1) -> dict[str, float]:
+    """Tokens of a step's update, in all its epochs, and tokens/s of it and of the step, from `seconds` by phase."""
+    tokens = float(epochs * trained["length"].sum())
+    return {
+        "tokens/update": tokens,
+        "throughput/update_tokens_per_s": tokens / seconds["update"],
+        "throughput/tokens_per_s": tokens / seconds["step"],
+    }

@@ -1,0 +1,260 @@
+"""The charts of a run's report, each an inline `<svg>` that follows the page's light or dark colours.
+
+RunFolder --curves--> Panel, Panel, ... --svg--> text of one element        lengths --plan again--> Gantt (balancing)
+"""
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from balancing import BalancingError, CostModel, Plan, plan_batch
+from balancing.analysis.gantt import INK, WAITING, Chart, to_svg
+from balancing.analysis.statistics import predicted_grids
+from controller.config import TrainingConfig
+from controller.observability.run_folder import Curve, RunFolder
+from controller.planner import draw_mini_batches, plan_arguments
+
+BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c2566a", "#8069b0", "#7d8491"
+COLOURS = (BLUE, GREEN, AMBER, ROSE, VIOLET, GREY)
+THEME = {INK: "var(--ink)", WAITING: "var(--waiting)", "#ffffff": "var(--paper)"}
+"""Colours of charts that the page's style sheet sets, by what they are drawn with."""
+FEW_POINTS = 12
+"""Up to so many points a curve shows each as a dot; with more they would run together."""
+MOST_BARS = 80
+"""Up to so many steps each has a bar."""
+PHASES = ("rollout", "plan", "log_probs", "advantages", "update", "weights")
+Draw = Callable[[Axes], None]
+
+
+@dataclass(frozen=True)
+class Line:
+    label: str
+    curve: Curve
+    colour: str
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes with several lines. percent: values are shares."""
+
+    title: str
+    lines: Sequence[Line]
+    percent: bool = False
+    from_zero: bool = False
+
+
+def svg(panels: Sequence[Panel | tuple[str, Draw]], *, height: float = 3.0) -> str:
+    """Panels side by side; a panel may also be a title and what draws it."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False}):
+        figure = Figure(figsize=(5.4 * len(panels), height), layout="constrained")
+        for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+            title, draw = panel if isinstance(panel, tuple) else (panel.title, _drawing(panel))
+            draw(axes)
+            _dress(axes, title)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return themed(buffer.getvalue())
+
+
+def themed(drawn: str) -> str:
+    """The `<svg>` element alone, in the page's colours and without a background of its own."""
+    drawn = drawn[drawn.index("<svg") :]
+    for colour, variable in THEME.items():
+        drawn = re.sub(rf"{colour}\b", variable, drawn, flags=re.IGNORECASE)
+    return drawn
+
+
+def learning(run: RunFolder) -> list[Panel]:
+    """Reward or loss of every step, with validation."""
+    scores = [name for name in run.names if name.startswith("validation/")]
+    validation = [Panel("Validation", _lines(run, scores, "validation/", COLOURS))] if scores else []
+    if "reward/mean" in run.names:
+        return [_rewards(run), *validation]
+    return [Panel("Loss in training", [Line("", run.curve("policy/loss"), BLUE)]), *validation]
+
+
+def _rewards(run: RunFolder) -> Panel:
+    """Reward of every step, with its parts."""
+    parts = [name for name in run.names if name.startswith("reward/") and name not in NOT_PARTS]
+    training = [Line("reward", run.curve("reward/mean"), BLUE)]
+    training += _lines(run, parts, "reward/", COLOURS[1:])
+    return Panel("Reward in training, mean of a step", training)
+
+
+NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
+MOST_LINES = 6
+
+
+def _lines(run: RunFolder, names: Sequence[str], prefix: str, colours: Sequence[str]) -> list[Line]:
+    """One line a metric, as many as can be told apart."""
+    return [
+        Line(name.removeprefix(prefix), run.curve(name), colour)
+        for name, colour in zip(names[:MOST_LINES], colours, strict=False)
+    ]
+
+
+def lengths(run: RunFolder) -> list[tuple[str, Draw]]:
+    """Distribution of lengths over the steps, and in the first and the last; empty if none were recorded."""
+    if not run.lengths:
+        return []
+    first, last = min(run.lengths), max(run.lengths)
+
+    def over_steps(axes: Axes) -> None:
+        steps = sorted(run.lengths)
+        low, quarter, median, three, high = np.array(
+            [np.percentile(run.lengths[step], [0, 25, 50, 75, 100]) for step in steps]
+        ).T
+        axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="shortest to longest")
+        axes.fill_between(steps, quarter, three, color=BLUE, alpha=0.3, linewidth=0, label="middle half")
+        axes.plot(steps, median, color=BLUE, linewidth=1.8, label="median", marker=_marker(len(steps)), markersize=3.5)
+        axes.set_ylabel("tokens", color=INK)
+        axes.set_ylim(bottom=0)
+        _steps_below(axes)
+        _legend(axes)
+
+    def histogram(axes: Axes) -> None:
+        edges = np.histogram_bin_edges(np.concatenate([run.lengths[first], run.lengths[last]]), bins=24)
+        for step, colour, filled in ((first, GREY, True), (last, BLUE, False)):
+            style = {"alpha": 0.45} if filled else {"histtype": "step", "linewidth": 1.8}
+            if filled or last != first:
+                axes.hist(run.lengths[step], bins=edges.tolist(), color=colour, label=f"step {step}", **style)
+        axes.set_xlabel("tokens of a sequence", color=INK)
+        axes.set_ylabel("sequences", color=INK)
+        _legend(axes)
+
+    return [("Sequence length over steps", over_steps), ("Sequence lengths, first and last step", histogram)]
+
+
+def balance(run: RunFolder) -> list[Panel | tuple[str, Draw]]:
+    """Imbalance in the given order, after Karmarkar-Karp and as planned, and where the time of a step goes."""
+    whens = ("_before", "_karmarkar_karp", "")
+    before, alone, after = (run.curve(f"balance/imbalance{when}/micro_steps") for when in whens)
+    imbalance = Panel(
+        "Imbalance of micro-steps",
+        [
+            Line("in the given order", before, ROSE, dashed=True),
+            Line("after Karmarkar-Karp alone", alone, AMBER, dashed=True),
+            Line("as planned", after, GREEN),
+        ],
+        percent=True,
+        from_zero=True,
+    )
+    return [imbalance, ("Where the time of a step goes", lambda axes: _stacked_phases(axes, run))]
+
+
+def policy(run: RunFolder) -> list[Panel]:
+    """Entropy and gradient norm of the policy."""
+    shown = (("Entropy of the policy", "entropy", VIOLET), ("Gradient norm, before clipping", "grad_norm", AMBER))
+    return [Panel(title, [Line("", run.curve(f"policy/{name}"), colour)]) for title, name, colour in shown]
+
+
+def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
+    """The last step and its Gantt charts, in the given order and as planned; None where there is nothing to compare.
+
+    The plan, with several epochs the first one's, is made again from the recorded lengths, with the settings, the seed
+    and the costs of the run. Groups are not recorded, so that mini-batches dealt anew (balance.redeal_groups) cannot be
+    made again.
+    """
+    if not run.lengths or config.policy.ranks == 1 or config.balance.redeal_groups:
+        return None
+    step = max(run.lengths)
+    try:
+        plans = [_plan(run, config, step, algorithm) for algorithm in ("none", config.balance.algorithm)]
+    except BalancingError:
+        return None  # the given order cannot keep the caps or counts that our plan keeps
+    charts = [
+        Chart(title, predicted_grids(plan))
+        for title, plan in zip(("in the given order", "as planned"), plans, strict=True)
+    ]
+    return step, themed(to_svg(charts, float(plans[0].workloads.sum()) / config.policy.ranks))
+
+
+def _plan(run: RunFolder, config: TrainingConfig, step: int, algorithm: str) -> Plan:
+    found = run.lengths[step]
+    return plan_batch(
+        found,
+        mini_batches=draw_mini_batches(len(found), config.mini_batches, config.run.seed, step),
+        cost_model=CostModel(*run.costs.get(step, (1.0, 0.0))),
+        **plan_arguments(config, "policy.update") | {"algorithm": algorithm},
+    )
+
+
+def _drawing(panel: Panel) -> Draw:
+    def draw(axes: Axes) -> None:
+        for line in panel.lines:
+            axes.plot(
+                line.curve.steps,
+                line.curve.values,
+                color=line.colour,
+                linewidth=1.8,
+                linestyle="--" if line.dashed else "-",
+                marker=_marker(len(line.curve.steps)),
+                markersize=3.5,
+                label=line.label,
+            )
+        if panel.percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        if panel.from_zero:
+            axes.set_ylim(bottom=0)
+        _steps_below(axes)
+        if any(line.label for line in panel.lines):
+            _legend(axes)
+
+    return draw
+
+
+def _stacked_phases(axes: Axes, run: RunFolder) -> None:
+    """Seconds of the phases, one upon the other; what the step took beyond them is left white."""
+    whole = run.curve("time/step_s")
+    by_step = {row["step"]: row for row in run.metrics}
+    names = [name for name in PHASES if any(f"time/{name}_s" in row for row in run.metrics)]
+    seconds = [[by_step[step].get(f"time/{name}_s") or 0.0 for step in whole.steps] for name in names]
+    labels = [name.replace("_", "-") for name in names]
+    if len(whole.steps) > MOST_BARS:
+        axes.stackplot(whole.steps, seconds, labels=labels, colors=COLOURS, alpha=0.85, linewidth=0)
+    else:
+        bottoms = np.cumsum([[0.0] * len(whole.steps), *seconds], axis=0)
+        for values, bottom, label, colour in zip(seconds, bottoms, labels, COLOURS, strict=False):
+            axes.bar(whole.steps, values, bottom=bottom, label=label, color=colour, alpha=0.85, width=0.75)
+    axes.set_ylabel("seconds", color=INK)
+    # The first step compiles; it would flatten all that follow.
+    if len(whole.values) > 2:
+        axes.set_ylim(0, 1.15 * max(whole.values[1:]))
+    _steps_below(axes)
+    _legend(axes)
+
+
+def _marker(points: int) -> str:
+    return "o" if points <= FEW_POINTS else ""
+
+
+def _steps_below(axes: Axes) -> None:
+    axes.set_xlabel("step", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _legend(axes: Axes) -> None:
+    """In a line of its own between title and axes, where it covers nothing; none where nothing has a label."""
+    if not axes.get_legend_handles_labels()[1]:
+        return
+    style = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.0, "frameon": False}
+    style |= {"ncols": MOST_LINES, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
+    axes.legend(fontsize=8.5, labelcolor=INK, **style)  # type: ignore[call-overload]
+
+
+def _dress(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=24 if axes.get_legend() else 8)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name in ("left", "bottom"))
+        spine.set_color(GREY)

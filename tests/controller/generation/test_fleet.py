@@ -1,0 +1,158 @@
+"""The fleet as a state machine: who serves has the current weights, and restarts are bounded; and its single moves."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from controller.generation.fleet import Fleet, RestartBudget, State
+
+REPLICAS, RESTARTS = 3, 4
+UP = (State.STALE, State.CURRENT, State.DRAINING)
+THERE = (State.STARTING, State.ASLEEP, *UP)
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Keeps the weights that each engine really has beside the fleet's books."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.budget = RestartBudget(RESTARTS)
+        self.fleet = Fleet(REPLICAS, self.budget)
+        self.weights: dict[int, int] = {}
+        self.restarted = 0
+
+    def draw(self, data: st.DataObject, *states: State) -> int:
+        return data.draw(st.sampled_from(self.fleet.in_state(*states)))
+
+    @precondition(lambda self: self.fleet.in_state(State.STARTING))
+    @rule(data=st.data())
+    def started(self, data: st.DataObject) -> None:
+        replica = self.draw(data, State.STARTING)
+        self.fleet.started(replica)
+        self.weights[replica] = 0
+
+    @precondition(lambda self: self.fleet.in_state(State.STALE))
+    @rule(data=st.data(), behind=st.integers(0, 2))
+    def updated(self, data: st.DataObject, behind: int) -> None:
+        """With what is current, or with weights that became old on the way."""
+        replica, version = self.draw(data, State.STALE), max(0, self.fleet.version - behind)
+        self.fleet.updated(replica, version)
+        self.weights[replica] = version
+
+    @rule(by=st.integers(0, 3))
+    def new_version(self, by: int) -> None:
+        self.fleet.new_version(self.fleet.version + by)
+
+    @precondition(lambda self: self.fleet.in_state(State.CURRENT))
+    @rule(data=st.data())
+    def drain(self, data: st.DataObject) -> None:
+        self.fleet.drain(self.draw(data, State.CURRENT))
+
+    @precondition(lambda self: self.fleet.in_state(State.DRAINING))
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        self.fleet.resume(self.draw(data, State.DRAINING))
+
+    @precondition(lambda self: self.fleet.in_state(*UP))
+    @rule(data=st.data())
+    def sleep(self, data: st.DataObject) -> None:
+        replica = self.draw(data, *UP)
+        self.fleet.sleep(replica)
+        self.weights.pop(replica, None)
+
+    @precondition(lambda self: self.fleet.in_state(State.ASLEEP))
+    @rule(data=st.data())
+    def wake(self, data: st.DataObject) -> None:
+        self.fleet.wake(self.draw(data, State.ASLEEP))
+
+    @precondition(lambda self: self.fleet.in_state(*THERE))
+    @rule(data=st.data())
+    def lost(self, data: st.DataObject) -> None:
+        replica = self.draw(data, *THERE)
+        self.fleet.lost(replica)
+        self.weights.pop(replica, None)
+
+    @precondition(lambda self: self.fleet.in_state(State.DEAD))
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        replica, left = self.draw(data, State.DEAD), self.budget.left
+        assert self.fleet.restart(replica) == (left > 0)
+        self.restarted += left > 0
+        assert self.fleet.state(replica) is (State.STARTING if left > 0 else State.DEAD)
+
+    @invariant()
+    def who_serves_has_the_current_weights(self) -> None:
+        for replica in self.fleet.serving:
+            assert self.weights[replica] == self.fleet.version
+
+    @invariant()
+    def restarts_are_counted_and_bounded(self) -> None:
+        assert self.budget.engines == self.restarted <= RESTARTS
+
+    @invariant()
+    def every_engine_is_in_one_state(self) -> None:
+        assert sorted(replica for state in State for replica in self.fleet.in_state(state)) == list(range(REPLICAS))
+
+
+TestFleet = FleetMachine.TestCase
+TestFleet.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_restarted_engine_is_stale_until_it_has_the_current_weights() -> None:
+    fleet = Fleet(2, RestartBudget(1))
+    for replica in (0, 1):
+        fleet.started(replica)
+    assert fleet.serving == [0, 1]  # version 0 is what they were started with
+    fleet.new_version(7)
+    assert fleet.serving == []
+    fleet.updated(0, 7)
+    fleet.lost(1)
+    assert fleet.restart(1)
+    fleet.started(1)
+    assert fleet.state(1) is State.STALE and fleet.serving == [0]
+    fleet.updated(1, 6)
+    assert fleet.state(1) is State.STALE
+    fleet.updated(1, 7)
+    assert fleet.serving == [0, 1]
+
+
+def test_a_draining_engine_takes_nothing_and_is_stale_after_new_weights() -> None:
+    fleet = Fleet(1, RestartBudget(0))
+    fleet.started(0)
+    fleet.drain(0)
+    assert fleet.serving == []
+    fleet.new_version(1)
+    assert fleet.state(0) is State.STALE
+
+
+def test_recoveries_of_the_run_and_restarts_of_engines_share_one_budget() -> None:
+    budget = RestartBudget(2, recoveries=1)
+    fleet = Fleet(1, budget)
+    fleet.lost(0)
+    assert fleet.restart(0)
+    fleet.lost(0)
+    assert not fleet.restart(0)
+    assert budget.metrics() == {"restarts/engines": 1.0, "restarts/recoveries": 1.0}
+
+
+def test_an_engine_that_slept_serves_nothing_before_it_has_got_its_weights_again() -> None:
+    fleet = Fleet(1, RestartBudget(0))
+    fleet.started(0)
+    fleet.sleep(0)
+    assert fleet.state(0) is State.ASLEEP and fleet.serving == []
+    fleet.new_version(0)
+    fleet.wake(0)
+    assert fleet.state(0) is State.STALE and fleet.serving == []
+    fleet.updated(0, 0)
+    assert fleet.serving == [0]
+
+
+@pytest.mark.parametrize("event", ["updated", "drain", "resume", "restart", "sleep", "wake"])
+def test_an_event_that_cannot_happen_is_refused_by_name(event: str) -> None:
+    arguments = (0, 1) if event == "updated" else (0,)
+    with pytest.raises(ValueError, match="engine 0 is starting, not"):
+        getattr(Fleet(1, RestartBudget(0)), event)(*arguments)
+    fleet = Fleet(1, RestartBudget(0))
+    with pytest.raises(ValueError, match="version -1 after those of version 0"):
+        fleet.new_version(-1)

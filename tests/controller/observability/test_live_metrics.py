@@ -1,0 +1,133 @@
+"""What is told as a run goes on, without Ray: to a list in place of the exporter."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from balancing import CostModel
+from controller.generation.fleet import Fleet, RestartBudget, State
+from controller.observability.live_metrics import LiveMetrics, rank_seconds
+from controller.observability.metric_catalog import (
+    ENGINE_STATE,
+    MICRO_STEP_SECONDS,
+    PHASE,
+    REQUESTS_IN_FLIGHT,
+    REQUESTS_WAITING,
+    SAMPLE_REWARD,
+    SAMPLE_TOKENS,
+    Declaration,
+)
+from workers.model.timing import MicroStepTime
+from workers.remote_batch import RemoteBatch
+
+
+class Told:
+    """Everything that was told, in order."""
+
+    def __init__(self) -> None:
+        self.everything: list[tuple[Declaration, dict[str, str], float]] = []
+        self.live = LiveMetrics(self.export)
+
+    def export(self, declaration: Declaration, labels: Mapping[str, str], value: float) -> None:
+        assert tuple(labels) == declaration.labels
+        self.everything.append((declaration, dict(labels), value))
+
+    def of(self, declaration: Declaration) -> list[tuple[tuple[str, ...], float]]:
+        """(labels, value) of one metric."""
+        return [(tuple(labels.values()), value) for found, labels, value in self.everything if found is declaration]
+
+    def on(self, declaration: Declaration) -> set[tuple[str, ...]]:
+        """Labels of the series whose last value is 1."""
+        return {labels for labels, value in dict(self.of(declaration)).items() if value == 1}
+
+
+def test_one_phase_is_on_at_a_time_the_innermost_also_after_an_error() -> None:
+    told = Told()
+    with told.live.phase("step"):
+        assert told.on(PHASE) == {("step",)}
+        with pytest.raises(KeyError), told.live.phase("update"):
+            assert told.on(PHASE) == {("update",)}
+            raise KeyError
+        assert told.on(PHASE) == {("step",)}
+    assert told.on(PHASE) == set()
+
+
+def test_what_takes_long_to_begin_is_a_phase_until_it_has_begun() -> None:
+    told, ended = Told(), []
+
+    @contextmanager
+    def roles() -> Iterator[str]:
+        assert told.on(PHASE) == {("start",)}
+        try:
+            yield "roles"
+        finally:
+            ended.append(True)
+
+    with pytest.raises(KeyError), told.live.entering("start", roles()) as entered:
+        assert (entered, told.on(PHASE)) == ("roles", set())
+        raise KeyError
+    assert ended == [True]
+
+
+def test_every_engine_is_in_one_state_from_its_start_to_its_restart() -> None:
+    told = Told()
+    fleet = Fleet(2, RestartBudget(1), told.live.engine_state)
+    assert told.on(ENGINE_STATE) == {("0", "starting"), ("1", "starting")}
+    for change in (
+        lambda: fleet.started(0),
+        lambda: fleet.new_version(1),
+        lambda: fleet.updated(0, 1),
+        lambda: fleet.drain(0),
+        lambda: fleet.resume(0),
+        lambda: fleet.lost(0),
+        lambda: fleet.restart(0),
+    ):
+        change()
+        assert told.on(ENGINE_STATE) == {(str(replica), fleet.state(replica).name.lower()) for replica in (0, 1)}
+    assert fleet.state(0) is State.STARTING
+
+
+def test_queues_are_told_when_they_change() -> None:
+    told = Told()
+    told.live.queues(3, [4, 4])
+    told.live.queues(3, [4, 3])
+    told.live.queues(0, [4, 3])
+    assert told.of(REQUESTS_WAITING) == [((), 3), ((), 0)]
+    assert told.of(REQUESTS_IN_FLIGHT) == [(("0",), 4), (("1",), 4), (("1",), 3)]
+
+
+def test_every_sample_counts_and_rewards_may_be_of_any_size() -> None:
+    told = Told()
+    columns = {"response_tokens": [7, 9, 8], "seconds": [1.0, 2.0, 3.0], "reward": [-1.0, 0.0, 3.0]}
+    told.live.samples(RemoteBatch({name: np.array(values) for name, values in columns.items()}, {}))
+    assert [value for _, value in told.of(SAMPLE_TOKENS)] == [7, 9, 8]
+    quantiles = {labels[0]: value for labels, value in told.of(SAMPLE_REWARD)}
+    assert quantiles == pytest.approx({"0": -1.0, "0.1": -0.8, "0.5": 0.0, "0.9": 2.4, "1": 3.0})
+
+
+def micro_step(name: str, seconds: float, tokens: int) -> MicroStepTime:
+    return MicroStepTime(name, 0.0, seconds, tokens, tokens**2)
+
+
+def test_a_rank_is_predicted_its_share_of_what_its_roles_pass_took() -> None:
+    """Costs 2 L + L^2: 8 and 15 on rank 0, 24 on rank 1, together 47; the role's update took 9.4 s."""
+    times = {
+        "policy dp=0": [micro_step("update", 2.0, 2), micro_step("update", 3.0, 3), micro_step("log_probs", 1.0, 3)],
+        "policy dp=1": [micro_step("update", 4.4, 4), micro_step("log_probs", 3.0, 3)],
+        "critic dp=0": [micro_step("update", 7.0, 1)],
+    }
+    found = rank_seconds(times, CostModel(2.0, 1.0))
+    assert found["policy dp=0", "update"] == (5.0, pytest.approx(4.6))
+    assert found["policy dp=1", "update"] == (4.4, pytest.approx(4.8))
+    assert found["policy dp=0", "log_probs"] == (1.0, 2.0)
+    assert found["critic dp=0", "update"] == (7.0, 7.0)
+
+
+def test_micro_steps_without_work_are_no_measurement() -> None:
+    told = Told()
+    told.live.micro_steps({"policy dp=1 cp=0": [micro_step("update", 0.2, 0)]}, CostModel(1.0, 0.0))
+    assert told.of(MICRO_STEP_SECONDS) == []
+    told.live.micro_steps({"policy dp=1 cp=0": [micro_step("update", 0.2, 5)]}, CostModel(1.0, 0.0))
+    assert told.of(MICRO_STEP_SECONDS) == [(("policy", "dp=1 cp=0", "update"), 0.2)]

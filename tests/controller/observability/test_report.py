@@ -1,0 +1,195 @@
+"""The report of a run: complete, without a way in for what a model wrote, and shown by a browser without a network."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from balancing import CostModel, plan_batch
+from controller.observability.report import write_report
+from controller.observability.report_charts import gantt
+from controller.observability.run_folder import RunFolder
+from controller.planner import Planner, draw_mini_batches
+from controller.report import main
+from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run
+from workers.remote_batch import RemoteBatch
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SECTIONS = ["Reward and validation", "Lengths", "Balance and time", "Who computes when", "Policy"]
+SECTIONS += ["Slowest samples", "Longest samples", "Held-out responses", "Configuration"]
+
+
+class Elements(HTMLParser):
+    """Every element of a page with its attributes, the texts of some, and the section that each stands in."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.sections: dict[str, list[str]] = {}
+        self._inside: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        self.sections.setdefault(tag, []).append(self.texts.get("h2", [""])[-1])
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag in ("h1", "h2", "td", "title"):
+            self._inside.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._inside and tag == self._inside[-1]:
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.texts[self._inside[-1]][-1] += data
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with its report."""
+    folder = tmp_path_factory.mktemp("runs") / "example"
+    write_run(folder)
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def elements(run: Path) -> Elements:
+    return Elements((run / "report.html").read_text(encoding="utf-8"))
+
+
+def test_every_part_of_the_report_is_there(elements: Elements) -> None:
+    assert elements.texts["h2"] == SECTIONS
+    assert elements.sections["svg"] == SECTIONS[:5]
+    assert elements.sections["table"] == SECTIONS[5:8]
+    assert elements.sections["pre"] == SECTIONS[8:]
+
+
+def test_what_a_model_wrote_is_text_and_nothing_else(run: Path, elements: Elements) -> None:
+    """Every attack stands in a cell, letter by letter, and has made no element and no attribute."""
+    cells = "\n".join(elements.texts["td"])
+    for attack in ATTACKS:
+        assert attack.replace("\u0000", "\ufffd") in cells.replace("\u0000", "\ufffd")
+    assert not {"script", "img", "iframe", "object", "embed", "link", "form"} & set(elements.tags)
+    assert elements.tags.count("h1") == 1
+    assert not [name for name, _ in elements.attributes if name.startswith("on")]
+    assert "default-src 'none'" in (run / "report.html").read_text()
+
+
+def test_the_report_asks_for_nothing_from_a_network(elements: Elements) -> None:
+    """References are to parts of the page itself; the rest are names of XML vocabularies, which nobody fetches."""
+    references = [value for name, value in elements.attributes if name in ("src", "href", "xlink:href", "action")]
+    assert all(value.startswith("#") for value in references)
+
+
+def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef-secret")
+    folder = tmp_path / "run"
+    config = write_run(folder, steps=1)
+    config.data.train = "https://me:pass-word@example.org/0123456789abcdef-secret/hf_abcdefghijklmnopqrstuvw"
+    text = (folder / "config.yaml").read_text().replace("train.jsonl", config.data.train)
+    (folder / "config.yaml").write_text(text)
+    with (folder / "samples.jsonl").open("a") as lines:
+        row = {"step": 1, "uid": "u", "sample": 0, "response_tokens": 10**6, "seconds": 1e6, "reward": 1.0}
+        lines.write(json.dumps(row | {"response": "I saw 0123456789abcdef-secret"}) + "\n")
+    page = write_report(folder).read_text()
+    assert "I saw [hidden]" in page
+    for secret in ("0123456789abcdef-secret", "pass-word", "hf_abcdefghijklmnopqrstuvw"):
+        assert secret not in page
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_that_ended_in_its_first_step_has_a_report_without_a_warning(tmp_path: Path) -> None:
+    """Its lengths are there and its times are not, so that the chart of phases has nothing to name."""
+    write_run(tmp_path / "begun", steps=1)
+    metrics = tmp_path / "begun" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[0])
+    assert main([str(tmp_path / "begun")]) == 0
+
+
+def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
+    """One step, one rank, no validation, and lines that a crash has cut short."""
+    folder = tmp_path / "short"
+    write_run(folder, steps=1, ranks=1)
+    shutil.rmtree(folder / "validation")
+    for name in ("samples.jsonl", "timeline.jsonl", "metrics.jsonl"):
+        with (folder / name).open("a") as lines:
+            lines.write('{"step": 2, "up')
+    assert main([str(folder)]) == 0
+    found = Elements((folder / "report.html").read_text())
+    assert "Who computes when" not in found.texts["h2"]
+    assert "Held-out responses" not in found.texts["h2"]
+
+
+@pytest.mark.parametrize(("files", "message"), [((), "config"), (("config.yaml",), "holds no step")])
+def test_a_folder_without_a_run_is_refused_in_one_line(
+    files: tuple, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text("model: {path: models/small}\n")
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def browse(*arguments: str, profile: Path) -> subprocess.CompletedProcess[bytes]:
+    """Run the browser without a window, without a network, with a profile of its own."""
+    command = [CHROMIUM, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--hide-scrollbars"]
+    command += ["--proxy-server=127.0.0.1:9", "--virtual-time-budget=2000", "--window-size=1250,2400"]
+    if os.geteuid() == 0:
+        command.append("--no-sandbox")  # Chromium's sandbox refuses root
+    return subprocess.run([*command, *arguments], capture_output=True, timeout=120, check=True)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH: apt-get install chromium")
+def test_a_browser_shows_the_report_as_it_was_written(run: Path, tmp_path: Path) -> None:
+    """The title is ours, no script has run, all sections are there, and the picture is not empty."""
+    address = (run / "report.html").as_uri()
+    page = browse("--dump-dom", address, profile=tmp_path / "dom").stdout.decode()
+    found = Elements(page)
+    assert found.texts["title"][0] == "example: report"
+    assert found.texts["h2"] == SECTIONS
+    assert found.tags.count("script") == found.tags.count("img") == 0
+    assert found.tags.count("tr") > STEPS
+    picture = tmp_path / "page.png"
+    browse(f"--screenshot={picture}", address, profile=tmp_path / "picture")
+    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (1250, 2400)
+    assert picture.stat().st_size > 50_000  # an empty page of this size has about 10 kB
+
+
+def test_the_report_plans_with_the_arguments_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_run(tmp_path / "run", steps=1)
+    config.policy.max_sequences, config.policy.parallel.context_parallel = 5, 2
+    config.model.length_multiple, config.balance.algorithm = 4, "verl"
+    given: dict[str, dict] = {}
+    for module in ("planner", "observability.report_charts"):
+
+        def plan(lengths, *, name=module, **arguments):
+            given[name] = arguments
+            return plan_batch(lengths, **arguments)
+
+        monkeypatch.setattr(f"controller.{module}.plan_batch", plan)
+    folder = RunFolder(tmp_path / "run")
+    gantt(folder, config)
+    lengths = np.array(folder.lengths[1])
+    batch = RemoteBatch({"length": lengths, "response_tokens": lengths, "uid": np.arange(len(lengths))}, {})
+    costs = CostModel(*folder.costs[1])
+    Planner(config, costs).plan(batch, draw_mini_batches(len(lengths), 2, 0, 1), "policy.update")
+    of_the_run, of_the_report = given["planner"], given["observability.report_charts"]
+    of_the_batch = {"loss_tokens", "groups"}
+    assert set(of_the_run) - of_the_batch == set(of_the_report)
+    for name in set(of_the_report) - {"mini_batches"}:
+        assert of_the_run[name] == of_the_report[name], name
+    for first, second in zip(of_the_run["mini_batches"], of_the_report["mini_batches"], strict=True):
+        assert first.tolist() == second.tolist()

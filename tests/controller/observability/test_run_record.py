@@ -1,0 +1,73 @@
+"""A phase is reported once and reaches the terminal, Prometheus, the timeline and the seconds of its step."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from controller.observability.console import Console
+from controller.observability.live_metrics import LiveMetrics
+from controller.observability.metrics import RunWriter
+from controller.observability.run_record import RunRecord
+from controller.observability.timeline import read_timeline, trace_events
+from tests.controller.observability.test_console import recorded
+from tests.controller.observability.trace_format import check, slices_of
+
+
+class Recording:
+    """A RunRecord in `folder`, and what its parts received."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.terminal = folder, recorded(terminal=True)
+        self.exported: list[tuple[str, float]] = []
+        self.writer = RunWriter(folder, "", [])
+        live = LiveMetrics(lambda declaration, labels, value: self.exported.append((labels["phase"], value)))
+        self.record = RunRecord(Console(self.terminal), live, self.writer)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Iterator[Recording]:
+    found = Recording(tmp_path)
+    with found.writer:
+        yield found
+
+
+def test_a_phase_reaches_every_place(recording: Recording) -> None:
+    record = recording.record
+    with record.step(3, 20):
+        for _ in range(2):
+            with record.phase("update"):
+                sum(range(1_000))
+    record.write_timeline(3)
+    assert 0 < record.times()["time/update_s"] <= record.times()["time/step_s"]
+    assert recording.exported.count(("update", 1.0)) == recording.exported.count(("update", 0.0)) == 2
+    assert "3/20" in recording.terminal.file.getvalue()
+    made = {"traceEvents": trace_events(read_timeline(recording.folder))}
+    check(made)
+    names = [event["name"] for event in slices_of(made, "driver", "phases")]
+    assert sorted(names) == ["step", "update", "update"]
+
+
+def test_seconds_are_of_one_step(recording: Recording) -> None:
+    record = recording.record
+    with record.step(1, 2), record.phase("update"):
+        pass
+    with record.phase("validation"):
+        pass
+    with record.step(2, 2):
+        pass
+    assert list(record.seconds) == ["step"]
+
+
+def test_a_phase_that_fails_ends_everywhere(recording: Recording) -> None:
+    record = recording.record
+    with pytest.raises(KeyError), record.phase("save"):
+        raise KeyError
+    assert recording.exported == [("save", 1.0), ("save", 0.0)]
+    drawn = recording.terminal.file.getvalue()
+    assert "save" in drawn
+    assert drawn.count("\x1b[?25h") == 1  # the cursor is back
+    record.write_timeline(0)
+    (line,) = (recording.folder / "timeline.jsonl").read_text().splitlines()
+    assert [name for name, _, _ in json.loads(line)["phases"]] == ["save"]
