@@ -169,11 +169,12 @@ def test_a_class_that_cannot_be_imported_is_a_failure() -> None:
 
 
 def test_all_processes_end_with_the_pool_even_one_that_hangs() -> None:
-    pool = pool_of(Obedient)
+    pool = EnvironmentPool(cloudpickle.dumps(Obedient), timeout_s=60.0)
     mine: list[psutil.Process] = []
 
     async def look() -> list[Any]:
-        await asyncio.sleep(1.0)
+        while not any(len(source.children()) == 2 for source in sources()):
+            await asyncio.sleep(0.1)
         [source] = sources()
         mine.extend([source, *source.children()])
         await pool.stop()
