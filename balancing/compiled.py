@@ -1,7 +1,10 @@
 """Compiles loops with Numba if it is installed; otherwise they run in Python, slower and with the same results."""
 
+import hashlib
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -18,6 +21,29 @@ except Exception as problem:  # a broken installation may raise anything
 
 COMPILED = numba is not None
 """True if loops are compiled."""
+
+
+def drop_stale_code(package: Path) -> None:
+    """Delete the machine code that Numba has cached from other sources of this package.
+
+    Numba compares a function with its own file alone: it would go on with old code of what the function calls, and
+    fail on code that names a module which is gone.
+    """
+    digest = hashlib.sha256()
+    for source in sorted(package.rglob("*.py")):
+        digest.update(source.read_bytes())
+    stamp = package / "__pycache__" / "compiled_from"
+    with suppress(OSError):  # a read-only installation changes as a whole
+        if stamp.exists() and stamp.read_text() == digest.hexdigest():
+            return
+        for code in package.rglob("*.nb[ic]"):
+            code.unlink(missing_ok=True)
+        stamp.parent.mkdir(exist_ok=True)
+        stamp.write_text(digest.hexdigest())
+
+
+if COMPILED:
+    drop_stale_code(Path(__file__).parent)
 
 
 def compiled(function: Function) -> Function:

@@ -1,0 +1,57 @@
+"""Machine code on disk is that of the sources as they are now."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from balancing.compiled import COMPILED, drop_stale_code
+
+CALLER = """\
+from pathlib import Path
+from balancing.compiled import compiled, drop_stale_code
+drop_stale_code(Path(__file__).parent)
+from callee import value
+
+@compiled
+def twice():
+    return 2 * value()
+
+print(twice(), sum(twice.stats.cache_hits.values()))
+"""
+CALLEE = """\
+from balancing.compiled import compiled
+
+@compiled
+def value():
+    return {}
+"""
+
+
+def run(folder: Path) -> str:
+    environment = {"PYTHONPATH": f"{Path.cwd()}:{folder}"}
+    command = [sys.executable, str(folder / "caller.py")]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(not COMPILED, reason="needs Numba")
+def test_a_function_is_compiled_again_when_what_it_calls_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "caller.py").write_text(CALLER)
+    (tmp_path / "callee.py").write_text(CALLEE.format(1))
+    assert [run(tmp_path), run(tmp_path)] == ["2 0", "2 1"]
+    (tmp_path / "callee.py").write_text(CALLEE.format(5))
+    assert run(tmp_path) == "10 0"
+
+
+def test_code_is_kept_until_a_source_changes_comes_or_goes(tmp_path: Path) -> None:
+    source, code = tmp_path / "source.py", tmp_path / "__pycache__" / "source.nbi"
+    source.write_text("1")
+    drop_stale_code(tmp_path)
+    for change in (lambda: source.write_text("2"), lambda: (tmp_path / "more.py").write_text("3"), source.unlink):
+        code.write_text("machine code")
+        drop_stale_code(tmp_path)
+        assert code.exists()
+        change()
+        drop_stale_code(tmp_path)
+        assert not code.exists()
