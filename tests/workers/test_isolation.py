@@ -24,6 +24,12 @@ def start_and_hang(connection: Connection) -> None:
     time.sleep(1000)
 
 
+def hang(connection: Connection) -> None:
+    """Tells its number and never answers again."""
+    reply(connection, os.getpid())
+    time.sleep(1000)
+
+
 def exit_with_seven(connection: Connection) -> None:
     connection.recv()
     os._exit(7)
@@ -60,7 +66,7 @@ def test_an_exit_is_told_with_its_code() -> None:
 def test_a_process_ends_with_its_owner() -> None:
     script = (
         "import time; from workers.isolation.process import Process\n"
-        f"print(Process('{__name__}:start_and_hang').receive(60)[0], flush=True); time.sleep(1000)"
+        f"print(Process('{__name__}:hang').receive(60), flush=True); time.sleep(1000)"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
