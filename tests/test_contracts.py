@@ -99,6 +99,8 @@ def _model_tables() -> Tables:
         "parallel.context",
         "parallel.tensor",
         "self._parallel.context",
+        "self.context",
+        "self.tensor",
         "self.parallel.mesh[]",
         "self.parallel.tensor",
     )

@@ -1,6 +1,7 @@
 """Ranks that belong together share a node, in whatever order Ray has put equal bundles there."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,11 +193,11 @@ def test_an_engine_lives_with_its_first_rank(monkeypatch: pytest.MonkeyPatch) ->
     config = gpu_config(ranks=4)
     config.rollout.replicas = config.rollout.tensor_parallel = 2
     requests = {request.role: request for request in role_requests(config)}
-    bundles = {"training": Reservation(object(), (3, 1, 2, 0))}
+    starter = SimpleNamespace(requests=requests, bundles={"training": Reservation(object(), (3, 1, 2, 0))})
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(roles.ray, "remote", lambda actor_class: Recorder(asked))
     devices = roles._shared_devices([{"gpus": str(gpu)} for gpu in (5, 4, 7, 6)], config.rollout)
-    make = roles._engine_maker(config, requests["rollout"], bundles, devices, b"")
+    make = roles._engine_maker(config, starter, devices, b"")
     for replica in range(2):
         make(replica, 0)
     assert [options["scheduling_strategy"].placement_group_bundle_index for options in asked] == [3, 2]

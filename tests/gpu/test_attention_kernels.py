@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.reference_attention import reference_attention
 from workers.model.attention import BACKENDS, Installed, packed_attention
+from workers.model.model_rules import kernel_problem
 from workers.model.packing import PackedRow, Sequences, pack
 
 HEADS, PAIRS, DIM, SCALE = 8, 2, 64, 0.125
@@ -63,9 +64,9 @@ def gradients(output: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
 
 def skip_unless_runnable(backend: str, device: torch.device, dtype: torch.dtype, features: set[str]) -> None:
     """Skip, with the reason, what this machine cannot run or the kernel does not compute."""
-    obstacle = BACKENDS[backend].obstacle(device, dtype, Installed.here(device))
-    if obstacle:
-        pytest.skip(f"{backend} needs {obstacle}")
+    problem = kernel_problem(backend, "packed", cuda=device.type == "cuda", half=dtype.itemsize == 2)
+    if obstacle := problem or BACKENDS[backend].obstacle(Installed.here(device)):
+        pytest.skip(f"{backend} {obstacle}")
     if not features <= BACKENDS[backend].features:
         pytest.skip(f"{backend} does not compute {', '.join(features - BACKENDS[backend].features)}")
 

@@ -99,6 +99,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # modules, which no collection need look through
     while True:
         try:
             request = connection.recv_bytes()
@@ -109,6 +110,8 @@ def _serve(connection: Connection) -> None:
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
+        del request, answer
+        gc.collect()  # engines in cycles keep their groups, whose threads wake a hundred times a second
 
 
 def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, rank: int, count: int) -> Any:
@@ -121,8 +124,6 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, r
     finally:
         if dist.is_initialized():  # an engine of vLLM ends it with its own
             dist.destroy_process_group()
-        gc.collect()  # engines in cycles keep their groups, whose threads wake a hundred times a second
-        gc.freeze()  # what is left are modules, which the next collection need not look through
 
 
 def dp_rank(parallel: Any) -> int:
