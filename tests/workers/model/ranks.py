@@ -1,4 +1,4 @@
-"""A pool of gloo ranks for the tests that need several processes, started once a session.
+"""A pool of gloo ranks for the tests that need several processes.
 
     results = ranks.run(function, 2, *arguments)         function(*arguments) on ranks 0 and 1; results in rank order
 
@@ -21,6 +21,7 @@ from typing import Any
 PRELOADED = ["pytest", "hypothesis", "workers.model.engine"]
 GRACE_S = 5.0  # for the other ranks to fail too, after which they are taken to wait for the one that did
 TIMEOUT_S = 240.0
+CALLS_OF_A_PROCESS = 8  # torch caches meshes with their groups, whose threads wake a hundred times a second for good
 
 
 class RankError(Exception):
@@ -53,6 +54,8 @@ class RankPool:
             silent = sorted(set(range(count)) - set(answers))
             self.stop()
             raise RankError("\n".join([*failures, *(f"rank {rank} of {count} gave no answer" for rank in silent)]))
+        if self._calls % CALLS_OF_A_PROCESS == 0:
+            self.stop()  # others are forked in a moment
         return [answers[rank][1] for rank in range(count)]
 
     def _collect(self, count: int) -> dict[int, tuple[bool, Any]]:
