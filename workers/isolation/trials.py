@@ -1,17 +1,21 @@
 """Functions for `ask` that import torch or transformers, which settings and their checks must not."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from workers.config import LossConfig
 from workers.errors import ConfigError
 from workers.isolation.process import named
+from workers.model.loss_rules import undecorated
 from workers.user_code import load
 
 
 def bind_loss(key: str, name: str) -> None:
     """Import the policy loss `name` that setting `key` names, and bind it as workers do. Raises ConfigError."""
     load(key, name)  # first, so that every error of the import is ours, and need not wait for torch
+    if "workers.model.losses.registry" not in sys.modules:  # where the decorator is
+        raise undecorated(name)
     from workers.model.losses import make_policy_loss
 
     make_policy_loss(LossConfig(name="custom", function=name))

@@ -46,3 +46,11 @@ def check_constant_length(section: str, aggregation: str, constant_length: int) 
             f"{section}constant_length={constant_length} has no effect without {section}aggregation={NORM}; set that, "
             f"or remove {section}constant_length."
         )
+
+
+def undecorated(function: str) -> ConfigError:
+    """The error about a custom loss, `module:function`, that `policy_loss` has not registered."""
+    return ConfigError(
+        f"algorithm.loss.function={function!r} does not state its normaliser; decorate it with "
+        "@policy_loss(NAME, aggregation=...)."
+    )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from workers.config import LossConfig
 from workers.errors import ConfigError, DataError
-from workers.model.loss_rules import check_loss
+from workers.model.loss_rules import check_loss, undecorated
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import kl_of_loss
@@ -172,7 +172,4 @@ def _custom(path: str) -> PolicyLoss:
     for loss in POLICY_LOSSES.values():
         if loss.function is function:
             return loss
-    raise ConfigError(
-        f"algorithm.loss.function={path!r} does not state its normaliser; decorate it with "
-        "@policy_loss(NAME, aggregation=...)"
-    )
+    raise undecorated(path)
