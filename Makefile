@@ -56,6 +56,7 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.families --engines --output docs/models.md
 	$(WARM_START)
 	$(BIN)/python -m tests.benchmarks.step --output docs/step-benchmark.md
+	$(BIN)/python -m tests.benchmarks.prefixes --output docs/prefixes-benchmark.md
 
 docs: setup
 	$(BIN)/python -m controller.config.settings_page > docs/settings.md

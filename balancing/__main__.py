@@ -17,7 +17,7 @@ from rich.console import Console
 
 from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
 from balancing.analysis.explain import explain
-from balancing.analysis.lengths_file import read_json, read_lengths
+from balancing.analysis.lengths_file import read_column, read_json, read_lengths, read_prefixes
 from balancing.analysis.report import terminal_table, write_html, write_png
 from balancing.analysis.strategies import GIVEN, OURS, STRATEGIES, Batch, compare
 from balancing.errors import BalancingError, LengthFileError, OptionError
@@ -62,6 +62,7 @@ def _batch(options: argparse.Namespace) -> Batch:
     _check_counts(options)
     lengths = _lengths(options)
     groups = _groups(options, len(lengths))
+    prefixes = _prefixes(options, len(lengths))
     members = np.array_split(np.random.default_rng(options.seed).permutation(len(lengths)), options.mini_batches)
     return Batch(
         lengths=lengths,
@@ -70,6 +71,7 @@ def _batch(options: argparse.Namespace) -> Batch:
         ranks=options.ranks,
         max_tokens=options.max_tokens or _default_cap(options, lengths),
         cost_model=_cost_model(options.model),
+        **prefixes,
     )
 
 
@@ -91,6 +93,21 @@ def _groups(options: argparse.Namespace, sequences: int) -> NDArray[np.int64]:
             "lower it or --group-size"
         )
     return np.arange(sequences) // size
+
+
+def _prefixes(options: argparse.Namespace, sequences: int) -> dict[str, NDArray[np.int64]]:
+    """The arguments of `plan_batch` about what sequences begin with; empty without them."""
+    if options.lengths is not None and options.lengths.is_dir() and options.group_column is None:
+        return read_prefixes(options.lengths, options.step)
+    if (options.group_column is None) != (options.prefix_column is None):
+        raise OptionError("--group-column and --prefix-column go together; give both, or neither")
+    if options.group_column is None:
+        return {}
+    if options.lengths is None:
+        raise OptionError("--group-column names a column of a file of lengths; give one")
+    names = [str(name) for name in read_column(options.lengths, options.group_column)]
+    tokens = read_lengths(options.lengths, column=options.prefix_column, minimum=0)
+    return {"prefix_groups": np.unique(names, return_inverse=True)[1], "prefix_lengths": tokens}
 
 
 def _default_cap(options: argparse.Namespace, lengths: NDArray[np.int64]) -> int:
@@ -130,6 +147,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="neighbours that are re-dealt together, such as the responses to a prompt (1)",
     )
+    source.add_argument(
+        "--group-column",
+        metavar="NAME",
+        help="key or column that is equal for sequences that begin with the same tokens",
+    )
+    source.add_argument("--prefix-column", metavar="NAME", help="key or column of how many tokens these are")
     how = parser.add_argument_group("plan")
     how.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (8)")
     how.add_argument(

@@ -24,12 +24,13 @@ from numpy.typing import ArrayLike
 
 from balancing.alignment import round_up
 from balancing.dealing import Order, Request, Schedule, Start
-from balancing.errors import OptionError
+from balancing.errors import LengthError, OptionError
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.packing import Caps, CountRule, Layout
 from balancing.published import PUBLISHED, schedule_rank_locally
 from balancing.redeal import redealt
 from balancing.schedule import schedule_evenly, schedule_in_order
+from balancing.shared_prefixes import Beginnings, schedule_shared
 from balancing.validation import (
     check_fits,
     group_names,
@@ -90,10 +91,12 @@ class MiniBatch:
         times = micro_batches.heaviest(times) if layout == "padded" else times
         return micro_batches.sums(times).reshape(self.steps, -1)
 
+    def micro_batch_of_rows(self) -> Integers:
+        """int64 [sequences]: the micro-batch of each entry of `rows`."""
+        return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
+
     def _micro_batches(self) -> Grouping:
-        """The micro-batch of each entry of `rows`."""
-        numbers = np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
-        return Grouping(numbers, len(self.bounds) - 1)
+        return Grouping(self.micro_batch_of_rows(), len(self.bounds) - 1)
 
 
 @dataclass(frozen=True)
@@ -162,12 +165,19 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], in the cost model's unit."""
+    """The result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], in the cost model's unit, of each alone.
+
+    prefix_groups, prefix_lengths: those of `plan_batch`. shared: int64 [n], tokens at the beginning of each sequence
+    that another one of its micro-batch computes. All three are None for a batch without prefixes.
+    """
 
     mini_batches: tuple[MiniBatch, ...]
     lengths: Integers = field(repr=False)
     workloads: Floats = field(repr=False)
     settings: Settings = field(repr=False)
+    prefix_groups: Integers | None = field(default=None, repr=False)
+    prefix_lengths: Integers | None = field(default=None, repr=False)
+    shared: Integers | None = field(default=None, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -188,6 +198,35 @@ class Plan:
     def length_multiple(self) -> int:
         """Lengths are rounded up to a multiple of it before they count towards the cap."""
         return self.settings.length_multiple
+
+    @property
+    def sizes(self) -> Integers:
+        """int64 [n]: the tokens of each sequence that count towards the cap, aligned and without those shared."""
+        return round_up(self.computed_lengths, self.length_multiple)
+
+    @property
+    def computed_lengths(self) -> Integers:
+        """int64 [n]: `lengths` without tokens that another sequence of the micro-batch computes."""
+        return self.lengths if self.shared is None else self.lengths - self.shared
+
+    @property
+    def computed_workloads(self) -> Floats:
+        """float64 [n]: `workloads` without the work that another sequence of the micro-batch does."""
+        return self.workloads if self.shared is None else self.workloads - self._workload(self.shared)
+
+    def _workload(self, lengths: Integers) -> Floats:
+        return self.settings.cost_model.workload(lengths)
+
+    @property
+    def least_workloads(self) -> Floats:
+        """float64 [n]: `workloads` without any beginning that another sequence of the mini-batch has, too."""
+        if self.prefix_groups is None or self.prefix_lengths is None:
+            return self.workloads
+        shared = self.prefix_lengths.copy()
+        for part in self.mini_batches:
+            _, first = np.unique(self.prefix_groups[part.rows], return_index=True)
+            shared[part.rows[first]] = 0
+        return self.workloads - self._workload(shared)
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of one rank; OptionError if there is no such rank."""
@@ -210,7 +249,7 @@ class Plan:
 
         In the unit of `settings.cost_model`: seconds if it was fitted to measurements, else FLOPs or tokens.
         """
-        return [part.predicted_times(self.workloads, self.layout).max(axis=1) for part in self.mini_batches]
+        return [part.predicted_times(self.computed_workloads, self.layout).max(axis=1) for part in self.mini_batches]
 
 
 def plan_batch(
@@ -231,6 +270,8 @@ def plan_batch(
     length_multiple: int = 1,
     groups: ArrayLike | None = None,
     redeal_groups: ArrayLike | None = None,
+    prefix_groups: ArrayLike | None = None,
+    prefix_lengths: ArrayLike | None = None,
 ) -> Plan:
     """Plan all mini-batches, micro-steps and ranks of a global batch.
 
@@ -250,6 +291,9 @@ def plan_batch(
     groups: n whole numbers >= 0, the group of each sequence; the plan counts them for losses that divide by groups.
     redeal_groups: n whole numbers >= 0, the group of each sequence. CHANGES WHICH SEQUENCES SHARE AN OPTIMISER STEP:
     whole groups move between mini-batches until all have equal workload (redeal.py). None keeps mini-batches.
+    prefix_groups, prefix_lengths: n whole numbers >= 0 each. The sequences of a group begin with the same tokens, so
+    many (fewer than a sequence has; 0 is none), which a micro-batch computes once (shared_prefixes.py). Packed layout
+    with `length_multiple` 1; algorithms other than `karmarkar_karp` plan as if nothing were shared.
     Raises LengthError, OptionError, MiniBatchError for bad values; OverCapError for a sequence above the cap;
     CountError if the counts cannot be kept or groups cannot be re-dealt.
     """
@@ -266,41 +310,75 @@ def plan_batch(
     workloads = settings.cost_model.workload(tokens)
     if redeal_groups is not None:
         members = redealt(members, redeal_groups, workloads)
-    planned = [_mini_batch(rows, sizes, workloads, settings, tokens, in_loss, group_of) for rows in members]
-    return Plan(tuple(planned), tokens, workloads, settings)
+    beginnings = _beginnings(prefix_groups, prefix_lengths, tokens, settings)
+    batch = _Batch(tokens, sizes, workloads, in_loss, group_of, beginnings)
+    planned = [_mini_batch(rows, batch, settings) for rows in members]
+    if beginnings is None:
+        return Plan(tuple(planned), tokens, workloads, settings)
+    shared = np.zeros_like(tokens)
+    for part in planned:
+        shared[part.rows] = beginnings.select(part.rows).shared_tokens(part.micro_batch_of_rows())
+    return Plan(tuple(planned), tokens, workloads, settings, beginnings.group, beginnings.tokens, shared)
 
 
-def _mini_batch(
-    rows: Integers,
-    sizes: Integers,
-    workloads: Floats,
-    settings: Settings,
-    tokens: Integers,
-    in_loss: Integers,
-    group_of: Integers | None,
-) -> MiniBatch:
-    schedule, ordered = _schedule(rows, tokens, sizes, workloads, settings)
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """The sequences of a global batch, one row each."""
+
+    tokens: Integers
+    sizes: Integers
+    workloads: Floats
+    in_loss: Integers
+    group_of: Integers | None
+    beginnings: Beginnings | None
+
+
+def _beginnings(
+    groups: ArrayLike | None, lengths: ArrayLike | None, tokens: Integers, settings: Settings
+) -> Beginnings | None:
+    if groups is None and lengths is None:
+        return None
+    if groups is None or lengths is None:
+        raise OptionError("prefix_groups and prefix_lengths go together; pass both, or neither")
+    if settings.layout == "padded" or settings.length_multiple > 1:
+        raise OptionError("prefix_lengths are shared with layout='packed' and length_multiple=1 only")
+    names = group_names(groups, "prefix_groups", len(tokens))
+    shared = group_names(lengths, "prefix_lengths", len(tokens))
+    if (shared >= tokens).any():
+        index = int(np.argmax(shared >= tokens))
+        raise LengthError(f"prefix_lengths[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
+    largest = np.zeros(names.max() + 1, np.int64)
+    np.maximum.at(largest, names, shared)
+    if (largest[names] != shared).any():
+        index = int(np.argmax(largest[names] != shared))
+        raise LengthError(
+            f"prefix_lengths[{index}] is {shared[index]}, but another of prefix_groups={names[index]} has "
+            f"{largest[names[index]]}; a group has one"
+        )
+    return Beginnings.of(names, shared, settings.cost_model.workload(shared))
+
+
+def _mini_batch(rows: Integers, batch: _Batch, settings: Settings) -> MiniBatch:
+    schedule, ordered = _schedule(rows, batch, settings)
     micro_batch = schedule.grouping.group_of
     bounds = np.concatenate([[0], np.cumsum(schedule.grouping.sizes())])
     in_order = ordered[np.lexsort((ordered, micro_batch))]
-    learned = rows[in_loss[rows] > 0]
-    groups = None if group_of is None else len(np.unique(group_of[learned]))
-    counts = (int(tokens[rows].sum()), int(in_loss[rows].sum()), len(learned), groups)
+    learned = rows[batch.in_loss[rows] > 0]
+    groups = None if batch.group_of is None else len(np.unique(batch.group_of[learned]))
+    counts = (int(batch.tokens[rows].sum()), int(batch.in_loss[rows].sum()), len(learned), groups)
     return MiniBatch(in_order, bounds, schedule.steps, schedule.start, *counts)
 
 
-def _schedule(
-    rows: Integers,
-    tokens: Integers,
-    sizes: Integers,
-    workloads: Floats,
-    settings: Settings,
-) -> tuple[Schedule, Integers]:
+def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedule, Integers]:
     """The schedule of one mini-batch, and the row of each of its sequences."""
+    tokens, sizes, workloads = batch.tokens, batch.sizes, batch.workloads
     request = settings.request(len(sizes))
     if settings.algorithm == "none":
         return schedule_in_order(sizes[rows], request), rows
     if settings.algorithm in PUBLISHED:
         return schedule_rank_locally(settings.algorithm, tokens[rows], sizes[rows], workloads[rows], request), rows
     ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the given order does not matter
+    if batch.beginnings is not None:
+        beginnings = batch.beginnings.select(ordered)
+        return schedule_shared(sizes[ordered], workloads[ordered], beginnings, request), ordered
     return schedule_evenly(sizes[ordered], workloads[ordered], request), ordered

@@ -5,7 +5,7 @@
 Mini-batches are a random choice, made before balancing and never changed by it, but for balance.redeal_groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,15 +23,19 @@ if TYPE_CHECKING:
 MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
 
 
-def draw_mini_batches(sequences: int, mini_batches: int, seed: int, step: int, epoch: int = 0) -> list[np.ndarray]:
+def draw_mini_batches(
+    sequences: int, mini_batches: int, seed: int, step: int, epoch: int = 0, groups: np.ndarray | None = None
+) -> list[np.ndarray]:
     """A random split of row numbers into mini-batches whose sizes differ by at most one; fewer where rows are few.
 
-    The same for the same `seed`, that of the run, `step` and `epoch`, the pass over the step's samples, from 0. Returns
+    The same for the same `seed`, that of the run, `step` and `epoch`, the pass over the step's samples, from 0. groups:
+    int64 [sequences], 0, 1, ...; then whole groups are drawn, and numbers of groups differ by at most one. Returns
     int64 arrays, each ascending.
     """
     rng = np.random.default_rng((seed, MINI_BATCHES, step, epoch))
-    parts = np.array_split(rng.permutation(sequences), min(mini_batches, sequences))
-    return [np.sort(part) for part in parts]
+    drawn = sequences if groups is None else int(groups.max()) + 1
+    parts = np.array_split(rng.permutation(drawn), min(mini_batches, drawn))
+    return [np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, part)) for part in parts]
 
 
 def with_group_tokens(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -> "RemoteBatch":
@@ -49,10 +53,13 @@ def with_group_tokens(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) 
     return batch.with_columns(group_tokens=counts)
 
 
-def plan_arguments(config: TrainingConfig, of: str) -> dict[str, Any]:
-    """Arguments of `balancing.plan_batch` that follow from the settings alone. of: a pass in `config.limits`."""
+def plan_arguments(config: TrainingConfig, of: str, prefixes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of `balancing.plan_batch` besides the batch. of: a pass in `config.limits`.
+
+    prefixes: `prefix_groups` and `prefix_lengths` of a batch; empty or None where nothing is shared.
+    """
     limits, policy, balance = config.limits[of], config.policy, config.balance
-    return {
+    arguments = {
         "ranks": policy.ranks,
         "max_tokens": group_cap(limits.max_tokens, policy.parallel.context_parallel),
         "max_sequences": limits.max_sequences or None,
@@ -63,6 +70,11 @@ def plan_arguments(config: TrainingConfig, of: str) -> dict[str, Any]:
         "layout": limits.layout,
         "length_multiple": limits.length_multiple,
     }
+    if not prefixes:
+        return arguments
+    # A row whose sequences share tokens is padded once, not each of its sequences.
+    whole = arguments["max_tokens"] // limits.length_multiple * limits.length_multiple
+    return arguments | {"length_multiple": 1, "max_tokens": whole} | prefixes
 
 
 class Planner:
@@ -71,6 +83,7 @@ class Planner:
     def __init__(self, config: TrainingConfig, cost_model: CostModel) -> None:
         """`cost_model`: FLOPs of a sequence, which a plan balances."""
         self.config, self.cost_model = config, cost_model
+        self._sharing: dict[str, bool] = {}
 
     def whole(self, batch: "RemoteBatch", of: str) -> Plan:
         """One forward-only pass over the batch; see `plan`."""
@@ -87,14 +100,39 @@ class Planner:
                 batch["length"],
                 mini_batches=mini_batches,
                 loss_tokens=batch["response_tokens"],
-                groups=_group_numbers(batch),
+                groups=group_numbers(batch),
                 cost_model=self.cost_model,
-                **plan_arguments(self.config, of),
+                **plan_arguments(self.config, of, self.prefixes(batch, of)),
             )
         except CountError as error:
             raise ConfigError(
                 f"{of}: {error} (policy.min_micro_batches or forward_min_micro_batches, and balance.count_multiple)"
             ) from None
+
+    def prefixes(self, batch: "RemoteBatch", of: str) -> dict[str, np.ndarray]:
+        """Arguments of `plan_batch` about prompts that sequences share; empty where the pass shares none.
+
+        batch: light columns `prompt_hash` and `prompt_tokens`; without them the plan counts nothing as shared.
+        """
+        if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
+            return {}
+        tokens = batch["prompt_tokens"]
+        return {
+            "prefix_groups": np.unique(batch["prompt_hash"], return_inverse=True)[1],
+            "prefix_lengths": np.where(tokens < self.config.model.min_shared_tokens, 0, tokens),
+        }
+
+    def _shares(self, role: str) -> bool:
+        """Whether the model of a training role computes what sequences begin with once."""
+        if role not in self._sharing:
+            self._sharing[role] = self.config.decided(self.config.model_of(role)).share_prefixes == "always"
+        return self._sharing[role]
+
+    def draw(self, batch: "RemoteBatch", step: int, epoch: int = 0) -> list[np.ndarray]:
+        """The mini-batches of a pass over a step's samples; see `draw_mini_batches`."""
+        config = self.config
+        groups = group_numbers(batch) if config.mini_batches_by == "group" else None
+        return draw_mini_batches(len(batch), config.mini_batches, config.run.seed, step, epoch, groups)
 
     def redealt(self, batch: "RemoteBatch", drawn: list[np.ndarray]) -> list[np.ndarray]:
         """Mini-batches of equal workload, of whole groups, with balance.redeal_groups; else `drawn` as it is.
@@ -103,13 +141,13 @@ class Planner:
         """
         if not self.config.balance.redeal_groups:
             return drawn
-        groups = _group_numbers(batch)
+        groups = group_numbers(batch)
         if groups.max() + 1 < len(drawn):
             drawn = np.array_split(np.arange(len(batch)), groups.max() + 1)
         return redealt(drawn, groups, self.cost_model.workload(batch["length"]))
 
 
-def _group_numbers(batch: "RemoteBatch") -> np.ndarray:
+def group_numbers(batch: "RemoteBatch") -> np.ndarray:
     """int64 [B], 0, 1, ... by `uid`."""
     numbers: np.ndarray = np.unique(batch["uid"], return_inverse=True)[1]
     return numbers

@@ -22,16 +22,24 @@ from workers.score import Score
 
 LONGEST_TEXT = 2_000  # characters of a response that the record of a sample keeps
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
-COUNTS = ("prompt_tokens", "response_tokens", "length", "turns", "weight_version", "newest_weight_version")
+COUNTS = (
+    "prompt_tokens",
+    "prompt_hash",
+    "response_tokens",
+    "length",
+    "turns",
+    "weight_version",
+    "newest_weight_version",
+)
 
 
 @dataclass(frozen=True)
 class Rollout:
     """The samples of one round of generation, or of several.
 
-    samples: columns uid, sample, prompt_tokens, response_tokens (the policy's), length (of all), turns (int64),
-    truncated (bool), weight_version, newest_weight_version (int64), seconds (float64, of generation); tokens input_ids,
-    loss_mask, rollout_log_probs. by_sample: scores with their rewards, in the order of `samples`. failures: why samples
+    samples: columns uid, sample, prompt_tokens, prompt_hash (equal for equal prompts), response_tokens (the policy's),
+    length (of all), turns (int64), truncated (bool), weight_version, newest_weight_version (int64), seconds (float64,
+    of generation); tokens input_ids, loss_mask, rollout_log_probs. by_sample: scores with their rewards, in the order of `samples`. failures: why samples
     have no score of their own. rounds: rounds of generation that it joins.
     """
 

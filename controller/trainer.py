@@ -22,7 +22,7 @@ from controller.data.prompts import PromptDataset, Prompts
 from controller.lookahead import Lookahead
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
 from controller.observability.metrics import staleness, throughput
-from controller.planner import draw_mini_batches, with_group_tokens
+from controller.planner import group_numbers, with_group_tokens
 from controller.samples import Rollout
 from controller.session import Session
 from controller.training_loop import TrainingLoop, prefixed
@@ -101,10 +101,12 @@ class Trainer(TrainingLoop):
     def learn(self, rollout: Rollout, batch: RemoteBatch, step: int) -> dict[str, float]:
         """Plan, log-probs, advantages, update with `batch` of the rollout, weights to the engines."""
         record = self.record
-        record.writer.lengths(step, batch["length"])
+        prefixes = self.planner.prefixes(batch, "policy.update")
+        record.writer.lengths(step, lengths=batch["length"], groups=group_numbers(batch), **prefixes)
         batch = batch.with_meta(step=step, steps=self.config.run.steps)
         with record.phase("plan"):
-            drawn = [self.planner.redealt(batch, epoch) for epoch in self.draw_epochs(len(batch), step)]
+            epochs = [self.planner.draw(batch, step, epoch) for epoch in range(self.config.batch.epochs)]
+            drawn = [self.planner.redealt(batch, mini_batches) for mini_batches in epochs]
             plans = [self.planner.plan(batch, epoch, "policy.update") for epoch in drawn]
         with record.phase("log_probs"):
             self.roles.sleep_engines()
@@ -128,13 +130,6 @@ class Trainer(TrainingLoop):
         # Of a separate log-prob pass and the updates, only the pass compares sampler and trainer at equal weights.
         statistics = mean_statistics(plans, self.config.longest_sequence)
         return metrics | prefixed("balance", statistics) | prefixed("policy", results(updated | mismatch))
-
-    def draw_epochs(self, sequences: int, step: int) -> list[list[np.ndarray]]:
-        """The mini-batches of every pass over the step's samples."""
-        settings, seed = self.config.batch, self.config.run.seed
-        return [
-            draw_mini_batches(sequences, settings.mini_batches, seed, step, epoch) for epoch in range(settings.epochs)
-        ]
 
     def update_critic(self, batch: RemoteBatch, drawn: list[list[np.ndarray]]) -> dict[str, float]:
         """The critic's optimiser steps, on the policy's mini-batches of every epoch; nothing without a critic."""

@@ -53,6 +53,15 @@ class ModelConfig:
         choices=("same", "packed", "padded"),
     )
     forward_length_multiple: int = setting(0, "model.length_multiple of forward-only passes; 0 takes that.", minimum=0)
+    share_prefixes: str = setting(
+        "auto",
+        "Compute tokens with which several sequences of a micro-batch begin, such as the prompt of a group, once. "
+        "`auto` does wherever model, layout and attention allow it.",
+        choices=("auto", "always", "never"),
+    )
+    min_shared_tokens: int = setting(
+        4, "Beginnings are shared from this many tokens on; shorter ones cost more than they save.", minimum=1
+    )
     gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     activation_offload: bool = setting(
         False, "Keep the layer inputs of gradient checkpointing in host memory until the backward pass (GPU)."

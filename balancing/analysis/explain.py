@@ -9,7 +9,6 @@ It recommends only settings that it has planned with, and prints what they save.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from balancing.alignment import round_up
 from balancing.analysis.advice import LEAST_GAIN, Advice, capped, faster, less_padded, tried
 from balancing.analysis.findings import Cause, Finding, findings
 from balancing.analysis.statistics import ideal_time, indices_of, plan_statistics, predicted_grids, step_time
@@ -48,13 +47,13 @@ def explanation(plan: Plan) -> Explanation:
 
 def _lower_bound(plan: Plan) -> float:
     """A lower bound on the step time, in the cost model's unit."""
-    sizes = round_up(plan.lengths, plan.length_multiple)
+    sizes, workloads = plan.sizes, plan.least_workloads
     total = 0.0
     for mini_batch in plan.mini_batches:
         rows = indices_of(mini_batch)
         total += step_time_bound(
             sizes[rows],
-            plan.workloads[rows],
+            workloads[rows],
             ranks=plan.ranks,
             steps=len(mini_batch.micro_steps),
             max_tokens=plan.max_tokens,

@@ -13,7 +13,6 @@ from enum import StrEnum
 
 import numpy as np
 
-from balancing.alignment import round_up
 from balancing.analysis.statistics import computed_tokens, indices_of, padding_share, predicted_grids, step_time
 from balancing.grouping import Floats, Integers
 from balancing.packing import Caps, fewest_micro_batches
@@ -95,7 +94,7 @@ def _cause(step: _Step, plan: Plan) -> Cause:
     lighter = [rows for rows, load in zip(step.rows, step.loads, strict=True) if load < step.loads.mean()]
     if all(len(rows) == plan.settings.max_sequences for rows in lighter):
         return Cause.MAX_SEQUENCES
-    sizes = round_up(plan.lengths, plan.length_multiple)
+    sizes = plan.sizes
     smallest = int(sizes[heaviest].min())
     if all(_is_full(sizes[rows], smallest, plan) for rows in lighter):
         return Cause.MAX_TOKENS
@@ -139,7 +138,7 @@ def _count_finding(plan: Plan) -> Finding:
     """For the mini-batch with most micro-steps: their number, and those that caps and arguments require."""
     steps = [len(mini_batch.micro_steps) for mini_batch in plan.mini_batches]
     most = int(np.argmax(steps))
-    sizes = round_up(plan.lengths, plan.length_multiple)
+    sizes = plan.sizes
     taken = [
         computed_tokens(sizes[rows], plan.layout) for step in plan.mini_batches[most].micro_steps for rows in step.ranks
     ]

@@ -27,20 +27,32 @@ RUN_RECORD = "lengths.jsonl"
 """File in the folder of a run with the lengths of every step."""
 
 
-def read_lengths(path: Path, *, column: str | None = None, step: int | None = None) -> NDArray[np.int64]:
+def read_lengths(
+    path: Path, *, column: str | None = None, step: int | None = None, minimum: int = 1
+) -> NDArray[np.int64]:
     """int64 [n], n >= 1, the lengths in a file, or those of one step of a run (None is its last).
 
     Raises LengthFileError, which names file and line, for a file that is missing, of an unknown kind, without the
-    column or without lengths; LengthError for lengths below 1.
+    column or without lengths; LengthError for lengths below `minimum`.
     """
-    values = _run_step(path / RUN_RECORD, step) if path.is_dir() else _values(path, column)
+    values = list(_run_step(path / RUN_RECORD, step).get("lengths", [])) if path.is_dir() else read_column(path, column)
     if not values:
         raise LengthFileError(f"{path} holds no lengths; give a file with at least one")
     try:
         numbers = [_number(value) for value in values]
     except (TypeError, ValueError) as problem:
         raise LengthFileError(f"{path} holds a length that is not a number: {problem}") from None
-    return whole_numbers(numbers, f"lengths in {path}", minimum=1)
+    return whole_numbers(numbers, f"lengths in {path}", minimum=minimum)
+
+
+def read_prefixes(folder: Path, step: int | None = None) -> dict[str, NDArray[np.int64]]:
+    """What sequences of one step of a run begin with, as arguments of `plan_batch`; empty if that was not recorded.
+
+    Raises as `read_lengths` does.
+    """
+    record = _run_step(folder / RUN_RECORD, step)
+    names = ("prefix_groups", "prefix_lengths")
+    return {name: whole_numbers(record[name], name, minimum=0) for name in names if name in record}
 
 
 def read_json(path: Path) -> Any:
@@ -51,7 +63,8 @@ def read_json(path: Path) -> Any:
         raise LengthFileError(f"{path} is not JSON: {problem}") from None
 
 
-def _values(path: Path, column: str | None) -> list[Any]:
+def read_column(path: Path, column: str | None) -> list[Any]:
+    """The values of a column of a file, of any type; raises as `read_lengths` does."""
     kind = path.suffix.lower()
     if kind not in _READERS:
         raise LengthFileError(f"{path} is of an unknown kind; give a folder or one of {', '.join(_READERS)}")
@@ -107,17 +120,17 @@ def _from_parquet(path: Path, column: str | None) -> list[Any]:
 _READERS = {".json": _from_json, ".jsonl": _from_json_lines, ".csv": _from_csv, ".parquet": _from_parquet}
 
 
-def _run_step(path: Path, step: int | None) -> list[Any]:
-    """The lengths of one step of a run."""
+def _run_step(path: Path, step: int | None) -> Mapping[str, Any]:
+    """The record of one step of a run; empty if there is none."""
     if not path.is_file():
         raise LengthFileError(f"{path} is not there; the run has recorded no lengths, so give a file of them instead")
     steps = {}
     for number, record in _json_lines(path):
         if not isinstance(record, Mapping) or not {"step", "lengths"} <= record.keys():
             raise LengthFileError(f'{path}, line {number} is not {{"step": ..., "lengths": [...]}}')
-        steps[int(record["step"])] = list(record["lengths"])
+        steps[int(record["step"])] = record
     if not steps:
-        return []
+        return {}
     wanted = max(steps) if step is None else step
     if wanted not in steps:
         raise LengthFileError(f"{path} has no step {step}; its steps are {min(steps)} to {max(steps)}")

@@ -31,6 +31,7 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     padding_share: share of computed tokens that are not real.
     padding_removed/longest_row: share of the cells of a tensor as wide as the longest sequence that is not computed;
     padding_removed/width: the same for rows of `width` tokens, omitted if that is None.
+    shared_tokens: share of all tokens that are computed with those of another sequence, which begins with them.
     micro_batches: on each rank. empty_micro_batches: over all ranks.
     """
     after = [rows_of(mini_batch) for mini_batch in plan.mini_batches]
@@ -49,7 +50,7 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
 
 def predicted_grids(plan: Plan) -> list[Floats]:
     """float64 [steps, ranks] for each mini-batch: the workload of every micro-batch, without padding."""
-    return [mini_batch.sums(plan.workloads) for mini_batch in plan.mini_batches]
+    return [mini_batch.sums(plan.computed_workloads) for mini_batch in plan.mini_batches]
 
 
 def grids(mini_batches: Sequence[Rows], values: Integers | Floats) -> list[Floats]:
@@ -134,7 +135,8 @@ def _filling(mini_batches: list[Rows], plan: Plan) -> dict[str, float]:
     taken = _taken(mini_batches, plan)
     return {
         "cap_fill": float(taken.mean()) / plan.max_tokens,
-        "padding_share": 1.0 - float(plan.lengths.sum()) / float(taken.sum()),
+        "padding_share": 1.0 - float(plan.computed_lengths.sum()) / float(taken.sum()),
+        "shared_tokens": 1.0 - float(plan.computed_lengths.sum()) / float(plan.lengths.sum()),
         "micro_batches": float(sum(len(rows) for rows in mini_batches)),
         "empty_micro_batches": float((taken == 0).sum()),
     }
@@ -157,8 +159,7 @@ def padding_share(plan: Plan) -> float:
 
 def _taken(mini_batches: list[Rows], plan: Plan) -> Floats:
     """float64: the tokens of each micro-batch that count towards its cap, over all mini-batches, steps and ranks."""
-    sizes = round_up(plan.lengths, plan.length_multiple)
-    groups = (group for rows in mini_batches for step in rows for group in step)
+    groups, sizes = (group for rows in mini_batches for step in rows for group in step), plan.sizes
     return np.array([computed_tokens(sizes[group], plan.layout) for group in groups], np.float64)
 
 

@@ -22,6 +22,7 @@ from balancing.workload import CostModel
 
 OURS = "Ballast"
 REDEALT = "Ballast, re-dealt"
+SHARED = "Ballast, shared prefixes"
 GIVEN = "given order"
 PUBLISHED_TITLES: dict[str, Published] = {"verl": "verl", "ROLL": "roll", "MindSpeed-RL": "mindspeed_rl"}
 REPETITIONS = 3
@@ -31,7 +32,10 @@ STRATEGIES = (GIVEN, *PUBLISHED_TITLES, OURS, REDEALT)
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The batch to plan. lengths: int64 [n]. mini_batches: index arrays. groups: int64 [n], the group of each."""
+    """The batch to plan. lengths: int64 [n]. mini_batches: index arrays. groups: int64 [n], the group of each.
+
+    prefix_groups, prefix_lengths: those of `plan_batch`, for the strategy that shares prefixes; None without it.
+    """
 
     lengths: NDArray[np.int64]
     mini_batches: tuple[NDArray[np.int64], ...]
@@ -39,6 +43,8 @@ class Batch:
     ranks: int
     max_tokens: int
     cost_model: CostModel
+    prefix_groups: NDArray[np.int64] | None = None
+    prefix_lengths: NDArray[np.int64] | None = None
 
     @property
     def ideal(self) -> float:
@@ -55,13 +61,21 @@ class Batch:
         }
         return plan_batch(self.lengths, **{**arguments, **changes})  # type: ignore[arg-type]
 
+    def shared_plan(self) -> Plan:
+        """The plan in which a micro-batch computes what its sequences begin with once."""
+        return self.plan(prefix_groups=self.prefix_groups, prefix_lengths=self.prefix_lengths)
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The result of a strategy. padded: rows are as wide as the longest sequence of their micro-step."""
+    """The result of a strategy. padded: rows are as wide as the longest sequence of their micro-step.
+
+    shared: int64 [n], tokens of each sequence that another of its micro-batch computes; None is none.
+    """
 
     mini_batches: Sequence[Rows]
     padded: bool = False
+    shared: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +107,13 @@ def measure(name: str, batch: Batch, strategy: Callable[[], Schedule]) -> Outcom
     time = step_time(times)
     waiting = 1.0 - np.sum([grid.sum(axis=0) for grid in times], axis=0) / time
     computed = float(sum(grid.sum() for grid in tokens))
+    real = batch.lengths.sum() - (0 if schedule.shared is None else schedule.shared.sum())
     return Outcome(
         name=name,
         grids=times,
         over_ideal=time / batch.ideal - 1.0,
         violations=int(sum((grid > batch.max_tokens).sum() for grid in tokens)),
-        padding=1.0 - float(batch.lengths.sum()) / computed,
+        padding=1.0 - float(real) / computed,
         micro_batches=sum(len(rows) for rows in schedule.mini_batches),
         idle_mean=float(waiting.mean()),
         idle_worst=float(waiting.max()),
@@ -114,18 +129,21 @@ def _seconds(strategy: Callable[[], Schedule]) -> float:
 
 def of_plan(plan: Plan) -> Schedule:
     """The schedule of a packed plan."""
-    return Schedule([rows_of(mini_batch) for mini_batch in plan.mini_batches])
+    return Schedule([rows_of(mini_batch) for mini_batch in plan.mini_batches], shared=plan.shared)
 
 
 def compare(batch: Batch) -> tuple[list[Outcome], Plan]:
-    """The outcomes of all strategies, and our plan."""
+    """The outcomes of all strategies, and our plan, with shared prefixes where there are any."""
     strategies: dict[str, Callable[[], Schedule]] = {GIVEN: lambda: of_plan(batch.plan(algorithm="none"))}
     strategies |= {title: partial(_published, name, batch) for title, name in PUBLISHED_TITLES.items()}
     strategies |= {
         OURS: lambda: of_plan(batch.plan()),
         REDEALT: lambda: of_plan(batch.plan(redeal_groups=batch.groups)),
     }
-    return [measure(name, batch, strategy) for name, strategy in strategies.items()], batch.plan()
+    if batch.prefix_groups is not None:
+        strategies[SHARED] = lambda: of_plan(batch.shared_plan())
+    plan = batch.plan() if batch.prefix_groups is None else batch.shared_plan()
+    return [measure(name, batch, strategy) for name, strategy in strategies.items()], plan
 
 
 def _published(name: Published, batch: Batch) -> Schedule:
@@ -143,8 +161,9 @@ def _published(name: Published, batch: Batch) -> Schedule:
 def _times_and_tokens(schedule: Schedule, batch: Batch) -> tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]:
     """Grids of times and of computed tokens, including padding."""
     if not schedule.padded:
-        workloads = batch.cost_model.workload(batch.lengths)
-        return grids(schedule.mini_batches, workloads), grids(schedule.mini_batches, batch.lengths)
+        shared = np.zeros_like(batch.lengths) if schedule.shared is None else schedule.shared
+        workloads = batch.cost_model.workload(batch.lengths) - batch.cost_model.workload(shared)
+        return grids(schedule.mini_batches, workloads), grids(schedule.mini_batches, batch.lengths - shared)
     counts = grids(schedule.mini_batches, np.ones_like(batch.lengths))
     widths = [_widest(rows, batch.lengths) for rows in schedule.mini_batches]
     times = [count * batch.cost_model.workload(width)[:, None] for count, width in zip(counts, widths, strict=True)]

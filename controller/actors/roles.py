@@ -370,7 +370,7 @@ def _model_arguments(
 ) -> dict[str, Any]:
     """Arguments of every `ModelWorker`; all roles share the policy's ranks, and so its parallelism and threads."""
     return {
-        "model": model,
+        "model": config.decided(model),
         "device": config.device,
         "temperature": config.temperature,
         "threads": config.policy.threads,

@@ -78,6 +78,11 @@ class Config(ReferenceSettings):
         return self.batch.mini_batches
 
     @property
+    def mini_batches_by(self) -> str:
+        """What is drawn into mini-batches: `sequence` or `group`."""
+        return self.batch.mini_batches_by
+
+    @property
     def colocated_engines(self) -> tuple[int, int]:
         """(engines that share the training pool's GPUs, GPUs of each)."""
         engines = self.rollout.replicas if self.rollout_placement == "colocated" else 0

@@ -95,6 +95,12 @@ class BatchConfig:
     mini_batches: int = setting(
         1, "Optimiser steps in a pass over a step's samples; each takes an equal share of the sequences.", minimum=1
     )
+    mini_batches_by: str = setting(
+        "sequence",
+        "What is drawn at random into mini-batches: each `sequence` by itself, or the `group` of a prompt's samples as "
+        "a whole, which then can share the prompt's tokens (model.share_prefixes).",
+        choices=("sequence", "group"),
+    )
     epochs: int = setting(
         1,
         "Passes of policy and critic over a step's samples, each in newly drawn mini-batches; old log-probs and values "

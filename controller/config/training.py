@@ -48,6 +48,11 @@ class TrainingConfig:
         return 1
 
     @property
+    def mini_batches_by(self) -> str:
+        """What is drawn into mini-batches: `sequence` or `group`."""
+        return "sequence"
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that training can meet."""
         raise NotImplementedError
@@ -147,6 +152,36 @@ class TrainingConfig:
     def model_description(self) -> dict[str, Any]:
         """config.json of model.path. Raises ConfigError if there is none."""
         return read_model_files(self.model.path, "model.path").description
+
+    def decided(self, model: ModelConfig) -> ModelConfig:
+        """`model`, of one of the training roles, with model.share_prefixes `always` or `never`.
+
+        Reads its config.json. Raises ConfigError if there is none, or prefixes cannot be shared though they must.
+        """
+        if model.share_prefixes == "never":
+            return model
+        from workers.model.families import features_of_file, is_recurrent
+        from workers.model.model_rules import shares_prefixes
+
+        description = read_model_files(model.path, "model.path").description
+        text = description.get("text_config", description)
+        shares = shares_prefixes(
+            model,
+            self.policy.parallel,
+            features_of_file(text),
+            model.path,
+            recurrent=is_recurrent(text),
+            cuda=self.uses_gpus,
+            half=model.dtype != "float32",
+        )
+        return replace(model, share_prefixes="always" if shares else "never")
+
+    def model_of(self, role: str) -> ModelConfig:
+        """The model of a training role, such as `policy`."""
+        if role == "policy":
+            return self.model
+        found: ModelConfig = getattr(self, role if role.endswith("_model") else f"{role}_model")
+        return found
 
     @property
     def device(self) -> str:

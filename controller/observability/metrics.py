@@ -43,9 +43,12 @@ class RunWriter:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
-    def lengths(self, step: int, lengths: Iterable[int]) -> None:
-        """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`."""
-        self._lengths.write({"step": step, "lengths": [int(length) for length in lengths]})
+    def lengths(self, step: int, **columns: np.ndarray) -> None:
+        """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`.
+
+        columns: int64 [B] each: `lengths`, and what else a plan of them needs, under the names of `plan_batch`.
+        """
+        self._lengths.write({"step": step} | {name: column.tolist() for name, column in columns.items()})
 
     def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
         """Record some samples of a step, for the report."""

@@ -160,8 +160,7 @@ def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
     """The last step and its Gantt charts, in the given order and as planned; None where there is nothing to compare.
 
     The plan, with several epochs the first one's, is made again from the recorded lengths, with the settings, the seed
-    and the costs of the run. Groups are not recorded, so that mini-batches dealt anew (balance.redeal_groups) cannot be
-    made again.
+    and the costs of the run; not that of mini-batches dealt anew (balance.redeal_groups).
     """
     if not run.lengths or config.policy.ranks == 1 or config.balance.redeal_groups:
         return None
@@ -178,12 +177,14 @@ def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
 
 
 def _plan(run: RunFolder, config: TrainingConfig, step: int, algorithm: str) -> Plan:
-    found = run.lengths[step]
+    found, columns = run.lengths[step], run.columns[step]
+    groups = np.array(columns["groups"]) if config.mini_batches_by == "group" else None
+    prefixes = {name: columns[name] for name in ("prefix_groups", "prefix_lengths") if name in columns}
     return plan_batch(
         found,
-        mini_batches=draw_mini_batches(len(found), config.mini_batches, config.run.seed, step),
+        mini_batches=draw_mini_batches(len(found), config.mini_batches, config.run.seed, step, groups=groups),
         cost_model=CostModel(*run.costs.get(step, (1.0, 0.0))),
-        **plan_arguments(config, "policy.update") | {"algorithm": algorithm},
+        **plan_arguments(config, "policy.update", prefixes) | {"algorithm": algorithm},
     )
 
 

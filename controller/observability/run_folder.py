@@ -43,6 +43,12 @@ class RunFolder:
         return {row["step"]: row["lengths"] for row in self._rows("lengths.jsonl")}
 
     @cached_property
+    def columns(self) -> dict[int, dict[str, list[int]]]:
+        """What is recorded of the sequences of every step beside their lengths, in the same order."""
+        rows = self._rows("lengths.jsonl")
+        return {row["step"]: {name: row[name] for name in row.keys() - {"step", "lengths"}} for row in rows}
+
+    @cached_property
     def samples(self) -> list[Row]:
         """Some samples of every step; see `Rollout.examples`."""
         return self._rows("samples.jsonl")

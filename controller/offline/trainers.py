@@ -62,7 +62,7 @@ class OfflineTrainer(TrainingLoop, Generic[Settings]):
                 count = self._records_of_step()
                 batch = self.dataset.take(self.progress.position, count)
                 plan = self.planner.plan(batch, [np.arange(len(batch))], "policy.update")
-            record.writer.lengths(step, batch["length"])
+            record.writer.lengths(step, lengths=batch["length"])
             metrics = self.learn(batch, plan)
             self.progress.position += count
             metrics |= self.compare_with_plan(self.roles.take_micro_step_times())

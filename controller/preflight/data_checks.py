@@ -13,7 +13,17 @@ from workers.errors import ConfigError, DataError
 OF_A_BATCH = frozenset(
     (
         *("input_ids", "loss_mask", "rollout_log_probs", "old_log_probs", "old_entropies", "reference_log_probs"),
-        *("uid", "sample", "prompt_tokens", "response_tokens", "length", "turns", "truncated", "seconds"),
+        *(
+            "uid",
+            "sample",
+            "prompt_tokens",
+            "prompt_hash",
+            "response_tokens",
+            "length",
+            "turns",
+            "truncated",
+            "seconds",
+        ),
         *("weight_version", "newest_weight_version", "reward", "greedy_reward", "advantages", "group_tokens"),
         *("old_values", "returns", "held_back"),
     )

@@ -30,6 +30,11 @@ EVERYWHERE: tuple[Row, ...] = (
         ("policy.parallel.context_parallel_method",),
     ),
     ("several training ranks", lambda c: c.training_workers > 1, ("policy.parallel.defer_gradient_reduction",)),
+    (
+        "model.share_prefixes=auto or always",
+        lambda c: c.model.share_prefixes != "never",
+        ("model.min_shared_tokens",),
+    ),
     ("model.gradient_checkpointing", lambda c: c.model.gradient_checkpointing, ("model.activation_offload",)),
     ("a local Ray", lambda c: not c.resources.ray_address, ("resources.dashboard",)),
     ("model.lora.rank above 0", lambda c: c.model.lora.rank > 0, ("model.lora.alpha", "model.lora.target_modules")),
@@ -76,7 +81,11 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: c.has_forward_pass or c.uses_reference or c.uses_critic or c.uses_reward_model,
         ("policy.forward_min_micro_batches", "model.forward_layout", "model.forward_length_multiple"),
     ),
-    ("batch.mini_batches above 1", lambda c: c.batch.mini_batches > 1, ("balance.redeal_groups",)),
+    (
+        "batch.mini_batches above 1",
+        lambda c: c.batch.mini_batches > 1,
+        ("balance.redeal_groups", "batch.mini_batches_by"),
+    ),
     ("algorithm.advantage=grpo", lambda c: c.algorithm.advantage == "grpo", ("algorithm.normalize_by_std",)),
     (
         "algorithm.advantage=reinforce_plus_plus or reinforce_plus_plus_baseline (with gae it is algorithm.gae.gamma)",

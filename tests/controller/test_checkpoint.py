@@ -3,6 +3,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at, resume
@@ -50,7 +51,7 @@ def test_a_run_that_goes_on_keeps_its_records_until_the_checkpoint(tmp_path: Pat
     with run_writer(tmp_path) as writer:
         for step in range(5):
             writer.step(step, {"loss": float(step)})
-            writer.lengths(step, [step])
+            writer.lengths(step, lengths=np.array([step]))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # the crash
     with run_writer(tmp_path, after=2) as writer:

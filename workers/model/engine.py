@@ -117,7 +117,7 @@ class TrainingEngine:
         if self.has_adapters:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
         if check_parity:
-            probe = make_probe(self.module, self.dtype, temperature)
+            probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
@@ -230,7 +230,7 @@ class TrainingEngine:
         self._check_head("value")
         result = torch.zeros(len(sequences), dtype=torch.float32)
         for start, stop in self._forward_passes("scores", sequences, micro_batches):
-            laid_out = self.layout.lay_out(sequences.slice(start, stop), forward=True, last=True)
+            laid_out = self._lay_out(sequences.slice(start, stop), forward=True, last=True)
             result[start:stop] = self._values(laid_out).float().cpu()
         return result
 
@@ -413,12 +413,17 @@ class TrainingEngine:
 
     def _predict(self, micro_batch: Sequences, *, forward: bool = False) -> tuple[Any, ModelInput]:
         """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
-        laid_out = self.layout.lay_out(micro_batch, forward=forward)
+        laid_out = self._lay_out(micro_batch, forward=forward)
         if self.head == "value":
             return ValuePredictions.gather(self._values(laid_out), micro_batch, laid_out.rows), laid_out.rows
         outputs = self.module(**laid_out.arguments, temperature=self.temperature)
         log_probs, entropy = laid_out.whole(torch.stack(outputs, dim=-1)).unbind(-1)
         return Predictions.gather(log_probs, entropy, micro_batch, laid_out.rows), laid_out.rows
+
+    def _lay_out(self, micro_batch: Sequences, *, forward: bool, last: bool = False) -> LaidOut:
+        laid_out = self.layout.lay_out(micro_batch, forward=forward, last=last)
+        self.clock.leave_out(laid_out.rows.shared)
+        return laid_out
 
     def _values(self, laid_out: LaidOut) -> Tensor:
         """[N], on every rank of a context-parallel group those of the whole micro-batch."""

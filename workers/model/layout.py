@@ -1,6 +1,7 @@
 """From a micro-batch to the arguments of the model on one rank, and from its outputs back to the whole micro-batch.
 
     Sequences --pack--> PackedRow --cut--> this rank's part --model--> values of its tokens --whole--> [N]
+              --pack_shared--> SharedRow, where sequences begin with the same tokens
               --pad---> PaddedRows ----------------------------------> values of all tokens
 
 Padded rows that ranks share, or that a flash kernel computes, are a PackedRow whose segments are all as long as the
@@ -20,14 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from balancing.alignment import length_multiple
 from workers.config import ModelConfig, ParallelConfig
-from workers.model.attention import choose_backend, packed_attention
+from workers.model.attention import PackedAttention, choose_backend, packed_attention
 from workers.model.context_parallel import Ulysses, cut, gather_tokens
 from workers.model.model import PackedModel
-from workers.model.model_rules import check_context_parallel, check_ring_settings
+from workers.model.model_rules import check_context_parallel, check_ring_settings, shares_prefixes
 from workers.model.packing import ModelInput, PackedRow, Sequences, pack
 from workers.model.padded import pad
 from workers.model.parallel import Parallel
 from workers.model.ring_attention import RingAttention
+from workers.model.shared_prefixes import SharedAttention, SharedRow, pack_shared
 from workers.model.values import after_last
 
 
@@ -67,6 +69,17 @@ class RowLayout:
         heads = getattr(model.model.config.get_text_config(), "num_attention_heads", None)
         check_context_parallel(shares, name, recurrent=model.is_recurrent, heads=heads, features=features)
         check_ring_settings(shares, config.attention, cuda=device.type == "cuda", half=compute_dtype.itemsize == 2)
+        shares_prefix = shares_prefixes(
+            config,
+            shares,
+            features,
+            name,
+            recurrent=model.is_recurrent,
+            cuda=device.type == "cuda",
+            half=compute_dtype.itemsize == 2,
+        )
+        self.shared_from = config.min_shared_tokens if shares_prefix else 0
+        """Tokens that sequences must begin with alike to share them; 0 shares none."""
         if self._by_segment and not self._ring:
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 
@@ -83,12 +96,25 @@ class RowLayout:
             rows = after_last(rows, micro_batch) if last else rows
             mask = {"attention": None, "attention_mask": rows.attention_mask.to(self._device)}
             return LaidOut(rows, self._cells(rows) | mask, lambda values: values)
-        row = pack(micro_batch, multiple, to_longest=layout == "padded")
+        row = self._row(micro_batch, multiple, to_longest=layout == "padded")
         row = after_last(row, micro_batch) if last else row
         if self._context is None:
-            attention = packed_attention(self._backend, row, self._device)
+            attention = self._attention(row)
             return LaidOut(row, self._cells(row) | {"attention": attention}, lambda values: values)
         return self._part_of(row, self._context)
+
+    def _row(self, micro_batch: Sequences, multiple: int, *, to_longest: bool) -> PackedRow:
+        if self.shared_from:
+            row = pack_shared(micro_batch, multiple, self.shared_from)
+            if row.shares:
+                return row
+        return pack(micro_batch, multiple, to_longest=to_longest)
+
+    def _attention(self, row: PackedRow) -> PackedAttention:
+        """The attention of a whole row."""
+        if isinstance(row, SharedRow):
+            return SharedAttention(row, self._device)
+        return packed_attention(self._backend, row, self._device)
 
     def _part_of(self, row: PackedRow, context: DeviceMesh) -> LaidOut:
         """This rank's part of a row that the ranks of `context` share."""
@@ -98,7 +124,7 @@ class RowLayout:
         if self._ring:
             attention: Any = RingAttention(row, group, self._device)
         else:
-            attention = Ulysses(packed_attention(self._backend, row, self._device), row, group, self._device)
+            attention = Ulysses(self._attention(row), row, group, self._device)
         arguments = self._cells(part) | {"attention": attention}
         return LaidOut(row, arguments, lambda values: gather_tokens(values, selected, size, group))
 

@@ -104,6 +104,60 @@ def check_ring_settings(parallel: ParallelConfig, kernel: str, *, cuda: bool, ha
         )
 
 
+def sharing_problem(
+    settings: ModelConfig,
+    parallel: ParallelConfig,
+    features: frozenset[str],
+    *,
+    recurrent: bool,
+    cuda: bool,
+    half: bool,
+) -> str:
+    """Why sequences cannot share the tokens that they begin with (`shared_prefixes.py`), or an empty string.
+
+    recurrent, features: see `check_context_parallel`.
+    """
+    if "padded" in {settings.rows(forward=forward)[0] for forward in (False, True)}:
+        return "needs model.layout=packed, also of forward passes"
+    if max(settings.rows(forward=forward)[1] for forward in (False, True)) > 1:
+        return "needs model.length_multiple=1, also of forward passes"
+    if settings.attention not in ("auto", "varlen", "flash3"):
+        return f"needs the log-sum-exp, which model.attention={settings.attention} does not give; set auto"
+    if settings.compile:
+        return "does not go with model.compile"
+    if parallel.context_parallel > 1 and parallel.context_parallel_method == "ring":
+        return "does not go with policy.parallel.context_parallel_method=ring; set ulysses"
+    if recurrent:
+        return "needs a model without a state that it hands on from token to token"
+    if features:
+        return f"needs a model without {', '.join(sorted(features))}"
+    if cuda and not half:
+        return "needs half precision on GPUs; set model.dtype=bfloat16"
+    return ""
+
+
+def shares_prefixes(
+    settings: ModelConfig,
+    parallel: ParallelConfig,
+    features: frozenset[str],
+    model: str,
+    *,
+    recurrent: bool,
+    cuda: bool,
+    half: bool,
+) -> bool:
+    """Whether sequences share the tokens that they begin with; see `sharing_problem`.
+
+    Raises ConfigError, naming `model`, for model.share_prefixes=always where they cannot.
+    """
+    if settings.share_prefixes == "never":
+        return False
+    problem = sharing_problem(settings, parallel, features, recurrent=recurrent, cuda=cuda, half=half)
+    if problem and settings.share_prefixes == "always":
+        raise ConfigError(f"{model}: model.share_prefixes=always {problem}, or share_prefixes=auto.")
+    return not problem
+
+
 def check_value_head(parallel: ParallelConfig, role: str) -> None:
     """Raise ConfigError if ranks would share the layers of a model with a value head, which `role` names."""
     if parallel.tensor_parallel > 1:

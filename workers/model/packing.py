@@ -127,6 +127,11 @@ class ModelInput:
     targets: Tensor
     sequence_index: Tensor
 
+    @property
+    def shared(self) -> Sequence[int]:
+        """Tokens at the beginnings of sequences that another sequence's cells compute."""
+        return ()
+
 
 @dataclass(frozen=True)
 class PackedRow(ModelInput):
@@ -203,7 +208,7 @@ def place(sequences: Sequences, cells: Tensor, shape: tuple[int, int]) -> dict[s
         "input_ids": _fill(cells, tokens, shape),
         "position_ids": _fill(cells, torch.arange(len(owner)) - starts[owner], shape),
         "loss_positions": loss_positions,
-        "predicting": cells[loss_positions] - 1,
+        "predicting": cells[loss_positions - 1],
         "targets": tokens[loss_positions],
         "sequence_index": owner[loss_positions],
     }

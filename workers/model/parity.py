@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from workers.model.engine import TrainingEngine
 
 LENGTHS = (7, 19, 12)
+LONGEST_PREFIX = 512  # longer ones are not shared by the probe
 SPANS = ("sliding_window", "index_topk")  # configuration names of the most tokens that a token sees
 LONGEST_SPAN = 512  # longer spans are not exceeded by the probe
 BEYOND_SPAN = 8
@@ -102,9 +103,9 @@ def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None
     The module is on the CPU, in float32, and not sharded; it is not changed. Raises the model's own errors in rows, and
     those of `own_outputs`.
     """
-    probe = probe or make_probe(packed, torch.float32)
+    layout = RowLayout(config, None, packed, CPU, torch.float32)
+    probe = probe or make_probe(packed, torch.float32, prefix=layout.shared_from)
     expected = own_outputs(packed, probe)
-    layout = RowLayout(config, None, packed, CPU, probe.dtype)
     with _undisturbed(), torch.set_grad_enabled(bool(probe.parameter)):
         values = row_values(packed, layout.lay_out(probe.sequences), probe.temperature)
         found = Outputs(values.detach().float(), _gradient(values, packed, probe.parameter))
@@ -113,9 +114,10 @@ def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None
 
 def check_parity(packed: PackedModel, config: ModelConfig) -> Difference:
     """`measure`, judged. Raises UnsupportedModelError as `prove` does."""
-    probe = make_probe(packed, torch.float32)
-    found = _translated(packed, _path(config), lambda: measure(packed, config, probe))
-    judge(found, Difference(0.0, 0.0), probe, packed, _path(config))
+    shared_from = RowLayout(config, None, packed, CPU, torch.float32).shared_from
+    probe, path = make_probe(packed, torch.float32, prefix=shared_from), _path(config, shares=shared_from > 0)
+    found = _translated(packed, path, lambda: measure(packed, config, probe))
+    judge(found, Difference(0.0, 0.0), probe, packed, path)
     return found
 
 
@@ -135,7 +137,8 @@ def prove(engine: "TrainingEngine", probe: Probe, expected: Expected) -> Differe
 def _prove_pass(engine: "TrainingEngine", probe: Probe, expected: Expected, forward: bool) -> Difference:
     """Prove the layout of training, or with `forward` that of forward-only passes."""
     config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
-    path = _path(config, engine.parallel.context.size(), engine.parallel.tensor.size())
+    shares = engine.layout.shared_from > 0
+    path = _path(config, engine.parallel.context.size(), engine.parallel.tensor.size(), shares=shares)
     outputs = _translated(engine.module, path, lambda: _engine_outputs(engine, probe, forward))
     found = compare(outputs, expected.outputs)
     worst = torch.tensor([found.mean, found.largest, found.gradient], device=engine.device)
@@ -162,22 +165,25 @@ def _engine_outputs(engine: "TrainingEngine", probe: Probe, forward: bool) -> Ou
     return Outputs(values.detach().float().cpu(), _flat(gradient))
 
 
-def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0) -> Probe:
+def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0, prefix: int = 0) -> Probe:
     """Sequences of random ids, the same for every model of a vocabulary; `packed` may be a skeleton.
 
     Ids with a meaning to the model's own forward pass (padding, images) are left out. The longest sequence, in the
-    middle, is longer than a window of up to `LONGEST_SPAN` tokens.
+    middle, is longer than a window of up to `LONGEST_SPAN` tokens. prefix: tokens with which the last two begin alike,
+    for engines that share them.
     """
     config = packed.model.config.get_text_config()
     spans = [span for name in SPANS if (span := getattr(config, name, None)) and span <= LONGEST_SPAN]
-    longest = max([LENGTHS[1], *(span + BEYOND_SPAN for span in spans)])
+    prefix = prefix if prefix <= LONGEST_PREFIX else 0
+    longest = max([LENGTHS[1], prefix + LENGTHS[0], *(span + BEYOND_SPAN for span in spans)])
     limit = max_positions(packed.model.config) or longest
     generator = torch.Generator().manual_seed(0)
     ids = _ordinary_ids(packed.model)
     rows = []
-    for length in (LENGTHS[0], longest, LENGTHS[2]):
+    for length in (LENGTHS[0], longest, prefix + LENGTHS[2]):
         chosen = torch.randint(len(ids), (min(length, limit),), generator=generator)
         rows.append({"input_ids": ids[chosen], "loss_mask": torch.arange(len(chosen)) > 0})
+    rows[2]["input_ids"][:prefix] = rows[1]["input_ids"][:prefix]
     return Probe(Sequences.from_list(rows), temperature, dtype, probed_parameter(packed))
 
 
@@ -301,13 +307,16 @@ def judge(found: Difference, rounding: Difference, probe: Probe, packed: PackedM
         )
 
 
-def _path(config: ModelConfig, context_parallel: int = 1, tensor_parallel: int = 1) -> str:
+def _path(config: ModelConfig, context_parallel: int = 1, tensor_parallel: int = 1, *, shares: bool = False) -> str:
     sizes = {"context_parallel": context_parallel, "tensor_parallel": tensor_parallel}
     shared = [f"policy.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
-    return ", ".join([f"model.layout={config.layout}", *shared])
+    prefixes = [f"model.share_prefixes={config.share_prefixes}"] * shares
+    return ", ".join([f"model.layout={config.layout}", *prefixes, *shared])
 
 
 def _advice(path: str) -> str:
+    if "share_prefixes" in path:
+        return "set model.share_prefixes=never, or take another model"
     if "parallel" in path:
         return "set these to 1, or take another model"
     return "take another model" if "padded" in path else "set model.layout=padded, or take another model"

@@ -37,7 +37,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from workers.model.flash_kernels import Segments, flash_backward, flash_forward
+from workers.model.flash_kernels import Segments
+from workers.model.merged_attention import Block, add, attend, backward
 from workers.model.packing import PackedRow
 
 
@@ -60,24 +61,13 @@ class RingAttention:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """One step's attention: which of a rank's queries see which of the keys it holds. Slices of None are all."""
-
-    queries: Tensor | None
-    keys: Tensor | None
-    query_segments: Segments
-    key_segments: Segments
-    causal: bool
-
-
-@dataclass(frozen=True)
 class _Ring:
     """The blocks of a row: against own keys, against those of ranks before, and of ranks after."""
 
     group: ProcessGroup
-    own: _Block
-    earlier: _Block
-    later: _Block
+    own: Block
+    earlier: Block
+    later: Block
 
     @classmethod
     def of(cls, halves: list[int], group: ProcessGroup, device: torch.device) -> "_Ring":
@@ -88,16 +78,16 @@ class _Ring:
         half, whole = Segments.of(halves, device), Segments.of([2 * length for length in halves], device)
         return cls(
             group,
-            own=_Block(None, None, whole, whole, causal=True),
-            earlier=_Block(None, first, whole, half, causal=False),
-            later=_Block(second, None, half, whole, causal=False),
+            own=Block(None, None, whole, whole, causal=True),
+            earlier=Block(None, first, whole, half, causal=False),
+            later=Block(second, None, half, whole, causal=False),
         )
 
     @property
     def size(self) -> int:
         return self.group.size()
 
-    def block(self, step: int) -> _Block:
+    def block(self, step: int) -> Block:
         """The block that this rank computes at `step`, when it holds the keys of rank r - step."""
         if step == 0:
             return self.own
@@ -132,7 +122,7 @@ class _RingAttention(torch.autograd.Function):
         held = key_value
         for step in range(ring.size):
             wait = ring.pass_on(held) if step + 1 < ring.size else None
-            _attend(query, held, scale, ring.block(step), output, lse)
+            attend(query, held, scale, ring.block(step), output, lse)
             held = wait() if wait else held
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key_value, output, lse)
@@ -150,76 +140,11 @@ class _RingAttention(torch.autograd.Function):
         held, wait_for_grad = key_value, None
         for step in range(ring.size):
             wait = ring.pass_on(held) if step + 1 < ring.size else None
-            part = _backward(grad_output, query, held, output, lse, ctx.scale, ring.block(step), grad_query)
+            part = backward(grad_output, query, held, output, lse, ctx.scale, ring.block(step), grad_query)
             # The gradient of the keys held now comes from the rank before, which held them one step earlier.
             grad_held = wait_for_grad() if wait_for_grad else grad_held
-            _add(grad_held, ring.block(step).keys, part, dim=1)
+            add(grad_held, ring.block(step).keys, part, dim=1)
             wait_for_grad = ring.pass_on(grad_held)
             held = wait() if wait else held
         grad_key_value = wait_for_grad() if wait_for_grad else grad_held
         return grad_query.to(query.dtype), grad_key_value.to(key_value.dtype), None, None
-
-
-def _attend(query: Tensor, key_value: Tensor, scale: float, block: _Block, output: Tensor, lse: Tensor) -> None:
-    """Merge one step into `output` [T, H, D] and `lse` [H, T], in place."""
-    key, value = _take(key_value, block.keys, dim=1)
-    query = _take(query, block.queries, dim=0)
-    part, part_lse = flash_forward(query, key, value, block.query_segments, block.key_segments, block.causal, scale)
-    before, before_lse = _take(output, block.queries, dim=0), _take(lse, block.queries, dim=1)
-    merged_lse = torch.logaddexp(before_lse, part_lse)
-    merged = before * _weight(before_lse, merged_lse) + part * _weight(part_lse, merged_lse)
-    _put(output, block.queries, merged, dim=0)
-    _put(lse, block.queries, merged_lse, dim=1)
-
-
-def _backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key_value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    scale: float,
-    block: _Block,
-    grad_query: Tensor,
-) -> Tensor:
-    """Add one step's share to `grad_query` in place; returns that of its keys and values [2, keys, K, D]."""
-    key, value = _take(key_value, block.keys, dim=1)
-    rows = [_take(tensor, block.queries, dim=0) for tensor in (grad_output, query, output)]
-    part_query, part_key, part_value = flash_backward(
-        rows[0],
-        rows[1],
-        key,
-        value,
-        rows[2],
-        _take(lse, block.queries, dim=1),
-        block.query_segments,
-        block.key_segments,
-        block.causal,
-        scale,
-    )
-    _add(grad_query, block.queries, part_query, dim=0)
-    return torch.stack([part_key, part_value])
-
-
-def _weight(part_lse: Tensor, lse: Tensor) -> Tensor:
-    """[H, T] -> [T, H, 1]."""
-    return torch.exp(part_lse - lse).transpose(0, 1).unsqueeze(-1)
-
-
-def _take(tensor: Tensor, index: Tensor | None, dim: int) -> Tensor:
-    return tensor if index is None else tensor.index_select(dim, index)
-
-
-def _put(target: Tensor, index: Tensor | None, values: Tensor, dim: int) -> None:
-    if index is None:
-        target.copy_(values)
-    else:
-        target.index_copy_(dim, index, values)
-
-
-def _add(target: Tensor, index: Tensor | None, values: Tensor, dim: int) -> None:
-    values = values.to(target.dtype)
-    if index is None:
-        target.add_(values)
-    else:
-        target.index_add_(dim, index, values)

@@ -7,7 +7,7 @@ A rank's seconds include what it waits for the others in collectives inside the 
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ class MicroStepTime:
     """One micro-batch on one rank.
 
     name: the pass it belongs to, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock.
-    tokens: sum of the lengths L of its sequences, squared_tokens: sum of L**2; 0 for a micro-batch without work. These
+    tokens: sum of the lengths L of its sequences, squared_tokens: sum of L**2; 0 for a micro-batch without work. Tokens
+    that several sequences share, S at the beginning of one, count once: S and S**2 less for each of the others. These
     are the regressors of `balancing.fitting`, and with a cost model they give the time that was predicted.
     """
 
@@ -52,6 +53,7 @@ class MicroStepClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._measured: deque[_Measured] = deque(maxlen=MOST_KEPT)
+        self._regressors = torch.zeros(2, dtype=torch.int64)
         self._origin: tuple[float, Any] | None = None  # wall clock and mark of one moment, to which all others relate
 
     @contextmanager
@@ -59,9 +61,13 @@ class MicroStepClock:
         """Measure the block. lengths: int64 [sequences], on the CPU. One that raises is not recorded."""
         self._origin = self._origin or self._now()
         begin = self._mark()
+        self._regressors = _regressors(lengths)
         yield
-        squared_tokens = int((lengths * lengths).sum())
-        self._measured.append(_Measured(name, begin, self._mark(), int(lengths.sum()), squared_tokens))
+        self._measured.append(_Measured(name, begin, self._mark(), *self._regressors.tolist()))
+
+    def leave_out(self, beginnings: Sequence[int]) -> None:
+        """Tokens at the beginnings of sequences of this micro-step that other sequences compute."""
+        self._regressors = self._regressors - _regressors(torch.tensor(beginnings, dtype=torch.int64))
 
     def take(self) -> list[MicroStepTime]:
         """The micro-steps since the last call, in order; on a GPU it waits until they are computed."""
@@ -98,3 +104,8 @@ class MicroStepClock:
     def _between(self, begin: Any, end: Any) -> float:
         """Seconds from one mark to another."""
         return begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
+
+
+def _regressors(lengths: Tensor) -> Tensor:
+    """int64 [2]: the sums of lengths, int64 [sequences], and of their squares."""
+    return torch.stack([lengths.sum(), (lengths * lengths).sum()])

@@ -23,6 +23,7 @@ from workers.model.attention import PackedAttention
 from workers.model.model import PackedModel, read_pretrained, read_rows
 from workers.model.packing import ModelInput, PackedRow, Sequences
 from workers.model.padded import PaddedRows
+from workers.model.shared_prefixes import SharedRow
 
 HEAD = "score"  # what transformers calls the head of sequence classification, in every family
 
@@ -93,7 +94,9 @@ def after_last(rows: Rows, sequences: Sequences) -> Rows:
 
 def last_cells(rows: ModelInput, sequences: int) -> Tensor:
     """The cell of the last token of each of the micro-batch's sequences, int64 [B], for `predicting`."""
-    if isinstance(rows, PackedRow):
+    if isinstance(rows, SharedRow):
+        cells = rows.last
+    elif isinstance(rows, PackedRow):
         cells = rows.cu_seqlens_padded[:-1].long() + torch.tensor(rows.lengths) - 1
     elif isinstance(rows, PaddedRows):
         cells = torch.arange(len(rows.attention_mask)) * rows.attention_mask.shape[1] + rows.attention_mask.sum(1) - 1

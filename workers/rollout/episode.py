@@ -7,6 +7,7 @@ The next request's prompt is `Episode.ids`, the sampled ids themselves: tokenizi
 same tokens, and the trainer's log-probs would then be of tokens that were never sampled.
 """
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +53,12 @@ class Episode:
     def ids(self) -> np.ndarray:
         """All tokens, int32: the prompt of the next turn."""
         return np.concatenate(self._ids)
+
+    @property
+    def prompt_hash(self) -> int:
+        """int64, equal for equal prompts in every process."""
+        digest = hashlib.blake2b(self._ids[0].tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, signed=True)
 
     @property
     def response_tokens(self) -> int:

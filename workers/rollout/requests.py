@@ -45,6 +45,7 @@ class SampleResult:
     """The result of one request.
 
     response_tokens: those of the policy. observation_tokens: those that an environment put between its turns.
+    prompt_hash: int64, equal for equal prompts.
     finish_reason: `stop` (end of sequence, or the environment was done), `length` (sampling.max_new_tokens,
     rollout.max_episode_tokens or the engine's longest sequence), `turns` (rollout.max_turns) or `error`, with the
     reason in `error`. weight_version, newest_weight_version: the oldest and the newest weights that any of its tokens
@@ -64,6 +65,7 @@ class SampleResult:
     newest_weight_version: int = -1
     turns: int = 1
     observation_tokens: int = 0
+    prompt_hash: int = 0
     environment: Score | None = None
     replica: int = -1
     start: float = 0.0

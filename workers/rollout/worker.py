@@ -381,6 +381,7 @@ def _success(request: SampleRequest, episode: Episode, reason: str, environment:
         newest_weight_version=newest,
         turns=len(episode.turns),
         observation_tokens=episode.observation_tokens,
+        prompt_hash=episode.prompt_hash,
         environment=environment,
     )
     return result, episode.row()

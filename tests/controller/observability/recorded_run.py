@@ -34,7 +34,7 @@ def write_run(folder: Path, *, steps: int = STEPS, ranks: int = 4) -> Config:
         writer.step(0, {"validation/reward": 0.2})
         for step in range(1, steps + 1):
             writer.step(step, metrics(step, steps))
-            writer.lengths(step, rng.lognormal(5.5 + step / steps, 0.6, 64).clip(8, 2048).astype(int))
+            writer.lengths(step, lengths=rng.lognormal(5.5 + step / steps, 0.6, 64).clip(8, 2048).astype(int))
             writer.samples(step, samples(step, rng))
             writer.timeline(step, timeline())
         writer.validation(steps, held_out())

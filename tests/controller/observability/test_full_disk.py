@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from controller import fit
@@ -33,7 +34,7 @@ def writer(folder: Path, full: str) -> Iterator[RunWriter]:
 WRITES: dict[str, Callable[[RunWriter], None]] = {
     "config.yaml": lambda writer: None,
     "metrics.jsonl": lambda writer: writer.step(1, {"policy/loss": 0.5}),
-    "lengths.jsonl": lambda writer: writer.lengths(1, [3, 4]),
+    "lengths.jsonl": lambda writer: writer.lengths(1, lengths=np.array([3, 4])),
     "samples.jsonl": lambda writer: writer.samples(1, [{"reward": 0.5}]),
     "timeline.jsonl": lambda writer: writer.timeline(1, {"phases": []}),
     "validation/step-1.jsonl": lambda writer: writer.validation(1, [RESPONSE]),

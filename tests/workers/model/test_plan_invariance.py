@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -50,10 +51,15 @@ class Case:
     activation_offload: bool = False
     layout: str = "packed"
     forward_layout: str = "same"
+    share_prefixes: str = "never"
 
     @property
     def tolerance(self) -> float:
         return 1e-9 if self.dtype == "float64" else 1e-5
+
+    @property
+    def sequences(self) -> Sequences:
+        return random_sequences(branching=self.share_prefixes == "always")
 
     @property
     def loss(self) -> LossConfig:
@@ -70,6 +76,13 @@ CASES = {
     "qwen3 untied": Case("qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7),
     "llama checkpointed": Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing=True),
     "mistral windowed": Case("mistral windowed"),
+    "qwen2 shared": Case(share_prefixes="always"),
+    "qwen3 shared": Case(
+        "qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7, share_prefixes="always"
+    ),
+    "llama shared, checkpointed": Case(
+        "llama", aggregation="sequence_mean_token_sum", gradient_checkpointing=True, share_prefixes="always"
+    ),
     "mistral offloaded": Case("mistral", tied=False, gradient_checkpointing=True, activation_offload=True),
 }
 
@@ -121,6 +134,9 @@ COMBINATIONS = [
     *(("llama checkpointed", way) for way in ("2 copies, ring 2", "dp 2, tp 2")),
     ("mistral offloaded", "ulysses 2, tp 2"),
     ("mistral windowed", "ulysses 2"),
+    *(("qwen2 shared", way) for way in ("1 rank", "4 ranks", "2 copies on 2 ranks", "ulysses 2", "tp 2")),
+    *(("qwen3 shared", way) for way in ("2 ranks", "ulysses 4, more than key-value heads", "ulysses 2, tp 2")),
+    *(("llama shared, checkpointed", way) for way in ("dp 2, ulysses 2", "dp 2, tp 2")),
 ]
 
 
@@ -156,7 +172,7 @@ def rows_of(sequences: Sequences, indices: list[int]) -> Sequences:
 
 
 def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEngine:
-    return TrainingEngine(
+    engine = TrainingEngine(
         ModelConfig(
             path=path,
             dtype=case.dtype,
@@ -164,6 +180,8 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
             activation_offload=case.activation_offload,
             layout=case.layout,
             forward_layout=case.forward_layout,
+            share_prefixes=case.share_prefixes,
+            min_shared_tokens=1,
         ),
         optimizer=OPTIMIZER,
         total_steps=10,
@@ -172,6 +190,20 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
         temperature=case.temperature,
         parallel=parallel,
     )
+    keep_float64(case, engine.module)
+    return engine
+
+
+def keep_float64(case: Case, model: torch.nn.Module) -> None:
+    """Norms in float64 where tokens are shared. transformers' are in float32, also of a float64 model: then it shows
+    in the gradients whether a token's parts are added before its norm, or after."""
+    for module in model.modules() if case.share_prefixes == "always" else ():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = MethodType(norm_in_float64, module)
+
+
+def norm_in_float64(module: Any, hidden: Tensor) -> Tensor:
+    return module.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
 
 
 @dataclass
@@ -186,7 +218,8 @@ class Outcome:
 
 def reference_outcome(case: Case, path: str) -> Outcome:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
-    sequences = random_sequences()
+    keep_float64(case, model)
+    sequences = case.sequences
     outputs = unpacked_log_probs(model, sequences, case.temperature)
     loss, metrics = reference_loss(outputs, sequences, case.loss)
     loss.backward()
@@ -246,7 +279,7 @@ def engine_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]
     """On one rank: one optimiser step under a random plan. Whole gradients and weights, own log-probs and metrics."""
     engine = build_engine(case, path, way.parallel)
     share = random_plan(way.dp, seed)[dp_rank(engine.parallel)]
-    whole = random_sequences()
+    whole = case.sequences
     mine = rows_of(whole, share.rows)
     log_probs, _ = engine.log_probs(mine, share.micro_batches)
     metrics = engine.forward_backward(mine, share.micro_batches, make_policy_loss(case.loss), Denominators.of(whole))
@@ -374,7 +407,7 @@ def test_a_configuration_says_when_gradients_are_reduced(
     ranks: RankPool, paths, tmp_path, overrides: tuple[str, ...], scatters: int, sums: int
 ):
     """By default in each of four micro-steps, and between copies of the model in the last."""
-    config = load(write_workspace(tmp_path), ("policy.ranks=4", *overrides))
+    config = load(write_workspace(tmp_path), ("policy.ranks=4", "model.share_prefixes=never", *overrides))
     settings = _model_arguments(config, config.model, config.policy)
     arguments = {name: settings[name] for name in ("device", "parallel")}
     units = 3  # two layers and the root

@@ -93,8 +93,13 @@ def save_tokenizer(path: Path, size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
 
 
-def random_sequences(count: int = 11, seed: int = 0, dtype: torch.dtype = torch.float64) -> Sequences:
-    """Long-tailed lengths with prompts, one response with a hole, one sequence without any loss token."""
+def random_sequences(
+    count: int = 11, seed: int = 0, dtype: torch.dtype = torch.float64, *, branching: bool = False
+) -> Sequences:
+    """Long-tailed lengths with prompts, one response with a hole, one sequence without any loss token.
+
+    branching: each sequence begins as one before it does, for a random number of tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for index in range(count):
@@ -115,7 +120,19 @@ def random_sequences(count: int = 11, seed: int = 0, dtype: torch.dtype = torch.
                 "rollout_log_probs": -3.6 + noise[2],
             }
         )
-    return Sequences.from_list(rows, {"advantages": torch.randn(count, generator=generator, dtype=dtype)})
+    advantages = torch.randn(count, generator=generator, dtype=dtype)
+    if branching:
+        branch([row["input_ids"] for row in rows], seed)
+    return Sequences.from_list(rows, {"advantages": advantages})
+
+
+def branch(rows: list[Tensor], seed: int) -> None:
+    """Let each of these ids [L] begin as one before it does, for a random number of tokens; in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for index, ids in enumerate(rows[1:], start=1):
+        parent = rows[int(torch.randint(index, (), generator=generator))]
+        tokens = int(torch.randint(min(len(ids), len(parent)) + 1, (), generator=generator))
+        ids[:tokens] = parent[:tokens]
 
 
 def unpacked_log_probs(

@@ -1,0 +1,154 @@
+"""What it buys to compute shared prompts once, as ratios within one run on CPU.
+
+    python -m tests.benchmarks.prefixes [--repeats 3] [--output docs/prefixes-benchmark.md]                or make bench
+
+One micro-batch through a 20M model, forward and backward, with model.share_prefixes=never and auto in turns. Times are
+medians of CPU seconds. The ratio of FLOPs is that of the plan's cost model; that of memory is of what a process of its
+own holds at most, beyond what it held before the first pass.
+"""
+
+import argparse
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import process_time
+
+import torch
+
+from balancing import CostModel
+from tests.benchmarks.engine import CPU, VOCABULARY, model_of_20m
+from workers.config import ModelConfig
+from workers.model.layout import RowLayout
+from workers.model.packing import Sequences
+
+HEADER = """# Shared prompts
+
+Written by `python -m tests.benchmarks.prefixes`: one micro-batch of a group, or of several, forward and backward
+through a 20M model in float32 on one core, without and with `model.share_prefixes`, in turns; medians of CPU seconds.
+
+| prompt / response / samples x groups | tokens | FLOPs | seconds without | with | faster | memory |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Groups of samples that share a prompt; lengths in tokens. vary: responses of 1/2 to 3/2 of their length."""
+
+    prompt: int
+    response: int
+    samples: int
+    groups: int = 1
+    vary: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.prompt} / {self.response} / {self.samples} x {self.groups}"
+
+    @property
+    def sequences(self) -> Sequences:
+        """Random ids; responses are predicted."""
+        generator, rows = torch.Generator().manual_seed(0), []
+        for _ in range(self.groups):
+            prompt = torch.randint(VOCABULARY, (self.prompt,), generator=generator)
+            for sample in range(self.samples):
+                spread = (sample + 0.5) / self.samples + 0.5 if self.vary else 1.0
+                response = torch.randint(VOCABULARY, (max(1, round(spread * self.response)),), generator=generator)
+                ids = torch.cat([prompt, response])
+                rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= self.prompt})
+        return Sequences.from_list(rows)
+
+    @property
+    def saved(self) -> tuple[float, float]:
+        """The ratios of tokens and of FLOPs, without sharing / with it."""
+        lengths = self.sequences.lengths.numpy()
+        cost = CostModel.from_model_config(model_of_20m("packed").model.config)
+        again = self.groups * (self.samples - 1)
+        tokens, work = float(lengths.sum()), float(cost.workload(lengths).sum())
+        less = again * float(cost.workload([self.prompt])[0])
+        return tokens / (tokens - again * self.prompt), work / (work - less)
+
+
+WORKLOADS = (
+    Workload(512, 64, 16),
+    Workload(1024, 1024, 8),
+    Workload(8, 24, 8, groups=4, vary=True),  # the quickstart's micro-batch of 1,024 tokens
+    Workload(128, 512, 8, groups=2, vary=True),
+    Workload(8, 500, 4, groups=2, vary=True),
+    Workload(1, 64, 1, groups=16, vary=True),  # nothing to share
+)
+
+
+class Passes:
+    """Forward and backward of one micro-batch."""
+
+    def __init__(self, workload: Workload, share_prefixes: str) -> None:
+        self._sequences = workload.sequences
+        self._module = model_of_20m("packed")
+        config = ModelConfig(share_prefixes=share_prefixes)
+        self._layout = RowLayout(config, None, self._module, CPU, torch.float32)
+
+    def run(self) -> float:
+        """CPU seconds of one pass."""
+        start = process_time()
+        laid_out = self._layout.lay_out(self._sequences)
+        log_probs, _ = self._module(**laid_out.arguments, temperature=1.0)
+        log_probs.mean().backward()
+        self._module.zero_grad()
+        return process_time() - start
+
+
+def peak_memory(workload: Workload, share_prefixes: str, threads: int) -> float:
+    """Bytes of a process that makes one pass, beyond what it held before."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        return float(pool.apply(_peak, (workload, share_prefixes)))
+
+
+def _peak(workload: Workload, share_prefixes: str) -> float:
+    Passes(Workload(4, 4, 2), share_prefixes).run()
+    passes = Passes(workload, share_prefixes)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is from here on
+    before = _kib("VmRSS")
+    passes.run()
+    return 1024.0 * (_kib("VmHWM") - before)
+
+
+def _kib(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def measured(workload: Workload, repeats: int, threads: int) -> str:
+    """A line of the table."""
+    ways = {share: Passes(workload, share) for share in ("never", "auto")}
+    for passes in ways.values():
+        passes.run()
+    turns = [{share: passes.run() for share, passes in ways.items()} for _ in range(repeats)]
+    without, shared = (median(turn[share] for turn in turns) for share in ways)
+    before, after = (peak_memory(workload, share, threads) for share in ways)
+    tokens, work = workload.saved
+    return (
+        f"| {workload} | {tokens:.2f}x | {work:.2f}x | {without:.3f} | {shared:.3f} | {without / shared:.2f}x | "
+        f"{before / after:.2f}x |"
+    )
+
+
+def main() -> None:
+    """Measure all workloads and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    lines = []
+    for workload in WORKLOADS:
+        lines.append(measured(workload, arguments.repeats, arguments.threads))
+        print(lines[-1], flush=True)
+    if arguments.output:
+        arguments.output.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
