@@ -59,7 +59,7 @@ def plan_arguments(config: TrainingConfig, of: str, prefixes: Mapping[str, Any] 
     prefixes: `prefix_groups` and `prefix_lengths` of a batch; empty or None where nothing is shared.
     """
     limits, policy, balance = config.limits[of], config.policy, config.balance
-    arguments = {
+    arguments: dict[str, Any] = {
         "ranks": policy.ranks,
         "max_tokens": group_cap(limits.max_tokens, policy.parallel.context_parallel),
         "max_sequences": limits.max_sequences or None,
@@ -74,7 +74,7 @@ def plan_arguments(config: TrainingConfig, of: str, prefixes: Mapping[str, Any] 
         return arguments
     # A row whose sequences share tokens is padded once, not each of its sequences.
     whole = arguments["max_tokens"] // limits.length_multiple * limits.length_multiple
-    return arguments | {"length_multiple": 1, "max_tokens": whole} | prefixes
+    return arguments | {"length_multiple": 1, "max_tokens": whole, **prefixes}
 
 
 class Planner:

@@ -39,8 +39,8 @@ class Rollout:
 
     samples: columns uid, sample, prompt_tokens, prompt_hash (equal for equal prompts), response_tokens (the policy's),
     length (of all), turns (int64), truncated (bool), weight_version, newest_weight_version (int64), seconds (float64,
-    of generation); tokens input_ids, loss_mask, rollout_log_probs. by_sample: scores with their rewards, in the order of `samples`. failures: why samples
-    have no score of their own. rounds: rounds of generation that it joins.
+    of generation); tokens input_ids, loss_mask, rollout_log_probs. by_sample: scores with their rewards, in the order
+    of `samples`. failures: why samples have no score of their own. rounds: rounds of generation that it joins.
     """
 
     samples: RemoteBatch

@@ -176,6 +176,11 @@ BALANCE = (
     Declaration(
         "balance/cap_fill", "share", "Share of max_tokens that a micro-batch takes.", "mean over micro-batches"
     ),
+    Declaration(
+        "balance/shared_tokens",
+        "share",
+        "Share of tokens that are computed with those of another sequence, which begins with them.",
+    ),
     Declaration("balance/padding_share", "share", "Share of computed tokens that are no real ones."),
     Declaration(
         "balance/padding_removed/{of}",

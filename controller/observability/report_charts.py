@@ -179,7 +179,7 @@ def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
 def _plan(run: RunFolder, config: TrainingConfig, step: int, algorithm: str) -> Plan:
     found, columns = run.lengths[step], run.columns[step]
     groups = np.array(columns["groups"]) if config.mini_batches_by == "group" else None
-    prefixes = {name: columns[name] for name in ("prefix_groups", "prefix_lengths") if name in columns}
+    prefixes = {name: column for name, column in columns.items() if name in ("prefix_groups", "prefix_lengths")}
     return plan_batch(
         found,
         mini_batches=draw_mini_batches(len(found), config.mini_batches, config.run.seed, step, groups=groups),
