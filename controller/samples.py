@@ -24,6 +24,8 @@ LONGEST_TEXT = 2_000  # characters of a response that the record of a sample kee
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 COUNTS = (
     "prompt_tokens",
+    "read_tokens",
+    "cached_tokens",
     "prompt_hash",
     "response_tokens",
     "length",
@@ -37,7 +39,8 @@ COUNTS = (
 class Rollout:
     """The samples of one round of generation, or of several.
 
-    samples: columns uid, sample, prompt_tokens, prompt_hash (equal for equal prompts), response_tokens (the policy's),
+    samples: columns uid, sample, prompt_tokens, prompt_hash (equal for equal prompts), read_tokens and cached_tokens
+    (before its turns, and of these in the engine's prefix cache), response_tokens (the policy's),
     length (of all), turns (int64), truncated (bool), weight_version, newest_weight_version (int64), seconds (float64,
     of generation); tokens input_ids, loss_mask, rollout_log_probs. by_sample: scores with their rewards, in the order
     of `samples`. failures: why samples have no score of their own. rounds: rounds of generation that it joins.
@@ -149,6 +152,9 @@ class Rollout:
             "rollout/response_tokens_mean": float(tokens.mean()),
             "rollout/response_tokens_max": float(tokens.max()),
             "rollout/truncated_share": float(self.batch["truncated"].mean()),
+            "rollout/prefix_cache_hits": float(
+                self.batch["cached_tokens"].sum() / max(1, self.batch["read_tokens"].sum())
+            ),
             "rollout/turns_mean": float(self.batch["turns"].mean()),
             "rollout/observation_tokens_mean": float(observed.mean()),
             "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),

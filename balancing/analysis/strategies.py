@@ -22,7 +22,7 @@ from balancing.workload import CostModel
 
 OURS = "Ballast"
 REDEALT = "Ballast, re-dealt"
-SHARED = "Ballast, shared prefixes"
+SHARED = "Ballast, shared"
 GIVEN = "given order"
 PUBLISHED_TITLES: dict[str, Published] = {"verl": "verl", "ROLL": "roll", "MindSpeed-RL": "mindspeed_rl"}
 REPETITIONS = 3

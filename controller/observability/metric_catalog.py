@@ -118,6 +118,11 @@ ROLLOUT = (
     Declaration("rollout/response_tokens_mean", "tokens", "Length of responses.", "mean over samples"),
     Declaration("rollout/response_tokens_max", "tokens", "Length of the longest response.", "largest"),
     Declaration("rollout/truncated_share", "share", "Responses cut at max_new_tokens.", "mean over samples"),
+    Declaration(
+        "rollout/prefix_cache_hits",
+        "share",
+        "Share of the tokens before the policy's turns that an engine had read for another request already.",
+    ),
     Declaration("rollout/turns_mean", "turns", "Turns of the policy in a sample.", "mean over samples"),
     Declaration(
         "rollout/observation_tokens_mean", "tokens", "Tokens that an environment put in between.", "mean over samples"

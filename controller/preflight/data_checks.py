@@ -18,6 +18,8 @@ OF_A_BATCH = frozenset(
             "sample",
             "prompt_tokens",
             "prompt_hash",
+            "read_tokens",
+            "cached_tokens",
             "response_tokens",
             "length",
             "turns",

@@ -11,7 +11,13 @@ from typing import Any
 from controller.config import TrainingConfig
 from workers.errors import ConfigError
 from workers.model.families import features_of_file, is_recurrent
-from workers.model.model_rules import check_context_parallel, check_kernel_features, check_layout, check_tensor_parallel
+from workers.model.model_rules import (
+    check_context_parallel,
+    check_kernel_features,
+    check_layout,
+    check_tensor_parallel,
+    shares_prefixes,
+)
 
 
 def check_supported_model(config: TrainingConfig, description: Mapping[str, Any], key: str) -> None:
@@ -27,5 +33,14 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
     check_kernel_features(config.model.attention, layout, features, model)
     heads = text.get("num_attention_heads", text.get("n_head"))
     check_context_parallel(parallel, model, recurrent=is_recurrent(text), heads=heads, features=features)
+    shares_prefixes(
+        config.model,
+        parallel,
+        features,
+        model,
+        recurrent=is_recurrent(text),
+        cuda=config.uses_gpus,
+        half=config.model.dtype != "float32",
+    )
     family = text.get("model_type", description.get("model_type", ""))
     check_tensor_parallel(parallel, config.model, model, family, text)

@@ -92,6 +92,9 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
         ([*SMALL, "--mini-batches", "65"], "--mini-batches 65 is more than 64 sequences in groups of 1 fill"),
         ([*SMALL, "--group-size", "33", "--mini-batches", "3"], "more than 64 sequences in groups of 33 fill"),
         ([*SMALL, "--count", "0"], "count=0"),
+        (["none.jsonl", "--group-column", "uid"], "none.jsonl cannot be read"),
+        ([*SMALL, "--group-column", "uid"], "--group-column and --prefix-column go together"),
+        ([*SMALL, "--group-column", "uid", "--prefix-column", "prompt"], "names a column of a file of lengths"),
         ([*SMALL, "--model", "none.json"], "none.json cannot be read"),
         ([*SMALL, "--png", "/no/such/folder/a.png"], "No such file or directory: '/no/such/folder/a.png'"),
     ],
@@ -112,6 +115,28 @@ def test_a_model_config_that_is_none_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text("[1]")
     assert main([*SMALL, "--model", str(tmp_path)]) == 2
     assert "is not a model config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of_a_run", [False, True])
+def test_prompts_that_groups_share_are_planned_once(tmp_path, capsys, of_a_run):
+    """From two columns of a file, or from the record of a run."""
+    rows = [{"length": 300 + 7 * i, "uid": f"prompt {i // 8}", "prompt": 200} for i in range(64)]
+    if of_a_run:
+        record = {
+            "lengths": [row["length"] for row in rows],
+            "prefix_groups": [i // 8 for i in range(64)],
+            "prefix_lengths": [200] * 64,
+        }
+        (tmp_path / "lengths.jsonl").write_text(json.dumps({"step": 1} | record) + "\n")
+        arguments = [str(tmp_path)]
+    else:
+        file = tmp_path / "lengths.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        arguments = [str(file), "--group-column", "uid", "--prefix-column", "prompt"]
+    assert main([*arguments, "--ranks", "2", "--mini-batches", "1"]) == 0
+    printed = capsys.readouterr().out
+    line = next(line for line in printed.splitlines() if "Ballast, shared" in line)
+    assert " -" in line  # less than the work of each sequence alone
 
 
 def test_it_runs_as_a_module():

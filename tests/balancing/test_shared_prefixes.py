@@ -10,9 +10,9 @@ from balancing.analysis.advice import replan
 from balancing.analysis.explain import explanation
 from balancing.analysis.statistics import predicted_grids, step_time
 from balancing.errors import LengthError, OptionError
-from balancing.shared_prefixes import NEAR_THE_BOUND
 
 COSTS = CostModel(1.0, 0.001)
+SLOWER_AT_MOST = 0.03  # than a plan that shares nothing, where there is nearly nothing to share
 
 
 def planned(lengths, prefixes, size, **arguments) -> Plan:
@@ -76,7 +76,7 @@ def test_every_micro_batch_keeps_the_cap_and_every_sequence_is_computed_once(pre
                 tokens = unique + int(sum(lengths[rows] - np.array(prefixes)[groups])) if len(rows) else 0
                 assert tokens == plan.sizes[rows].sum() <= 600
     unshared = plan_batch(lengths, ranks=ranks, max_tokens=600, mini_batches=halves, cost_model=COSTS)
-    assert step_time(predicted_grids(plan)) <= step_time(predicted_grids(unshared)) * (1 + NEAR_THE_BOUND)
+    assert step_time(predicted_grids(plan)) <= step_time(predicted_grids(unshared)) * (1 + SLOWER_AT_MOST)
 
 
 def test_replanning_and_explaining_know_what_is_shared():

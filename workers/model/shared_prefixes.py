@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model.flash_kernels import Segments
+from workers.model.flash_kernels import Segments, flash_forward
 from workers.model.merged_attention import Block, add, attend, backward
 from workers.model.packing import PackedRow, Sequences, place, with_work
 
@@ -165,10 +165,10 @@ class _SharedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key_value: Tensor, scale: float, blocks: Sequence[Block]) -> Tensor:
         """query [W, H, D], key_value [2, W, K, D] -> [W, H, D]."""
         query, key_value = query.contiguous(), key_value.contiguous()
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        output = torch.zeros_like(query, dtype=dtype)
-        lse = torch.full((query.shape[1], query.shape[0]), -torch.inf, dtype=dtype, device=query.device)
-        for block in blocks:
+        own, *levels = blocks
+        output, lse = flash_forward(query, *key_value, own.query_segments, own.key_segments, own.causal, scale)
+        output = output.to(torch.promote_types(query.dtype, torch.float32))
+        for block in levels:
             attend(query, key_value, scale, block, output, lse)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key_value, output, lse)

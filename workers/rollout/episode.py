@@ -20,13 +20,16 @@ class Turn:
     """Tokens that the engine sampled in one request.
 
     ids: int32 [n], with the end-of-sequence token if that ended it. log_probs: float32 [n]. finish_reason: `stop` or
-    `length`. versions: of the weights that its tokens were sampled with, at least one.
+    `length`. versions: of the weights that its tokens were sampled with, at least one. read_tokens: those before it, of
+    which the engine had `cached_tokens` from requests that begin with the same ones.
     """
 
     ids: np.ndarray
     log_probs: np.ndarray
     finish_reason: str
     versions: tuple[int, ...]
+    read_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -366,6 +366,8 @@ def _as_turn(output: "RequestOutput") -> Turn:
         log_probs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),  # flat: one a token, the sampled one's
         finish_reason=reason,
         versions=tuple(int(span.version) for span in completion.weight_versions),
+        read_tokens=len(output.prompt_token_ids or ()),
+        cached_tokens=output.num_cached_tokens or 0,
     )
 
 
@@ -382,6 +384,8 @@ def _success(request: SampleRequest, episode: Episode, reason: str, environment:
         turns=len(episode.turns),
         observation_tokens=episode.observation_tokens,
         prompt_hash=episode.prompt_hash,
+        read_tokens=sum(turn.read_tokens for turn in episode.turns),
+        cached_tokens=sum(turn.cached_tokens for turn in episode.turns),
         environment=environment,
     )
     return result, episode.row()

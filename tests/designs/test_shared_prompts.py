@@ -1,0 +1,102 @@
+"""Shared prompts, from a configuration: the plan, the rows that ranks compute, and what comes out."""
+
+import numpy as np
+import pytest
+import torch
+
+from balancing import CostModel, Plan
+from controller.config import Config
+from controller.planner import Planner
+from tests.controller.config_workspace import refusal
+from tests.designs.configured import SMALL, compute, configuration, light_batch, up_to
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.tiny import random_sequences
+from workers.remote_batch import RemoteBatch
+
+RING = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring")
+PROMPTS, RESPONSES = np.array([100, 30, 2]), np.arange(1, 25)  # three prompts with eight responses each
+
+
+def batch_of_groups() -> RemoteBatch:
+    prompts = np.repeat(PROMPTS, 8)
+    batch = light_batch((prompts + RESPONSES).tolist(), np.repeat(["a", "b", "c"], 8).tolist())
+    return batch.with_columns(
+        prompt_tokens=prompts, prompt_hash=np.repeat([7, -3, 12], 8), response_tokens=RESPONSES.copy()
+    )
+
+
+def planned(config: Config, of: str = "policy.update") -> Plan:
+    planner = Planner(config, CostModel.tokens())
+    return planner.plan(batch_of_groups(), planner.draw(batch_of_groups(), step=1), of)
+
+
+@pytest.mark.parametrize("of", ["policy.update", "policy.log_probs"])
+def test_a_run_plans_a_prompt_once_in_a_micro_batch(file: str, of: str) -> None:
+    """In one micro-batch: 7 times 100 and 30 tokens less; a prompt of 2 tokens is too short."""
+    config = configuration(file, *up_to(130), "policy.ranks=1", "policy.max_tokens=700", "batch.mini_batches=1")
+    plan = planned(config, of)
+    assert plan.mini_batches[0].steps == 1
+    assert plan.shared is not None
+    assert plan.shared.sum() == 7 * (100 + 30)
+
+
+@pytest.mark.parametrize("overrides", [("model.share_prefixes=never",), RING, ("model.layout=padded",)])
+def test_a_run_that_cannot_share_plans_every_prompt(file: str, overrides: tuple[str, ...]) -> None:
+    config = configuration(file, *up_to(130), "policy.max_tokens=700", *overrides)
+    assert planned(config).shared is None
+
+
+def test_the_cap_of_ranks_that_share_a_row_holds(file: str) -> None:
+    """A row is padded once to a multiple of 2 cp tp = 4: the cap is 4 times the largest number that fits."""
+    cp = ("policy.parallel.context_parallel=2", "policy.ranks=1", "policy.max_tokens=75", "batch.mini_batches=1")
+    plan = planned(configuration(file, *up_to(130), *cp))
+    assert plan.max_tokens == 148
+    assert plan.length_multiple == 1
+    for part in plan.mini_batches:
+        assert part.sums(plan.computed_lengths).max() <= 148
+
+
+def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
+    overrides = (*up_to(130), "policy.max_tokens=700", "batch.mini_batches=3")
+    by_group = planned(configuration(file, *overrides, "batch.mini_batches_by=group"))
+    assert sorted(sorted(part.rows.tolist()) for part in by_group.mini_batches) == [
+        list(range(start, start + 8)) for start in (0, 8, 16)
+    ]
+    by_sequence = planned(configuration(file, *overrides))
+    assert any(len(set((part.rows // 8).tolist())) > 1 for part in by_sequence.mini_batches)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("policy.ranks=2",),
+        ("policy.ranks=1", "policy.parallel.context_parallel=2"),
+        ("policy.ranks=1", "policy.parallel.tensor_parallel=2"),
+    ],
+)
+def test_sharing_changes_nothing_but_the_cells_that_are_computed(
+    ranks: RankPool, file: str, overrides: tuple[str, ...]
+) -> None:
+    sequences = random_sequences(branching=True)
+    common = (*SMALL, "policy.max_tokens=200", "batch.mini_batches=1", *overrides)
+    alone = compute(ranks, file, *common, "model.share_prefixes=never", sequences=sequences)
+    shared = compute(
+        ranks, file, *common, "model.share_prefixes=always", "model.min_shared_tokens=1", sequences=sequences
+    )
+    assert shared.metrics == pytest.approx(alone.metrics, rel=1e-6)
+    assert shared.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-9)
+    for row, log_probs in alone.log_probs.items():
+        np.testing.assert_allclose(shared.log_probs[row], log_probs, rtol=0, atol=1e-6)
+    for name, weight in alone.weights.items():
+        torch.testing.assert_close(shared.weights[name], weight, rtol=1e-4, atol=1e-6)
+    assert sum(map(len, shared.cells[0])) < sum(map(len, alone.cells[0]))
+
+
+def test_sharing_that_must_be_and_cannot_is_refused(file: str) -> None:
+    assert "set ulysses" in refusal("model.share_prefixes=always", *RING)
+    assert "model.layout=packed" in refusal("model.share_prefixes=always", "model.layout=padded")
+
+
+def test_settings_without_effect_are_refused(file: str) -> None:
+    assert "model.min_shared_tokens" in refusal("model.share_prefixes=never", "model.min_shared_tokens=8")
+    assert "batch.mini_batches_by" in refusal("batch.mini_batches_by=group", "batch.mini_batches=1")
