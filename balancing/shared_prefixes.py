@@ -3,7 +3,8 @@
     groups of a mini-batch --whole, or divided--> pieces --dealing.py--> the fastest division --schedule.py--> schedule
 
 A whole group computes its beginning once. A piece of a group computes it again, but pieces balance better and fit under
-the cap: heavy groups are divided ever further, and the division with the least time is taken. Pieces that meet in one micro-batch share the beginning after all.
+the cap: heavy groups are divided ever further, and the division with the least time is taken. Pieces that meet in one
+micro-batch share the beginning after all.
 
     workload of a group of lengths L_i, the first P tokens shared:    W(P) + sum_i (W(L_i) - W(P)),  W(L) = a L + b L^2
 """

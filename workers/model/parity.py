@@ -115,9 +115,9 @@ def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None
 def check_parity(packed: PackedModel, config: ModelConfig) -> Difference:
     """`measure`, judged. Raises UnsupportedModelError as `prove` does."""
     shared_from = RowLayout(config, None, packed, CPU, torch.float32).shared_from
-    probe, path = make_probe(packed, torch.float32, prefix=shared_from), _path(config, shares=shared_from > 0)
+    probe, path = make_probe(packed, torch.float32, prefix=shared_from), _path(config)
     found = _translated(packed, path, lambda: measure(packed, config, probe))
-    judge(found, Difference(0.0, 0.0), probe, packed, path)
+    judge(found, Difference(0.0, 0.0), probe, packed, path, shared_from)
     return found
 
 
@@ -137,14 +137,13 @@ def prove(engine: "TrainingEngine", probe: Probe, expected: Expected) -> Differe
 def _prove_pass(engine: "TrainingEngine", probe: Probe, expected: Expected, forward: bool) -> Difference:
     """Prove the layout of training, or with `forward` that of forward-only passes."""
     config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
-    shares = engine.layout.shared_from > 0
-    path = _path(config, engine.parallel.context.size(), engine.parallel.tensor.size(), shares=shares)
+    path = _path(config, engine.parallel.context.size(), engine.parallel.tensor.size())
     outputs = _translated(engine.module, path, lambda: _engine_outputs(engine, probe, forward))
     found = compare(outputs, expected.outputs)
     worst = torch.tensor([found.mean, found.largest, found.gradient], device=engine.device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     found = Difference(*worst.tolist())
-    judge(found, expected.rounding, probe, engine.module, path)
+    judge(found, expected.rounding, probe, engine.module, path, engine.layout.shared_from)
     return found
 
 
@@ -180,7 +179,7 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
     generator = torch.Generator().manual_seed(0)
     ids = _ordinary_ids(packed.model)
     rows = []
-    for length in (LENGTHS[0], longest, prefix + LENGTHS[2]):
+    for length in (LENGTHS[0], longest, max(LENGTHS[2], prefix + LENGTHS[0])):
         chosen = torch.randint(len(ids), (min(length, limit),), generator=generator)
         rows.append({"input_ids": ids[chosen], "loss_mask": torch.arange(len(chosen)) > 0})
     rows[2]["input_ids"][:prefix] = rows[1]["input_ids"][:prefix]
@@ -283,7 +282,9 @@ def _relative(actual: Tensor | None, expected: Tensor | None) -> float:
     return float(((actual - expected).norm() / expected.norm()).nan_to_num(nan=torch.inf))
 
 
-def judge(found: Difference, rounding: Difference, probe: Probe, packed: PackedModel, path: str) -> None:
+def judge(
+    found: Difference, rounding: Difference, probe: Probe, packed: PackedModel, path: str, shared_from: int = 0
+) -> None:
     """Raise UnsupportedModelError if a difference is more than rounding in the engine's type.
 
     In float32 the largest difference of a token is judged. In half precision it is the mean, since single tokens may be
@@ -303,23 +304,24 @@ def judge(found: Difference, rounding: Difference, probe: Probe, packed: PackedM
     if problem:
         raise UnsupportedModelError(
             f"{packed.name}: with {path} {problem} from the model's own forward pass of one sequence at a time, "
-            f"which is more than rounding in {probe.dtype_name}; {_advice(path)}"
+            f"which is more than rounding in {probe.dtype_name}; {_advice(path, shared_from)}"
         )
 
 
-def _path(config: ModelConfig, context_parallel: int = 1, tensor_parallel: int = 1, *, shares: bool = False) -> str:
+def _path(config: ModelConfig, context_parallel: int = 1, tensor_parallel: int = 1) -> str:
     sizes = {"context_parallel": context_parallel, "tensor_parallel": tensor_parallel}
     shared = [f"policy.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
-    prefixes = [f"model.share_prefixes={config.share_prefixes}"] * shares
-    return ", ".join([f"model.layout={config.layout}", *prefixes, *shared])
+    return ", ".join([f"model.layout={config.layout}", *shared])
 
 
-def _advice(path: str) -> str:
-    if "share_prefixes" in path:
-        return "set model.share_prefixes=never, or take another model"
+def _advice(path: str, shared_from: int) -> str:
+    """shared_from: of `RowLayout`; where sequences share tokens, that may be what differs."""
+    settings = ["model.share_prefixes=never"] * (shared_from > 0)
     if "parallel" in path:
-        return "set these to 1, or take another model"
-    return "take another model" if "padded" in path else "set model.layout=padded, or take another model"
+        settings.insert(0, "these to 1")
+    elif "padded" not in path:
+        settings.insert(0, "model.layout=padded")
+    return f"set {' or '.join(settings)}, or take another model" if settings else "take another model"
 
 
 def _own_forward(packed: PackedModel, probe: Probe) -> Outputs:

@@ -162,7 +162,7 @@ class StandInVllm:
             logprobs=SimpleNamespace(logprobs=[self._log_prob] * len(tokens)),
             weight_versions=[SimpleNamespace(version=self._name)],
         )
-        yield SimpleNamespace(outputs=[completion])
+        yield SimpleNamespace(outputs=[completion], prompt_token_ids=(), num_cached_tokens=None)
 
     def _owned(self) -> set[str]:
         return self._world.ledger.owned.get((self._world.gpus[0], self._world.actor), set())

@@ -208,7 +208,7 @@ class LocalRun:
     """A trainer of these roles. log: what they were asked for, in order. said: what the terminal showed."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.config = config = load(None, [*SETTINGS, f"run.dir={folder}", *overrides])
+        self.config = config = load(None, [*SETTINGS, "model.share_prefixes=never", f"run.dir={folder}", *overrides])
         self.folder, self.log = config.run_folder, list[str]()
         self.policy, self.reference = Model("policy", self.log), Model("reference", self.log)
         self.critic, self.reward_model = Model("critic", self.log), Model("reward_model", self.log)
