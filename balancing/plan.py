@@ -349,8 +349,9 @@ def _beginnings(
         raise LengthError(f"prefix_lengths[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
     largest = np.zeros(names.max() + 1, np.int64)
     np.maximum.at(largest, names, shared)
-    if (largest[names] != shared).any():
-        index = int(np.argmax(largest[names] != shared))
+    differs = (largest[names] != shared) & (shared > 0)
+    if differs.any():
+        index = int(np.argmax(differs))
         raise LengthError(
             f"prefix_lengths[{index}] is {shared[index]}, but another of prefix_groups={names[index]} has "
             f"{largest[names[index]]}; a group has one"

@@ -11,7 +11,7 @@ micro-batch share the beginning after all.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,16 @@ NEAR_THE_BOUND = 5e-3
 """Groups are not divided further if the schedule takes at most this share more than workload / ranks."""
 FINER = 1.5
 """The heaviest piece of a division / that of the next."""
+
+
+MOST_OWN = 16
+"""A beginning is worth sharing by a sequence of up to this many times as many tokens of its own: merging its attention
+costs about as much as 1 / MOST_OWN of these."""
+
+
+def fewest_worth_sharing(own: Any) -> Any:
+    """The fewest shared tokens that pay for a sequence, or an array of them, with `own` tokens after them."""
+    return -(-own // MOST_OWN)
 
 
 @dataclass(frozen=True, eq=False)

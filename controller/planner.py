@@ -14,6 +14,7 @@ from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
 from balancing.errors import CountError
 from balancing.redeal import redealt
+from balancing.shared_prefixes import fewest_worth_sharing
 from controller.config import TrainingConfig
 from workers.errors import ConfigError
 
@@ -117,9 +118,10 @@ class Planner:
         if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
             return {}
         tokens = batch["prompt_tokens"]
+        fewest = np.maximum(fewest_worth_sharing(batch["length"] - tokens), self.config.model.min_shared_tokens)
         return {
             "prefix_groups": np.unique(batch["prompt_hash"], return_inverse=True)[1],
-            "prefix_lengths": np.where(tokens < self.config.model.min_shared_tokens, 0, tokens),
+            "prefix_lengths": np.where(tokens < fewest, 0, tokens),
         }
 
     def _shares(self, role: str) -> bool:

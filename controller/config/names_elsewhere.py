@@ -15,6 +15,7 @@ NAMES_ELSEWHERE = {
     "truncation": "data.over_long",
     "actor_rollout_ref.model.path": "model.path",
     "use_remove_padding": "model.layout",
+    "use_prefix_grouper": "model.share_prefixes",
     "enable_gradient_checkpointing": "model.gradient_checkpointing",
     "ppo_mini_batch_size": "batch.mini_batches",
     "ppo_max_token_len_per_gpu": "policy.max_tokens",

@@ -28,6 +28,16 @@ def test_every_epoch_of_a_step_draws_anew_and_repeats_with_the_seed() -> None:
     assert [part.tolist() for part in drawn[1]] == [part.tolist() for part in drawn[2]]
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 8))
+def test_whole_groups_are_drawn_and_their_numbers_differ_by_at_most_one(names: list[int], count: int) -> None:
+    groups = np.unique(names, return_inverse=True)[1]
+    drawn = draw_mini_batches(len(groups), count, seed=1, step=1, groups=groups)
+    assert sorted(np.concatenate(drawn).tolist()) == list(range(len(groups)))
+    members = [set(groups[part].tolist()) for part in drawn]
+    assert sum(map(len, members)) == groups.max() + 1
+    assert max(map(len, members)) - min(map(len, members)) <= 1
+
+
 def test_tokens_of_a_group_are_counted_in_each_mini_batch() -> None:
     columns = {"uid": np.array(["b", "a", "b", "a", "b"]), "response_tokens": np.array([1, 2, 3, 4, 5])}
     batch = with_group_tokens(RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])])

@@ -50,6 +50,12 @@ def test_what_was_dropped_and_retried_is_counted(finished: RolloutRound) -> None
     assert metrics["rollout/oldest_weight_version"] == np.min([2, 2, 2])
 
 
+def test_the_share_that_engines_had_in_their_prefix_cache_is_counted() -> None:
+    results = [result("a", 0, 0, read_tokens=30), result("a", 1, 1, read_tokens=50, cached_tokens=20)]
+    scores = {("a", 0): Score(0.0, ""), ("a", 1): Score(0.0, "")}
+    assert assemble(RolloutRound(results, ["x", "x"], [], 0), scores).metrics()["rollout/prefix_cache_hits"] == 0.25
+
+
 def test_a_round_without_any_sample_is_an_error_with_its_reason(finished: RolloutRound) -> None:
     with pytest.raises(RolloutError, match=r"no sample of this round was finished; .* because too long"):
         assemble(RolloutRound([], [], finished.dropped, retried=0), {})

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from balancing.shared_prefixes import fewest_worth_sharing
 from workers.model.flash_kernels import Segments, flash_forward
 from workers.model.merged_attention import Block, add, attend, backward
 from workers.model.packing import PackedRow, Sequences, place, with_work
@@ -75,7 +76,8 @@ class SharedRow(PackedRow):
 def pack_shared(sequences: Sequences, multiple: int = 1, minimum: int = 1) -> SharedRow:
     """The row of a micro-batch in which a shared token is one cell; padded at its end to a multiple of `multiple`.
 
-    minimum: a beginning is shared if it is this many tokens longer than one that is shared already.
+    minimum: a beginning is shared if it is this many tokens longer than one that is shared already, and long enough to
+    pay (`balancing.shared_prefixes.fewest_worth_sharing`).
     Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
     """
     sequences = with_work(sequences)
@@ -103,7 +105,7 @@ def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Intege
     for index in sorted(range(len(ids)), key=lambda each: ids[each].astype(">i8").tobytes()):
         # One token at least is its own: every run has a cell.
         depth = 0 if before < 0 else min(_shared_tokens(ids[before], ids[index]), len(ids[index]) - 1)
-        while path and depth - path[-1][1] < minimum:
+        while path and depth - path[-1][1] < max(minimum, fewest_worth_sharing(len(ids[index]) - depth)):
             depth = min(depth, path.pop()[1])
         parent, start = path[-1] if path else (-1, 0)
         length = len(ids[index]) - depth
@@ -166,7 +168,8 @@ class _SharedAttention(torch.autograd.Function):
         """query [W, H, D], key_value [2, W, K, D] -> [W, H, D]."""
         query, key_value = query.contiguous(), key_value.contiguous()
         own, *levels = blocks
-        output, lse = flash_forward(query, *key_value, own.query_segments, own.key_segments, own.causal, scale)
+        key, value = key_value.unbind()
+        output, lse = flash_forward(query, key, value, own.query_segments, own.key_segments, own.causal, scale)
         output = output.to(torch.promote_types(query.dtype, torch.float32))
         for block in levels:
             attend(query, key_value, scale, block, output, lse)

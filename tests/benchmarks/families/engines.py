@@ -4,8 +4,10 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from controller.mismatch import Proof, beyond
 from tests.benchmarks.families.measuring import Outcome
 from tests.workers.rollout.test_transfers import LOG_PROB_TOLERANCE, transfer
+from workers.config import PolicyConfig
 from workers.errors import BallastError
 
 PLACEMENT = "colocated"
@@ -23,9 +25,13 @@ def send(folder: Path) -> Outcome:
         lines = str(error).strip().splitlines() or [""]
         return Outcome("crash", reason=f"{type(error).__name__}: {lines[-1]}")
     difference = max(found["before"], found["sent"])
-    when = "before" if found["before"] > LOG_PROB_TOLERANCE else "after"
-    exact = difference < LOG_PROB_TOLERANCE
-    return Outcome("exact" if exact else "wrong", difference, "" if exact else f"{when} the update")
+    if difference < LOG_PROB_TOLERANCE:
+        return Outcome("exact", difference)
+    for proof, mean in ((Proof.FIRST, found["before_mean"]), (Proof.CHANGED, found["sent_mean"])):
+        if problem := beyond(mean, difference, PolicyConfig.max_mismatch, "float32", proof):
+            return Outcome("refused", difference, problem)  # by the first step of a run
+    # Before any transfer: what a run shows as its mismatch, and goes on with.
+    return Outcome("close" if found["before"] > LOG_PROB_TOLERANCE else "wrong", difference, "the engine's own")
 
 
 def _is_known(folder: Path) -> bool:

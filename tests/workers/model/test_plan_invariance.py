@@ -349,6 +349,12 @@ def test_p7_random_plans_change_nothing(ranks: RankPool, paths, seed, way):
     check(ranks, CASES["qwen2"], paths["qwen2"], WAYS[way], seed)
 
 
+@given(st.integers(0, 2**31), st.sampled_from(["1 rank", "2 ranks", "dp 2, ulysses 2", "tp 2"]))
+@settings(max_examples=6, deadline=None)
+def test_random_plans_of_sequences_that_share_change_nothing(ranks: RankPool, paths, seed, way):
+    check(ranks, CASES["qwen2 shared"], paths["qwen2 shared"], WAYS[way], seed)
+
+
 @pytest.mark.parametrize(
     ("name", "way", "defer"),
     [

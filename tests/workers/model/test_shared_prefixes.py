@@ -19,7 +19,7 @@ from workers.model.packing import Sequences, pack
 from workers.model.parity import check_parity
 from workers.model.shared_prefixes import SharedAttention, SharedRow, pack_shared
 from workers.model.timing import MicroStepClock
-from workers.model.values import last_cells
+from workers.model.values import last_cells, load_value_model
 
 CPU = torch.device("cpu")
 
@@ -65,6 +65,12 @@ def test_short_beginnings_are_computed_again():
     assert letters(pack_shared(sequences, minimum=2)) == "pppaabcdpq"  # aa is two more than ppp; p is one
     assert letters(pack_shared(sequences, minimum=3)) == "pppaabcpppdpq" or True
     assert not pack_shared(sequences, minimum=6).shares
+
+
+def test_beginnings_that_are_short_beside_what_follows_are_computed_again():
+    """Up to 16 tokens of its own for each that is shared."""
+    assert pack_shared(sequences_of("p" + "a" * 16, "p" + "b" * 16)).shares
+    assert not pack_shared(sequences_of("p" + "a" * 16, "p" + "b" * 17)).shares
 
 
 def test_equal_sequences_share_all_but_their_last_token():
@@ -206,6 +212,22 @@ def own_only(runs: tuple[shared_prefixes.Run, ...], device: torch.device) -> sha
     first = torch.tensor([runs[-1].first], device=device)
     one = shared_prefixes.Segments.of([1], device)
     return shared_prefixes.Block(first, first, one, one, causal=False)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_critic_and_reward_model_give_each_sequence_its_own_values(tmp_path, last):
+    """Before each of the policy's tokens, and at the last token of each sequence."""
+    path, outputs = save_tiny_model(tmp_path / "model"), []
+    sequences = random_sequences(branching=True)
+    for share in ("never", "always"):
+        config = ModelConfig(path=path, share_prefixes=share, min_shared_tokens=1)
+        module = load_value_model(config, torch.float64)
+        torch.nn.init.ones_(module.model.score.weight)
+        laid_out = RowLayout(config, None, module, CPU, torch.float64).lay_out(sequences, last=last)
+        assert isinstance(laid_out.rows, SharedRow) == (share == "always")
+        arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
+        outputs.append(module(**arguments))
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_layout_packs_as_before_where_nothing_is_shared(tmp_path):

@@ -45,6 +45,15 @@ def test_a_row_marks_what_the_policy_sampled_and_only_that() -> None:
     assert (episode.room, episode.versions) == (3, (3, 5))
 
 
+def test_equal_prompts_have_equal_hashes_in_every_process() -> None:
+    one, other = Episode(ids(5, 6), Limits(3, 10)), Episode(ids(5, 6), Limits(3, 10))
+    other.add(turn(7))
+    assert one.prompt_hash == other.prompt_hash == 6146428974812933914
+    assert one.open(ids(5, 6, 7))
+    assert one.prompt_hash != other.prompt_hash
+    assert -(2**63) <= one.prompt_hash < 2**63
+
+
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=6), st.integers(1, 20), st.integers(1, 4))
 def test_the_limits_hold_whatever_is_sampled_and_observed(parts: list, tokens: int, turns: int) -> None:
     """Every turn is at most as long as the room that was left, as the engine is told."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model
@@ -108,7 +109,11 @@ def connect(
 
 
 def largest_difference(policy: TrainingEngine, replica: LocalReplica) -> float:
-    """Of the log-probs of a few samples between the engine that drew them and the policy."""
+    return float(differences(policy, replica).max())
+
+
+def differences(policy: TrainingEngine, replica: LocalReplica) -> Tensor:
+    """Of the log-probs of a few samples between the engine that drew them and the policy, [sampled tokens]."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, SIZES["vocab_size"], size).astype(np.int32) for size in (3, 17, 40)]
     requests = [SampleRequest(f"p{index}", 0, ids, seed=index) for index, ids in enumerate(prompts)]
@@ -119,7 +124,7 @@ def largest_difference(policy: TrainingEngine, replica: LocalReplica) -> float:
     )
     sequences.tokens["input_ids"] = sequences.tokens["input_ids"].long()
     log_probs, _ = policy.log_probs(sequences, [(0, len(rows))])
-    return float((log_probs - sequences.tokens["rollout_log_probs"]).abs().max())
+    return (log_probs - sequences.tokens["rollout_log_probs"]).abs()[sequences.tokens["loss_mask"]]
 
 
 def transfer_by_file(path: str) -> dict[str, Any]:
@@ -143,7 +148,8 @@ def transfer(path: str, placement: str, lora: int) -> dict[str, Any]:
 
     policy, replica = build_policy(path, lora), start_replica(path, placement)
     communicator = Communicator(1)
-    found = {"before": largest_difference(policy, replica)}
+    before = differences(policy, replica)
+    found = {"before": float(before.max()), "before_mean": float(before.mean())}
     with without_gpus(communicator), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_transfer, "call_replicas", call_local)
         sender = connect(policy, [replica], placement)
@@ -151,7 +157,8 @@ def transfer(path: str, placement: str, lora: int) -> dict[str, Any]:
         found["changed"] = largest_difference(policy, replica)
         for version in (1, 2):
             sender.send(version)
-        found["sent"] = largest_difference(policy, replica)
+        sent = differences(policy, replica)
+        found |= {"sent": float(sent.max()), "sent_mean": float(sent.mean())}
         found["version"] = replica.weight_version()
         sender.close()
     replica.stop()
