@@ -105,8 +105,8 @@ def test_the_page_counts_and_shortens_what_was_found():
         "three": {"all": Outcome("not built", reason="ImportError: no timm. Install it:")},
     }
     page = markdown(found)
-    assert "| packed | 1 | 1 | 0 | 0 |" in page
-    assert "| padded | 0 | 0 | 0 | 1 |" in page
+    assert "| packed | 1 | 0 | 1 | 0 | 0 |" in page
+    assert "| padded | 0 | 0 | 0 | 0 | 1 |" in page
     assert "| `one` | 3e-06 | wrong 2.5: its gradient differs by 3% |  |  |  |" in page
     assert "- index_topk: `two`" in page
     assert "- ImportError: no timm: `three`" in page
