@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 from workers.config import LossConfig
@@ -21,11 +23,23 @@ def bind_loss(key: str, name: str) -> None:
     make_policy_loss(LossConfig(name="custom", function=name))
 
 
+def _without_models(name: str) -> None:
+    """Let only modules of this package be imported: its own `__init__` reads the names of all its models, for a second.
+
+    For this process, which ends after one answer.
+    """
+    spec = find_spec(name)
+    assert spec is not None  # a requirement of ours
+    package = sys.modules[name] = module_from_spec(spec)
+    package.__dict__["__version__"] = version(name)
+
+
 def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
     """Render prompts, each a list of chat messages. Raises ConfigError, naming `which` template, for one that fails.
 
     options: special tokens, and add_generation_prompt.
     """
+    _without_models("transformers")
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for number, messages in enumerate(prompts, start=1):

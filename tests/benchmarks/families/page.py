@@ -23,7 +23,7 @@ pass of one sequence at a time.
 A number is the largest difference of a token's log-prob in nats; gradients agree too. Ulysses and ring share each
 sequence between two ranks ([context parallelism](parallelism.md)), in the packed layout. For the last column
 all weights are changed and sent to a running engine of vLLM {vllm}, whose log-probs are then compared with the
-trainer's; it is empty where vLLM has no such family, or where this was not measured (`--engines`). There, close: the
+trainer's (`--engines`); it is empty where vLLM has no such family. There, close: the
 engine computes a little else than transformers does, before any transfer, by less than a run refuses in its first step
 (1e-3 nats a token in the mean), and the run shows it as its mismatch; crash: vLLM's own loader raises.
 
@@ -57,6 +57,8 @@ SHORT = {
     "carries a state from token to token by": "state in no module of its own",
     "the update brought nothing for": "vLLM does not replace its weights",
     "share parameters": "layers share parameters",
+    "log-probs of engines and trainer differ": "differs",
+    "errors.pydantic.dev": "vLLM does not take the tiny configuration",
     "raises": "its code raises, as seen at load",
 }
 """Reasons in few words, by a part of the message."""
