@@ -71,11 +71,7 @@ def plan_arguments(config: TrainingConfig, of: str, prefixes: Mapping[str, Any] 
         "layout": limits.layout,
         "length_multiple": limits.length_multiple,
     }
-    if not prefixes:
-        return arguments
-    # A row whose sequences share tokens is padded once, not each of its sequences.
-    whole = arguments["max_tokens"] // limits.length_multiple * limits.length_multiple
-    return arguments | {"length_multiple": 1, "max_tokens": whole, **prefixes}
+    return arguments | dict(prefixes or {})
 
 
 class Planner:
@@ -117,6 +113,8 @@ class Planner:
         """
         if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
             return {}
+        if self.config.limits[of].length_multiple > 1:
+            return {}  # rows in which nothing is shared are padded a sequence at a time: the cap must hold for these
         tokens = batch["prompt_tokens"]
         fewest = np.maximum(fewest_worth_sharing(batch["length"] - tokens), self.config.model.min_shared_tokens)
         return {

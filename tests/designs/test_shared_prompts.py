@@ -46,14 +46,12 @@ def test_a_run_that_cannot_share_plans_every_prompt(file: str, overrides: tuple[
     assert planned(config).shared is None
 
 
-def test_the_cap_of_ranks_that_share_a_row_holds(file: str) -> None:
-    """A row is padded once to a multiple of 2 cp tp = 4: the cap is 4 times the largest number that fits."""
+def test_the_cap_of_ranks_that_share_a_row_counts_every_prompt(file: str) -> None:
+    """A micro-batch in which nothing is shared pads each sequence, so that the plan must not count on sharing."""
     cp = ("policy.parallel.context_parallel=2", "policy.ranks=1", "policy.max_tokens=75", "batch.mini_batches=1")
     plan = planned(configuration(file, *up_to(130), *cp))
-    assert plan.max_tokens == 148
-    assert plan.length_multiple == 1
-    for part in plan.mini_batches:
-        assert part.sums(plan.computed_lengths).max() <= 148
+    assert plan.shared is None
+    assert plan.length_multiple == 4
 
 
 def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
