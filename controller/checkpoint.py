@@ -27,15 +27,17 @@ FOLDER = Path("checkpoints") / "policy"
 class Progress:
     """State that the driver needs to resume after a step; the rest follows from the configuration and the seed.
 
-    step: the last one that is complete. position: the next prompt's place in the stream. weight_version: of the
-    policy's weights. best: highest value of validation.keep_best so far. before, latest: validations. kl_coefficient:
-    weight of the KL in the reward, where it is adapted. trackers: the run's id in each tracker that has one. refit: the
-    cost model fitted to this run, see `CostModelFitter.state`. data: identity of the training data in which `position`
-    is a place, see `controller.data.identity`.
+    step: the last one that is complete. position: the next prompt's place in the stream. active: places of prompts
+    before it whose samples no step has trained on. weight_version: of the policy's weights. best: highest value of
+    validation.keep_best so far. before, latest: validations. kl_coefficient: weight of the KL in the reward, where it
+    is adapted. trackers: the run's id in each tracker that has one. refit: the cost model fitted to this run, see
+    `CostModelFitter.state`. data: identity of the training data in which `position` is a place, see
+    `controller.data.identity`.
     """
 
     step: int = 0
     position: int = 0
+    active: list[int] = field(default_factory=list)
     weight_version: int = 0
     best: float | None = None
     before: dict[str, float] = field(default_factory=dict)
@@ -125,7 +127,7 @@ def _with_data(progress: Progress, data: dict[str, Any], config: "TrainingConfig
     """The progress with this run's data; at their first prompt if they differ and run.other_data=restart."""
     if config.run.other_data == "restart" and differences(data, progress.data):
         console.log("the training data are not those of the checkpoint: they are taken from their first prompt")
-        progress = replace(progress, position=0)
+        progress = replace(progress, position=0, active=[])
     return replace(progress, data=data)
 
 

@@ -5,7 +5,7 @@ prompts -> requests -> engines --sample by sample--> rewards -> baseline, shapin
    '------------------------ new prompts for groups without, where they are replaced <---------'
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,32 +13,59 @@ from ray import ObjectRef
 
 from controller import advantages
 from controller.actors.roles import Roles
+from controller.checkpoint import Progress
 from controller.config import Config
 from controller.data.prompts import Prompt, Prompts, with_system_prompt
+from controller.generation.rounds import RolloutRound
 from controller.observability.run_record import RunRecord
 from controller.planner import Planner
 from controller.samples import Rollout, assemble, with_record_columns
 from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
+from workers.score import Score
 
 
 @dataclass(frozen=True)
 class Collected:
-    """rollout: all samples of a step. batch: those to train on. position: of the next prompt in the stream."""
+    """rollout: all samples of a step. batch: those to train on."""
 
     rollout: Rollout
     batch: RemoteBatch
-    position: int
 
 
 class Collector:
-    """Samples for training and validation, from the engines and reward workers of one run."""
+    """Samples for training and validation, from the engines and reward workers of one run.
 
-    def __init__(self, config: Config, roles: Roles, prompts: Prompts, planner: Planner, record: RunRecord) -> None:
+    A step's samples are made when it begins, with the weights that it trains; `controller.continuous_collector` makes
+    them ahead.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        prompts: Prompts,
+        planner: Planner,
+        record: RunRecord,
+        progress: Progress,
+    ) -> None:
+        """progress: the place in the stream of prompts to go on from."""
         self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
+        self.position = progress.position
 
-    def collect(self, step: int, position: int) -> Collected:
+    @property
+    def active(self) -> list[int]:
+        """Places of prompts before `position` whose samples no step has trained on."""
+        return []
+
+    def begin(self) -> None:
+        """Called once, when the engines have the policy's weights."""
+
+    def published(self) -> None:
+        """Called after every step, when the engines have the weights that it made."""
+
+    def collect(self, step: int) -> Collected:
         """The samples of a step, from prompts at `position` on; in several rounds where `replace` needs more groups."""
         settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
         limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
@@ -46,20 +73,26 @@ class Collector:
         kept: list[RemoteBatch] = []
         by_uid: dict[str, Prompt] = {}
         while wanted and len(rounds) < limit:
-            prompts = self.prompts.take(position, wanted)
-            position += wanted
+            prompts = self.prompts.take(self.position, wanted)
+            self.position += wanted
             by_uid |= {prompt.uid: prompt for prompt in prompts}
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
             rounds.append(self.with_baseline(self.shaped(found), prompts, step))
             kept.append(self.keep_groups_with_signal(rounds[-1].batch))
             wanted -= len(np.unique(kept[-1]["uid"]))
-        if wanted and limit > 1:
-            self.record.console.log(
-                f"step {step}: {wanted} of {self.config.batch.prompts_per_step} groups are still without signal after "
-                f"algorithm.max_sampling_rounds={limit}; training on the others"
-            )
+        if limit > 1:
+            self.log_missing(step, wanted)
         batch = with_record_columns(RemoteBatch.concat(kept), by_uid, self.config.loss_columns)
-        return Collected(Rollout.concat(rounds), batch, position)
+        return Collected(Rollout.concat(rounds), batch)
+
+    def log_missing(self, step: int, groups: int) -> None:
+        """Say that a step trains on fewer groups because so many were not replaced."""
+        settings = self.config.algorithm
+        if groups:
+            self.record.console.log(
+                f"step {step}: {groups} of {self.config.batch.prompts_per_step} groups are still without signal after "
+                f"algorithm.max_sampling_rounds={settings.max_sampling_rounds}; training on the others"
+            )
 
     def with_baseline(self, rollout: Rollout, prompts: Sequence[Prompt], step: int) -> Rollout:
         """The rollout with the reward of a greedy response to each prompt, where the estimator is ReMax."""
@@ -81,17 +114,21 @@ class Collector:
         """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
         by_uid = {prompt.uid: prompt for prompt in prompts}
         requests = sample_requests(self.config, prompts, samples, step)
+        scoring = self.roles.rewards.begin()
         self.roles.wake_engines()
         with self.record.console.samples(len(requests)) as advance:
 
             def score(found: list[SampleResult], block: ObjectRef) -> None:
-                self.roles.rewards.submit(found, block, by_uid)
+                scoring.submit(found, block, by_uid)
                 advance(len(found))
 
             finished = self.roles.rollouts.generate(requests, sampling, on_results=score)
+        return self.assembled(finished, scoring.collect())
+
+    def assembled(self, finished: RolloutRound, scores: Mapping[tuple[str, int], Score]) -> Rollout:
+        """Finished samples with their scores. Raises RolloutError if there is none."""
         self.record.timeline.samples([*finished.results, *finished.dropped])
-        drop_failed = self.config.reward.on_failure == "drop"
-        rollout = assemble(finished, self.roles.rewards.collect(), drop_failed=drop_failed)
+        rollout = assemble(finished, scores, drop_failed=self.config.reward.on_failure == "drop")
         if rollout.failures:
             self.record.console.log(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
         return self.scored_by_model(rollout)

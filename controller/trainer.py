@@ -18,8 +18,8 @@ from controller.actors.worker_group import WorkerGroup
 from controller.advantage_computer import AdvantageComputer
 from controller.collector import Collector
 from controller.config import Config
+from controller.continuous_collector import ContinuousCollector
 from controller.data.prompts import PromptDataset, Prompts
-from controller.lookahead import Lookahead
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
 from controller.observability.metrics import staleness, throughput
 from controller.planner import group_numbers, with_group_tokens
@@ -58,8 +58,8 @@ class Trainer(TrainingLoop):
             cost_model=cost_model,
         )
         self.config, self.roles, self.validation = config, session.roles, validation
-        self.collector = Collector(config, self.roles, prompts, self.planner, self.record)
-        self.lookahead = Lookahead(self.collector.collect)
+        collector = ContinuousCollector if config.rollout.max_staleness else Collector
+        self.collector = collector(config, self.roles, prompts, self.planner, self.record, self.progress)
         self.advantages = AdvantageComputer(config, self.roles, self.planner, self.progress)
         self.mismatch = MismatchWatch(config, self.progress.weight_version)
 
@@ -69,6 +69,7 @@ class Trainer(TrainingLoop):
         Also if they are those of the files, which the engines have: a transfer that fails or corrupts shows at once.
         """
         self.roles.send_weights(self.progress.weight_version)
+        self.collector.begin()
 
     def save_models(self) -> None:
         """The policy, and the critic where there is one."""
@@ -81,10 +82,8 @@ class Trainer(TrainingLoop):
         record = self.record
         with record.step(step, self.config.run.steps):
             with record.phase("rollout"):
-                collected = self.lookahead.take(step, self.progress.position)
-                rollout, batch, self.progress.position = collected.rollout, collected.batch, collected.position
-            if self.looks_ahead(step):
-                self.lookahead.begin(step + 1, self.progress.position)
+                collected = self.collector.collect(step)
+                rollout, batch = collected.rollout, collected.batch
             metrics = rollout.metrics() | staleness(rollout.batch["weight_version"], self.progress.weight_version)
             record.samples(step, rollout)
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
@@ -92,6 +91,8 @@ class Trainer(TrainingLoop):
                 metrics |= self.learn(rollout, batch, step)
             else:
                 record.console.completions(rollout, self.config.run.log_completions, batch)
+            self.collector.published()
+            self.progress.position, self.progress.active = self.collector.position, self.collector.active
         record.timeline.weight_loads(self.roles.take_weight_loads())
         metrics |= record.times() | throughput(rollout.batch, batch, record.seconds, self.config.batch.epochs)
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
@@ -121,8 +122,6 @@ class Trainer(TrainingLoop):
             updated = update(self.roles.policy, batch, drawn, plans, self.config.algorithm.loss) if learns else {}
         if not mismatch:
             self.mismatch.judge(step, updated)
-        with record.phase("rollout"):
-            self.lookahead.wait()
         metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
         with record.phase("weights"):
             if learns:
@@ -138,15 +137,6 @@ class Trainer(TrainingLoop):
         plans = [self.planner.plan(batch, epoch, "critic.update") for epoch in drawn]
         updated = update(self.roles.critic, batch, drawn, plans, self.config.critic.loss)
         return prefixed("critic", {name: value for name, value in results(updated).items() if name in CRITIC_METRICS})
-
-    def looks_ahead(self, step: int) -> bool:
-        """True if the next step's samples are generated during this one.
-
-        Not across a checkpoint: a resumed run would generate them again, with weights that are a version newer.
-        """
-        run = self.config.run
-        due = run.checkpoint_every and step % run.checkpoint_every == 0
-        return self.config.rollout.overlap and step < run.steps and not due
 
     def with_log_probs(self, batch: RemoteBatch, step: int) -> tuple[RemoteBatch, Metrics]:
         """Add old log-probs if they are needed before the first update, and the reference's if there is a KL.
@@ -193,7 +183,6 @@ class Trainer(TrainingLoop):
         """Score responses to the held-out prompts, record and show them; empty without data.validation."""
         if self.validation is None:
             return {}
-        self.lookahead.wait()  # a step without signal has not waited
         settings = self.config.validation
         prompts = list(self.validation)[: settings.prompts or None]
         with self.record.phase("validation"):

@@ -147,10 +147,20 @@ class RolloutConfig:
         "`shared_memory` is for CPUs. `auto` is shared_memory without GPUs, else colocated.",
         choices=("auto", "colocated", "apart", "shared_memory"),
     )
-    overlap: bool = setting(
-        False,
-        "Generate the samples of the next step during training; they are then one weight version old. Ratios are taken "
-        "to the sampler's log-probs, unless algorithm.loss.rollout_correction is set.",
+    max_staleness: int = setting(
+        0,
+        "Groups are generated ahead for so many more steps while the policy trains, and go on across updates of its "
+        "weights; 0 generates a step's samples with the weights that it trains (see docs/asynchronous.md). Above 0 "
+        "ratios are taken to the sampler's log-probs, unless algorithm.loss.rollout_correction is set.",
+        minimum=0,
+    )
+    staleness_window: float = setting(
+        0.3,
+        "Share of the groups under way, from the oldest, within which a finished group is trained before an older one "
+        "that is still generated.",
+        minimum=0,
+        maximum=1,
+        exclusive_minimum=True,
     )
     max_model_tokens: int = setting(
         0,

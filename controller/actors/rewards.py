@@ -1,6 +1,6 @@
 """RewardPool: reward actors that score finished samples while others are still generated.
 
-block of finished samples --submit--> actor --collect--> {(uid, sample): Score}
+begin --> Scoring: block of finished samples --submit--> actor --collect, ready--> {(uid, sample): Score}
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,6 @@ class RewardPool:
             for i in range(config.workers)
         ]
         self._next = 0
-        self._pending: list[tuple[list[SampleResult], ray.ObjectRef]] = []
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when every actor is built. Raises ResourceError if they are not within `timeout_s` seconds."""
@@ -53,35 +52,29 @@ class RewardPool:
         except ray.exceptions.RayError as error:
             raise WorkerError(f"a reward worker could not start: {error}") from error
 
-    def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
-        """Score the samples of one block on the next actor; returns at once."""
-        finished = [result for result in results if result.row >= 0]
-        if not finished:
-            return
+    def begin(self) -> "Scoring":
+        """A set of samples to score, apart from others under way."""
+        return Scoring(self)
+
+    def score(
+        self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]
+    ) -> ray.ObjectRef:
+        """Score samples with a row in the block on the next actor; returns a reference to a list of Score."""
         requests = [
-            ScoreRequest(result.row, result.prompt_tokens, self._columns_of(prompts[result.uid])) for result in finished
+            ScoreRequest(result.row, result.prompt_tokens, self._columns_of(prompts[result.uid])) for result in results
         ]
         actor = self._actors[self._next % len(self._actors)]
         self._next += 1
-        self._pending.append((finished, actor.score.options(name="reward.score").remote(block, requests)))
+        return actor.score.options(name="reward.score").remote(block, requests)
 
-    def collect(self) -> dict[tuple[str, int], Score]:
-        """Scores of all samples submitted since the last call, by (uid, sample); see `Score.failure` for failed ones.
-
-        Raises WorkerError for a failed one with reward.on_failure=stop, LostError if a reward actor was lost too often.
-        """
-        pending, self._pending = self._pending, []
-        scores: dict[tuple[str, int], Score] = {}
-        for results, ref in pending:
-            try:
-                block_scores = ray.get(ref)
-            except ray.exceptions.RayError as error:
-                raise LostError(f"a reward worker was lost: {cause_of(error)}") from error
-            pairs = zip(results, block_scores, strict=True)
-            scores |= {result.key: self._joined(score, result.environment) for result, score in pairs}
+    def joined(self, results: Sequence[SampleResult], scores: Sequence[Score]) -> dict[tuple[str, int], Score]:
+        """Scores by (uid, sample), with those of environments. Raises WorkerError for a failed one with
+        reward.on_failure=stop."""
+        pairs = zip(results, scores, strict=True)
+        found = {result.key: self._joined(score, result.environment) for result, score in pairs}
         if self._on_failure == "stop":
-            _refuse_failures(scores)
-        return scores
+            _refuse_failures(found)
+        return found
 
     def _joined(self, score: Score, environment: Score | None) -> Score:
         if environment is None:
@@ -95,6 +88,45 @@ class RewardPool:
 
     def _columns_of(self, prompt: Prompt) -> dict[str, Any]:
         return {name: prompt.columns[name] for name in self._columns if name in prompt.columns}
+
+
+class Scoring:
+    """Samples on their way through the reward actors."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+        self._pending: dict[ray.ObjectRef, list[SampleResult]] = {}
+
+    def submit(self, results: Sequence[SampleResult], block: ray.ObjectRef, prompts: Mapping[str, Prompt]) -> None:
+        """Score the samples of one block; returns at once."""
+        finished = [result for result in results if result.row >= 0]
+        if finished:
+            self._pending[self._pool.score(finished, block, prompts)] = finished
+
+    def collect(self) -> dict[tuple[str, int], Score]:
+        """Scores of all samples submitted and not yet given, by (uid, sample); see `Score.failure` for failed ones.
+
+        Raises WorkerError for a failed one with reward.on_failure=stop, LostError if a reward actor was lost too often.
+        """
+        return self._take(list(self._pending))
+
+    def ready(self, timeout_s: float = 0.0) -> dict[tuple[str, int], Score]:
+        """As `collect`, but only what has arrived; waits up to `timeout_s` for the first."""
+        pending = list(self._pending)
+        if not pending:
+            return {}
+        ray.wait(pending, num_returns=1, timeout=timeout_s)
+        return self._take(ray.wait(pending, num_returns=len(pending), timeout=0)[0])
+
+    def _take(self, refs: Sequence[ray.ObjectRef]) -> dict[tuple[str, int], Score]:
+        scores: dict[tuple[str, int], Score] = {}
+        for ref in refs:
+            try:
+                found = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                raise LostError(f"a reward worker was lost: {cause_of(error)}") from error
+            scores |= self._pool.joined(self._pending.pop(ref), found)
+        return scores
 
 
 def _refuse_failures(scores: Mapping[tuple[str, int], Score]) -> None:

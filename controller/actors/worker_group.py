@@ -32,7 +32,7 @@ from workers.errors import BallastError, LostError, WorkerError
 from workers.metrics import merge
 
 LOST_SECONDS = 3.0  # Ray says within this time that an actor is gone, after its peers noticed
-MEANWHILE_SECONDS = 2.0
+MEANWHILE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,22 @@ class GroupFuture:
     """A call under way on every rank of a group."""
 
     def __init__(
-        self, label: str, names: Sequence[str], refs: Sequence[ray.ObjectRef], join: Callable[[], Any]
+        self,
+        label: str,
+        names: Sequence[str],
+        refs: Sequence[ray.ObjectRef],
+        join: Callable[[], Any],
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """`refs`: a small result of each rank; the call of a rank is done, or has failed, when it arrives."""
+        """`refs`: a small result of each rank; the call of a rank is done, or has failed, when it arrives. meanwhile:
+        see `result`."""
         self._label, self._names, self._join = label, dict(zip(refs, names, strict=True)), join
+        self._meanwhile = meanwhile
 
     def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> Any:
         """Wait for every rank, then join.
 
-        meanwhile: called every few seconds of waiting; what it raises ends the wait.
+        meanwhile: called every MEANWHILE_SECONDS of waiting, in place of the group's; what it raises ends the wait.
 
         Raises at the first rank that fails, without waiting for the others (they may be stuck in a collective that
         will never complete): LostError if an actor was lost, an error of ours as the worker raised it, WorkerError with
@@ -63,7 +70,7 @@ class GroupFuture:
         """
         waiting = list(self._names)
         while waiting:
-            done, others = self._wait_for_one(waiting, timeout_s, meanwhile)
+            done, others = self._wait_for_one(waiting, timeout_s, meanwhile or self._meanwhile)
             if not done:
                 late = ", ".join(self._names[ref] for ref in waiting)
                 raise WorkerError(f"{self._label} did not finish within {timeout_s:g} s on {late}.")
@@ -135,10 +142,10 @@ class GroupMethod:
             for actor, (positional, named) in zip(group.actors, arguments, strict=True)
         ]
         if not mode.join.keeps_first:
-            return GroupFuture(label, group.names, calls, lambda: self._join(args, calls))
+            return GroupFuture(label, group.names, calls, lambda: self._join(args, calls), group.meanwhile)
         # The first return value stays in the object store; the second, small one shows that it is complete.
         kept, metrics = [call[0] for call in calls], [call[1] for call in calls]
-        return GroupFuture(label, group.names, metrics, lambda: self._join_kept(args, kept, metrics))
+        return GroupFuture(label, group.names, metrics, lambda: self._join_kept(args, kept, metrics), group.meanwhile)
 
     def _join(self, args: tuple[Any, ...], refs: list[ray.ObjectRef]) -> Any:
         if self._mode.join is Join.RANK_ZERO:
@@ -181,6 +188,8 @@ class WorkerGroup:
         process group does not come up within `timeout_s` seconds.
         """
         self.role = role
+        self.meanwhile: Callable[[], None] | None = None
+        """Called while the driver waits for a method; see `GroupFuture.result`."""
         places = itertools.product(range(dp), range(cp), range(tp))
         self.ranks = [RankCoordinates(index=i, dp=d, cp=c, tp=t) for i, (d, c, t) in enumerate(places)]
         self.names = [_actor_name(role, rank, cp, tp) for rank in self.ranks]

@@ -131,7 +131,7 @@ class Config(ReferenceSettings):
         gives it, the other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
         """
         loss = self.algorithm.loss
-        if self.rollout.overlap and loss.name != "reinforce" and not loss.rollout_correction.is_on:
+        if self.rollout.max_staleness and loss.name != "reinforce" and not loss.rollout_correction.is_on:
             return "sampler"
         needed_before = self.updates_per_step > 1 or self.algorithm.kl_in_reward.coefficient > 0
         return "forward_pass" if needed_before or loss.old_entropies else "update"

@@ -105,12 +105,12 @@ class RolloutEngines:
         starts = {replica: actor.start.remote() for replica, actor in self.actors.items()}
         return Pending(starts, "starting its engine", self.fleet.started)
 
-    def wait(self, streams: Sequence[Any]) -> Any | None:
-        """The first of `streams` with a result; None after handling another call, or after POLL_SECONDS.
+    def wait(self, streams: Sequence[Any], timeout_s: float = POLL_SECONDS) -> Any | None:
+        """The first of `streams` with a result; None after handling another call, or after `timeout_s`.
 
         Raises RolloutError or LostError, see `lose`.
         """
-        done, _ = ray.wait([*self._calls, *streams], num_returns=1, timeout=POLL_SECONDS, fetch_local=False)
+        done, _ = ray.wait([*self._calls, *streams], num_returns=1, timeout=timeout_s, fetch_local=False)
         for ref in done:
             if ref not in self._calls:
                 return ref

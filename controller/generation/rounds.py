@@ -1,21 +1,23 @@
-"""Rollouts: rounds of generation over all engines, and new weights for them.
+"""Rollouts: requests through all engines, in rounds or without end.
 
-    requests -> Router --assign--> engine streams --(block reference, results)--> on_results, RolloutRound
-                   ^                     |
-                   +-- failed, engine lost
+    submit -> Router --assign--> engine streams --(block reference, results)--> on_results
+                 ^                     |
+                 +-- failed, engine lost
 
 The driver reads the light results; of the blocks it holds references only. A lost engine's requests go to the others at
 once, and to the one that is started in its place when it has the current weights (`controller.generation.engines`).
+Several generations may be under way at a time, as training's and a validation's: `pump` serves all of them.
 """
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from controller.generation.engines import MakeActor, RolloutEngines
+from controller.generation.engines import POLL_SECONDS, MakeActor, RolloutEngines
 from controller.generation.fleet import Fleet, RestartBudget
 from controller.generation.router import Key, Router
 from controller.observability.live_metrics import LiveMetrics
@@ -39,22 +41,33 @@ class RolloutRound:
     retried: int
 
 
-@dataclass
-class _Progress:
-    """A running round: its open streams and their results so far."""
+class Generation:
+    """Requests of one kind of sampling on their way. router: where each of them is."""
 
-    router: Router
-    streams: dict[Any, int] = field(default_factory=dict)  # ObjectRefGenerator -> replica
-    found: dict[Key, tuple[SampleResult, ray.ObjectRef]] = field(default_factory=dict)
+    def __init__(self, router: Router, sampling: SamplingConfig, on_results: OnResults) -> None:
+        """on_results: called with finished samples and their block as they come."""
+        self.router, self.sampling, self.on_results = router, sampling, on_results
+        self.streams: dict[Any, int] = {}  # ObjectRefGenerator -> replica
 
     def lost(self, replica: int) -> None:
         """Close the replica's streams; its unfinished requests go back to the queue."""
         self.streams = {stream: owner for stream, owner in self.streams.items() if owner != replica}
         self.router.replica_lost(replica)
 
+    def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> None:
+        """The replica returned these results, of which those that did not fail have a row in the block."""
+        finished = [result for result in results if not result.failed]
+        for result in finished:
+            self.router.finished(replica, result)
+        for result in results:
+            if result.failed:
+                self.router.failed(replica, result)
+        if finished:
+            self.on_results(finished, block)
+
 
 class Rollouts(RolloutEngines):
-    """The engines of a run, and rounds of generation over them."""
+    """The engines of a run, and generation over them."""
 
     def __init__(
         self,
@@ -67,65 +80,112 @@ class Rollouts(RolloutEngines):
         """make, options: see `RolloutEngines`. budget: None allows no restart. live: exports the engines' states and
         queues."""
         self._config, self._live = config, live or LiveMetrics()
+        self._generations: list[Generation] = []
+        self._pumped = time.monotonic()
+        self._idle_s = 0.0
         fleet = Fleet(config.replicas, budget or RestartBudget(0), self._live.engine_state)
         super().__init__(make, config, fleet, **options)
 
     def generate(
         self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults | None = None
     ) -> RolloutRound:
-        """Sample every request; `on_results` is called with finished samples and their block as they come.
+        """One round: sample every request; `on_results` is called with finished samples and their block as they come.
 
-        With no engine left, the round waits for a replacement. Raises RolloutError, the cause first, when
-        run.max_restarts are used up, and LostError if a lost engine cannot be replaced alone.
+        Raises as `pump` does.
         """
-        progress = _Progress(Router(len(self.actors), self._config.max_concurrent, self._config.max_retries))
-        progress.router.submit(requests)
-        while not progress.router.done:
-            self.check_deadlines(set(progress.streams.values()))
-            for replica in self.pop_lost():
-                progress.lost(replica)
-            self._open_streams(progress, sampling)
-            self._export_queues(progress.router)
-            if not progress.streams:
-                self.check_any_will_serve()
-            # One stream at a time, so that capacity it frees is assigned again at once.
-            stream = self.wait(list(progress.streams))
-            if stream is not None:
-                self._read(progress, stream, on_results)
-        self._export_queues(progress.router)
-        return _round(requests, progress)
+        found: dict[Key, tuple[SampleResult, ray.ObjectRef]] = {}
 
-    def _open_streams(self, progress: _Progress, sampling: SamplingConfig) -> None:
-        for replica, requests in progress.router.assign(self.fleet.serving).items():
+        def keep(results: list[SampleResult], block: ray.ObjectRef) -> None:
+            found.update({result.key: (result, block) for result in results})
+            if on_results is not None:
+                on_results(results, block)
+
+        generation = self.begin(sampling, keep)
+        generation.router.submit(requests)
+        try:
+            while not generation.router.done:
+                self.pump(POLL_SECONDS)
+        finally:
+            self._generations.remove(generation)
+        self._export_queues()
+        kept = [found[request.key] for request in requests if request.key in found]
+        router = generation.router
+        return RolloutRound(
+            [result for result, _ in kept], [block for _, block in kept], router.dropped, router.retried
+        )
+
+    def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
+        """A generation without requests: submit them to its router, at any time, and call `pump`."""
+        router = Router(len(self.actors), self._config.max_concurrent, self._config.max_retries)
+        self._generations.append(Generation(router, sampling, on_results))
+        return self._generations[-1]
+
+    def pump(self, timeout_s: float = 0.0) -> bool:
+        """Give waiting requests to engines with room, and read what one stream has, if any has something in time.
+
+        Returns whether one had. With no engine left, generation waits for a replacement. Raises RolloutError, the cause
+        first, when run.max_restarts are used up, and LostError if a lost engine cannot be replaced alone.
+        """
+        self.check_deadlines(self._busy())
+        for replica in self.pop_lost():
+            for generation in self._generations:
+                generation.lost(replica)
+        for generation in self._generations:
+            self._open_streams(generation)
+        self._export_queues()
+        self._count_idle()
+        owners = {stream: generation for generation in self._generations for stream in generation.streams}
+        if not owners and self.queued:
+            self.check_any_will_serve()
+        # One stream at a time, so that capacity it frees is assigned again at once.
+        stream = self.wait(list(owners), timeout_s)
+        if stream is not None:
+            self._read(owners[stream], stream)
+        return stream is not None
+
+    @property
+    def queued(self) -> int:
+        """Requests that no engine works on."""
+        return sum(generation.router.waiting for generation in self._generations)
+
+    def take_idle_seconds(self) -> float:
+        """Seconds since the last call in which engines had no request, mean over engines."""
+        idle, self._idle_s = self._idle_s, 0.0
+        return idle / len(self.actors)
+
+    def _busy(self) -> set[int]:
+        return {replica for generation in self._generations for replica in generation.streams.values()}
+
+    def _count_idle(self) -> None:
+        now, before = time.monotonic(), self._pumped
+        self._idle_s += (now - before) * (len(self.actors) - len(self._busy()))
+        self._pumped = now
+
+    def _open_streams(self, generation: Generation) -> None:
+        for replica, requests in generation.router.assign(self.fleet.serving).items():
             generate = self.actors[replica].generate.options(num_returns="streaming")
-            progress.streams[generate.remote(requests, sampling)] = replica
+            generation.streams[generate.remote(requests, generation.sampling)] = replica
             self.progressed(replica)
 
-    def _export_queues(self, router: Router) -> None:
-        self._live.queues(router.waiting, [router.outstanding(replica) for replica in range(len(self.actors))])
+    def _export_queues(self) -> None:
+        routers = [generation.router for generation in self._generations]
+        self._live.queues(
+            self.queued, [sum(router.outstanding(replica) for router in routers) for replica in range(len(self.actors))]
+        )
 
-    def _read(self, progress: _Progress, stream: Any, on_results: OnResults | None) -> None:
+    def _read(self, generation: Generation, stream: Any) -> None:
         """Read one block and its results from a stream that is ready, or close it at its end."""
-        replica = progress.streams[stream]
+        replica = generation.streams[stream]
         try:
             pair = _next_pair(stream)
         except RayError as error:
             self.lose(replica, error)
             return
         if pair is None:
-            del progress.streams[stream]
+            del generation.streams[stream]
             return
         self.progressed(replica)
-        block, results = pair
-        finished = [result for result in results if not result.failed]
-        for result in finished:
-            progress.router.finished(replica, result)
-            progress.found[result.key] = result, block
-        for result in results:
-            if result.failed:
-                progress.router.failed(replica, result)
-        if finished and on_results is not None:
-            on_results(finished, block)
+        generation.received(replica, *pair)
 
 
 def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
@@ -137,10 +197,3 @@ def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
     if results is None:  # Ray yields an error as the last object, here in the place of the block
         ray.get(block)
     return block, ray.get(results)
-
-
-def _round(requests: Sequence[SampleRequest], progress: _Progress) -> RolloutRound:
-    found = [progress.found[request.key] for request in requests if request.key in progress.found]
-    results = [result for result, _ in found]
-    blocks = [block for _, block in found]
-    return RolloutRound(results, blocks, progress.router.dropped, progress.router.retried)

@@ -49,7 +49,8 @@ class _Replica:
 
 
 class Router:
-    """State of one round. `dropped` holds the last failure of each dropped sample, `retried` counts second tries."""
+    """State of a generation's requests. `dropped` holds the last failure of each dropped sample, `retried` counts
+    second tries."""
 
     def __init__(self, replicas: int, max_concurrent: int, max_retries: int) -> None:
         self.max_concurrent = max_concurrent
@@ -58,7 +59,7 @@ class Router:
         self.retried = 0
         self._replicas = [_Replica() for _ in range(replicas)]
         self._waiting: deque[_Ticket] = deque()
-        self._seen: set[Key] = set()
+        self._under_way: set[Key] = set()
 
     @property
     def done(self) -> bool:
@@ -75,11 +76,11 @@ class Router:
         return len(self._replicas[replica].outstanding)
 
     def submit(self, requests: Iterable[SampleRequest]) -> None:
-        """Queue requests. Raises DataError if a (uid, sample) was submitted before."""
+        """Queue requests. Raises DataError if a (uid, sample) is under way already."""
         for request in requests:
-            if request.key in self._seen:
-                raise DataError(f"sample {request.sample} of prompt {request.uid!r} was requested twice in one round.")
-            self._seen.add(request.key)
+            if request.key in self._under_way:
+                raise DataError(f"sample {request.sample} of prompt {request.uid!r} was requested twice at a time.")
+            self._under_way.add(request.key)
             self._waiting.append(_Ticket(request))
 
     def assign(self, serving: Collection[int]) -> dict[int, list[SampleRequest]]:
@@ -108,6 +109,7 @@ class Router:
     def finished(self, replica: int, result: SampleResult) -> None:
         """The replica returned a response. Raises KeyError if it was not outstanding there."""
         self._replicas[replica].take(result.key)
+        self._under_way.remove(result.key)
 
     def failed(self, replica: int, result: SampleResult) -> None:
         """The replica could not sample: try again, or drop. Raises KeyError if it was not outstanding there."""
@@ -115,9 +117,15 @@ class Router:
         ticket.failed_on.append(replica)
         if len(ticket.failed_on) > self.max_retries:
             self.dropped.append(result)
+            self._under_way.remove(result.key)
             return
         self.retried += 1
         self._waiting.append(ticket)
+
+    def take_dropped(self) -> list[SampleResult]:
+        """The last failure of each sample dropped since the last call."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
 
     def replica_lost(self, replica: int) -> None:
         """The replica is gone: its requests go back to the head of the queue, at no cost in retries."""

@@ -66,13 +66,32 @@ def check_loss(config: Config) -> None:
             "algorithm.loss.name=reinforce assumes samples of the current policy, and "
             f"batch.epochs={config.batch.epochs} trains on them again after updates; set epochs to 1, or another loss."
         )
-    if config.rollout.overlap and loss.name == "reinforce" and not loss.rollout_correction.is_on:
-        raise ConfigError(
-            "algorithm.loss.name=reinforce assumes samples of the current policy, but rollout.overlap=true makes them "
-            "a version old; set algorithm.loss.rollout_correction.weights=token, or another loss."
-        )
+    _check_staleness(config)
     _check_kl_correction(config)
     _check_token_returns(config)
+
+
+def _check_staleness(config: Config) -> None:
+    """Raise ConfigError if the algorithm needs samples of the current weights and rollout.max_staleness is set."""
+    loss, setting = config.algorithm.loss, f"rollout.max_staleness={config.rollout.max_staleness}"
+    if not config.rollout.max_staleness:
+        return
+    if loss.name == "reinforce" and not loss.rollout_correction.is_on:
+        raise ConfigError(
+            f"algorithm.loss.name=reinforce assumes samples of the current policy, but {setting} makes them of older "
+            "ones; set algorithm.loss.rollout_correction.weights=token, or another loss."
+        )
+    if config.algorithm.advantage == "remax":
+        raise ConfigError(
+            "algorithm.advantage=remax compares samples with a greedy response of the same weights, but with "
+            f"{setting} these change meanwhile; set rollout.max_staleness=0, or another estimator such as rloo."
+        )
+    if config.uses_reward_model and config.algorithm.groups_without_signal == "replace":
+        raise ConfigError(
+            "algorithm.groups_without_signal=replace needs rewards as samples come, but reward.model.path scores them "
+            f"on the policy's ranks, which train meanwhile with {setting}; set groups_without_signal=drop, or "
+            "rollout.max_staleness=0."
+        )
 
 
 def _check_kl_correction(config: Config) -> None:

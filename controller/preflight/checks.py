@@ -130,15 +130,11 @@ def _check_devices(config: Config) -> None:
             "rollout.placement=shared_memory is for CPUs and the run uses GPUs; set colocated or apart, "
             "or resources.device=cpu."
         )
-    if placement == "colocated" and config.rollout.overlap:
+    if placement == "colocated" and config.rollout.max_staleness:
         raise ConfigError(
-            "rollout.overlap=true generates while it trains, but rollout.placement=colocated has them take turns "
-            "on the same GPUs; set rollout.placement=apart, or remove rollout.overlap."
-        )
-    if config.rollout.overlap and config.uses_reward_model:
-        raise ConfigError(
-            "rollout.overlap=true would have reward.model.path score the next step's samples on the policy's ranks "
-            "while they train; remove one of them, or give the reward by a function."
+            f"rollout.max_staleness={config.rollout.max_staleness} generates while the policy trains, but "
+            "rollout.placement=colocated has them take turns on the same GPUs; set rollout.placement=apart, or "
+            "rollout.max_staleness=0."
         )
     engine_gpus = config.rollout.replicas * config.rollout.tensor_parallel
     if placement == "colocated" and engine_gpus > config.training_workers:

@@ -61,8 +61,8 @@ EVERYWHERE: tuple[Row, ...] = (
 
 NO_EFFECT_WITHOUT: tuple[Row, ...] = (
     (
-        "batch.mini_batches above 1, batch.epochs above 1 or rollout.overlap (the only update of a step starts where "
-        "the samples came from: all ratios are 1)",
+        "batch.mini_batches, batch.epochs above 1 or rollout.max_staleness above 0 (the only update of a step starts "
+        "where the samples came from: all ratios are 1)",
         lambda c: c.updates_per_step > 1 or c.old_log_probs == "sampler",
         ("algorithm.loss.clip_low", "algorithm.loss.clip_high", "algorithm.loss.dual_clip", "algorithm.loss.sapo_tau_"),
     ),
@@ -103,6 +103,7 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: c.algorithm.loss.rollout_correction.rejection != "none",
         ("algorithm.loss.rollout_correction.rejection_",),
     ),
+    ("rollout.max_staleness above 0", lambda c: c.rollout.max_staleness > 0, ("rollout.staleness_window",)),
     ("engines on CPUs", lambda c: not c.uses_gpus, ("rollout.cpu_kv_cache_gib", "rollout.threads")),
     (
         "algorithm.loss.kl_coefficient above 0",

@@ -98,7 +98,7 @@ def test_a_run_repeats_though_its_engine_is_killed(finished: Run, loop: list[str
 
 
 def test_samples_are_made_ahead_and_groups_without_signal_replaced(ray_session, settings: list[str]) -> None:
-    overrides = [*settings, "run.name=ahead", "rollout.overlap=true", "algorithm.groups_without_signal=replace"]
+    overrides = [*settings, "run.name=ahead", "rollout.max_staleness=1", "algorithm.groups_without_signal=replace"]
     overrides += ["rollout.samples_per_prompt=2", "algorithm.max_sampling_rounds=4"]
     run = run_loop(overrides)
     steps = run.outcome.steps

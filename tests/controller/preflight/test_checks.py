@@ -52,8 +52,8 @@ def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
         ("resources.device=cuda", "policy.cpu_offload=true", "rollout.replicas=2"),
         ("resources.device=cuda", "rollout.placement=apart", "rollout.replicas=3", "rollout.tensor_parallel=4"),
         ("validation.sampling.temperature=0",),
-        ("rollout.overlap=true", "batch.mini_batches=1", "algorithm.loss.clip_high=0.3"),
-        ("rollout.overlap=true", "algorithm.loss.name=reinforce", "algorithm.loss.rollout_correction.weights=token"),
+        ("rollout.max_staleness=1", "batch.mini_batches=1", "algorithm.loss.clip_high=0.3"),
+        ("rollout.max_staleness=1", "algorithm.loss.name=reinforce", "algorithm.loss.rollout_correction.weights=token"),
         ("policy.max_tokens=48", "policy.parallel.context_parallel=2"),
         ("policy.parallel.context_parallel=3", "policy.parallel.context_parallel_method=ring"),
         ("policy.parallel.tensor_parallel=2", "policy.parallel.replicate=2"),
@@ -296,19 +296,24 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "rollout.max_model_tokens=96 is below the 97 tokens",
         ),
         (
-            ("rollout.overlap=true", "resources.device=cuda"),
-            "rollout.overlap=true generates while it trains, but rollout.placement=colocated has them take turns",
+            ("rollout.max_staleness=1", "resources.device=cuda"),
+            "rollout.max_staleness=1 generates while the policy trains, but rollout.placement=colocated has them take",
         ),
         (
-            ("rollout.overlap=true", "batch.mini_batches=1", "reward.model.path=model"),
-            "rollout.overlap=true would have reward.model.path score the next step's samples on the policy's ranks",
+            ("rollout.max_staleness=2", "algorithm.groups_without_signal=replace", "reward.model.path=model"),
+            "algorithm.groups_without_signal=replace needs rewards as samples come, but reward.model.path scores them",
         ),
         (
-            ("rollout.overlap=true", "algorithm.loss.name=reinforce"),
-            "algorithm.loss.name=reinforce assumes samples of the current policy, but rollout.overlap=true makes them",
+            ("rollout.max_staleness=2", "algorithm.advantage=remax"),
+            "algorithm.advantage=remax compares samples with a greedy response of the same weights, but with",
         ),
         (
-            ("rollout.overlap=true", "policy.forward_max_tokens=4096"),
+            ("rollout.max_staleness=1", "algorithm.loss.name=reinforce"),
+            "algorithm.loss.name=reinforce assumes samples of the current policy, but rollout.max_staleness=1 makes",
+        ),
+        (("rollout.staleness_window=0.5",), "rollout.staleness_window=0.5 has no effect without rollout.max_staleness"),
+        (
+            ("rollout.max_staleness=1", "policy.forward_max_tokens=4096"),
             "policy.forward_max_tokens=4096 has no effect without batch.mini_batches or batch.epochs above 1 (and no",
         ),
         (

@@ -21,7 +21,8 @@ from controller.checkpoint import Progress
 from controller.config import Config, load
 from controller.data.prompts import Prompt
 from controller.generation.fleet import Fleet, RestartBudget
-from controller.generation.rounds import OnResults, RolloutRound
+from controller.generation.rounds import Generation, OnResults, RolloutRound
+from controller.generation.router import Router
 from controller.mismatch import LARGEST, MEAN
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
@@ -96,10 +97,13 @@ class Model(Saves):
         self.name, self.log, self.names = name, log, [f"{name} dp=0"]
         self.updates: list[tuple[RemoteBatch, Plan]] = []
         self.mismatch = 0.0
+        self.meanwhile: Callable[[], None] | None = None
         self.take_micro_step_times = Method(lambda: [[]])
 
     def _pass(self, method: str, batch: RemoteBatch, plan: Plan, *columns: str) -> PlanResult:
         self.log.append(f"{self.name}.{method}")
+        if self.meanwhile is not None:
+            self.meanwhile()
         assert sorted(plan.for_rank(0).rows.tolist()) == list(range(len(batch)))
         mismatch = {MEAN: Metric.mean(self.mismatch, 1), LARGEST: Metric.max(self.mismatch)}
         return PlanResult({name: column(f"{self.name} {name}", len(batch)) for name in columns}, mismatch)
@@ -140,21 +144,52 @@ def column(name: str, rows: int) -> TokenColumn:
 
 
 class Engines:
-    """`Rollouts`: every response has TOKENS tokens of the present weights. rounds: (requests, sampling) of each."""
+    """`Rollouts`: every response has TOKENS tokens of the present weights. rounds: (requests, sampling) of each.
+
+    A generation without rounds is answered when it is pumped; slow: uids that are answered only when nothing else is
+    left to wait for. failing: uids whose requests all fail.
+    """
 
     def __init__(self, log: list[str]) -> None:
         self.log, self.asleep, self.fleet = log, False, Fleet(0, RestartBudget(0))
         self.rounds: list[tuple[list[SampleRequest], SamplingConfig]] = []
         self._generating = Lock()
+        self.slow: set[str] = set()
+        self.failing: set[str] = set()
+        self._late: list[SampleRequest] = []
+
+    def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
+        self._generation = Generation(Router(1, 1000, max_retries=0), sampling, on_results)
+        return self._generation
+
+    @property
+    def queued(self) -> int:
+        return self._generation.router.waiting + len(self._late)
+
+    def take_idle_seconds(self) -> float:
+        return 0.0
+
+    def pump(self, timeout_s: float = 0.0) -> bool:
+        requests = [*self._late, *self._generation.router.assign([0]).get(0, [])]
+        self._late = [request for request in requests if request.uid in self.slow]
+        if timeout_s and len(self._late) == len(requests):
+            self._late = self._late[len(self._late[:1]) :]
+        now = [request for request in requests if request not in self._late]
+        if now:
+            self._generation.received(0, "block", [self._answer(r, row) for row, r in enumerate(now)])  # type: ignore[arg-type]
+        return bool(now)
+
+    def _answer(self, request: SampleRequest, row: int) -> SampleResult:
+        if request.uid in self.failing:
+            return SampleResult(request.uid, request.sample, TOKENS, 0, "error", -1, "no such token")
+        version = self.fleet.version
+        return SampleResult(request.uid, request.sample, TOKENS, TOKENS, "stop", version, "", row, version)
 
     def generate(self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults) -> Any:
         assert self._generating.acquire(blocking=False), "two rounds at one time"
         self.log.append("generate")
         self.rounds.append((list(requests), sampling))
-        found = [
-            SampleResult(r.uid, r.sample, TOKENS, TOKENS, "stop", self.fleet.version, "", row, self.fleet.version)
-            for row, r in enumerate(requests)
-        ]
+        found = [self._answer(request, row) for row, request in enumerate(requests)]
         block = f"round {len(self.rounds)}"
         on_results(found, block)
         self._generating.release()
@@ -170,14 +205,17 @@ class Engines:
 
 @dataclass
 class Rewards:
-    """`RewardPool`. reward: of (uid, sample, whether it is greedy); None is a failure."""
+    """`RewardPool` and its `Scoring`. reward: of (uid, sample, whether it is greedy); None is a failure."""
 
     engines: Engines
     reward: Callable[[str, int, bool], float | None] = lambda uid, sample, greedy: float(sample % 2)
     _scores: dict[tuple[str, int], Score] = field(default_factory=dict)
 
+    def begin(self) -> "Rewards":
+        return Rewards(self.engines, lambda *sample: self.reward(*sample))
+
     def submit(self, results: Sequence[SampleResult], block: Any, prompts: dict[str, Prompt]) -> None:
-        greedy = self.engines.rounds[-1][1].temperature == 0
+        greedy = bool(self.engines.rounds) and self.engines.rounds[-1][1].temperature == 0
         for result in results:
             assert result.uid in prompts
             reward = self.reward(result.uid, result.sample, greedy)
@@ -187,6 +225,10 @@ class Rewards:
     def collect(self) -> dict[tuple[str, int], Score]:
         scores, self._scores = self._scores, {}
         return scores
+
+    def ready(self, timeout_s: float = 0.0) -> dict[tuple[str, int], Score]:
+        del timeout_s
+        return self.collect()
 
 
 class Numbered:

@@ -1,0 +1,107 @@
+"""Groups that are generated ahead: the real collector and schedule over engines and rewards that answer at once."""
+
+from collections.abc import Callable
+
+import pytest
+
+from controller.collector import Collected
+from controller.continuous_collector import ContinuousCollector
+from tests.controller.stand_ins.roles import LocalRun
+from workers.errors import RolloutError
+
+Run = Callable[..., LocalRun]
+AHEAD = ("rollout.max_staleness=1", "rollout.staleness_window=1", "run.steps=4")
+
+
+def collector_of(run: LocalRun) -> ContinuousCollector:
+    collector = run.trainer.collector
+    assert isinstance(collector, ContinuousCollector)
+    collector.begin()
+    return collector
+
+
+def uids(collected: Collected) -> list[str]:
+    return sorted(set(collected.batch["uid"].tolist()), key=int)
+
+
+def test_groups_of_two_steps_are_under_way_and_more_follow_when_weights_are_published(local_run: Run) -> None:
+    collector = collector_of(local_run(*AHEAD))
+    assert (collector.position, collector.active) == (4, [0, 1, 2, 3])
+    assert uids(collector.collect(1)) == ["0", "1"]
+    assert (collector.position, collector.active) == (4, [2, 3])
+    collector.published()
+    assert (collector.position, collector.active) == (6, [2, 3, 4, 5])
+
+
+def test_a_slow_group_is_passed_and_trained_later(local_run: Run) -> None:
+    found = local_run(*AHEAD)
+    found.engines.slow = {"0"}
+    collector = collector_of(found)
+    assert uids(collector.collect(1)) == ["1", "2"]
+    collector.published()
+    found.engines.slow = set()
+    assert uids(collector.collect(2)) == ["0", "3"]
+
+
+def test_a_narrow_window_waits_for_the_slow_group(local_run: Run) -> None:
+    found = local_run("rollout.max_staleness=1", "rollout.staleness_window=0.1")
+    found.engines.slow = {"0"}
+    assert uids(collector_of(found).collect(1)) == ["0", "1"]
+
+
+def test_seeds_are_those_of_a_run_without_staleness(local_run: Run) -> None:
+    ahead, now = local_run(*AHEAD), local_run()
+    requests = []
+    submit = ahead.engines._generation.router.submit
+    ahead.engines._generation.router.submit = lambda new: (requests.extend(new), submit(new))  # type: ignore[func-returns-value, method-assign]
+    collector_of(ahead)
+    now.trainer.collector.collect(1)
+    now.trainer.collector.collect(2)
+    assert [r.seed for r in requests] == [r.seed for found, _ in now.engines.rounds for r in found]
+
+
+def test_every_prompt_is_trained_once_and_none_beyond_the_last_step(local_run: Run) -> None:
+    found = local_run(*AHEAD)
+    found.engines.slow = {"1", "4"}
+    found.trainer.fit()
+    trained = [uid for batch, _ in found.policy.updates for uid in batch["uid"].tolist()[::2]]
+    assert sorted(map(int, trained)) == list(range(8))
+    assert found.trainer.collector.position == 8
+
+
+def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
+    found = local_run(*AHEAD, "algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=4")
+    found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "5", "6") else 1)
+    collected = collector_of(found).collect(1)
+    assert uids(collected) == ["1", "5"]
+    assert {"0", "2", "3", "4"} <= set(collected.rollout.batch["uid"].tolist())  # metrics are of all samples
+
+
+def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
+    found = local_run(*AHEAD, "algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2")
+    found.rewards.reward = lambda uid, sample, greedy: float(sample if uid == "1" else 1)
+    assert uids(collector_of(found).collect(1)) == ["1"]
+    assert "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
+
+
+def test_samples_that_fail_are_counted_and_their_group_is_trained_without_them(local_run: Run) -> None:
+    found = local_run(*AHEAD)
+    found.engines.failing = {"1"}
+    collected = collector_of(found).collect(1)
+    assert (uids(collected), collected.rollout.dropped) == (["0"], 2)
+
+
+def test_a_step_of_failed_samples_alone_is_an_error(local_run: Run) -> None:
+    found = local_run(*AHEAD)
+    found.engines.failing = {"0", "1"}
+    with pytest.raises(RolloutError, match=r"no sample of this round was finished.*no such token"):
+        collector_of(found).collect(1)
+
+
+def test_what_engines_finish_is_read_while_the_driver_waits_for_the_ranks(local_run: Run) -> None:
+    found = local_run(*AHEAD)
+    collector = collector_of(found)
+    meanwhile = found.policy.meanwhile
+    assert meanwhile is not None
+    meanwhile()
+    assert collector.schedule.take() == [0, 1]
