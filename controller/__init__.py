@@ -4,7 +4,7 @@
      |--> config/          what a user can set
      |--> preflight/       checks and the pages of `--dry-run`, before anything starts
      '--> trainer          a step, from top to bottom; its parts are the modules beside it:
-           |--> prompts in, scored samples out: collector, lookahead, samples; data/
+           |--> prompts in, scored samples out: collector (or continuous_collector), samples; data/
            |     '--> generation/    engines, and the routing of requests
            |--> plans: planner, cost_model_fitting
            |--> advantages: advantage_computer, advantages; validation_metrics

@@ -2,6 +2,7 @@
 
     runs/NAME/checkpoints/policy/step-30     the policy's state; its manifest carries the driver's Progress
     runs/NAME/checkpoints/critic/step-30     the critic's, where there is one
+    runs/NAME/checkpoints/samples/step-30.npz    samples that no step has trained on, where they are made ahead
     run.resume --checkpoints_at--> newest first --the first that loads--> Progress
 
 The workers' half is `workers.model.checkpoint`. A run can resume from a step when all its folders are complete.
@@ -28,7 +29,8 @@ class Progress:
     """State that the driver needs to resume after a step; the rest follows from the configuration and the seed.
 
     step: the last one that is complete. position: the next prompt's place in the stream. active: places of prompts
-    before it whose samples no step has trained on. weight_version: of the policy's weights. best: highest value of
+    before it whose samples no step has trained on. samples: the file that has these, as far as they are there; empty
+    where there is none. weight_version: of the policy's weights. best: highest value of
     validation.keep_best so far. before, latest: validations. kl_coefficient: weight of the KL in the reward, where it
     is adapted. trackers: the run's id in each tracker that has one. refit: the cost model fitted to this run, see
     `CostModelFitter.state`. data: identity of the training data in which `position` is a place, see
@@ -38,6 +40,7 @@ class Progress:
     step: int = 0
     position: int = 0
     active: list[int] = field(default_factory=list)
+    samples: str = ""
     weight_version: int = 0
     best: float | None = None
     before: dict[str, float] = field(default_factory=dict)
@@ -60,6 +63,19 @@ def checkpoint_path(run_folder: Path, step: int) -> Path:
 def role_path(policy_checkpoint: Path, role: str) -> Path:
     """Path of another role's checkpoint of the same step."""
     return policy_checkpoint.parent.parent / role / policy_checkpoint.name
+
+
+def samples_path(policy_checkpoint: Path) -> Path:
+    """Path of the samples that belong to a checkpoint."""
+    return role_path(policy_checkpoint, "samples").with_suffix(".npz")
+
+
+def remove_old_samples(run_folder: Path, step: int) -> None:
+    """Remove files of samples that belong neither to a complete checkpoint nor to that of `step`, which is begun."""
+    kept = {step, *(manifest.step for _, manifest in complete(run_folder / FOLDER))}
+    for path in samples_path(checkpoint_path(run_folder, step)).parent.glob("step-*.npz"):
+        if path not in {samples_path(checkpoint_path(run_folder, one)) for one in kept}:
+            path.unlink()
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -111,7 +127,8 @@ def resume(config: "TrainingConfig", roles: "TrainingRoles", console: "Console",
         except (CheckpointError, WorkerError) as error:
             console.log(f"{path} cannot be loaded: {error}")
             continue
-        progress = Progress(**found[0])
+        samples = samples_path(path)
+        progress = replace(Progress(**found[0]), samples=str(samples) if samples.exists() else "")
         if config.run.other_data == "refuse":  # checked before the start too, but of the newest one only
             _refuse_other_data(path, data, progress.data)
         console.log(f"going on from {path}")
@@ -127,7 +144,7 @@ def _with_data(progress: Progress, data: dict[str, Any], config: "TrainingConfig
     """The progress with this run's data; at their first prompt if they differ and run.other_data=restart."""
     if config.run.other_data == "restart" and differences(data, progress.data):
         console.log("the training data are not those of the checkpoint: they are taken from their first prompt")
-        progress = replace(progress, position=0, active=[])
+        progress = replace(progress, position=0, active=[], samples="")
     return replace(progress, data=data)
 
 

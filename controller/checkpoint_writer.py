@@ -11,10 +11,15 @@ from typing import Any
 from controller.actors.roles import TrainingRoles
 from controller.actors.worker_group import GroupMethod
 from controller.checkpoint import FOLDER, Progress, checkpoint_path, checkpoints_at, role_path
-from workers.errors import CheckpointError, LostError, WorkerError, clause
+from workers.errors import CheckpointError, LostError, OutputError, RolloutError, WorkerError, clause
 from workers.model.checkpoint_folder import prune
 
+Beside = Callable[[Path, Progress], None]
 SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a save never begins
+
+
+def nothing(path: Path, progress: Progress) -> None:
+    """Write nothing beside the checkpoint at `path`."""
 
 
 class CheckpointWriter:
@@ -26,9 +31,17 @@ class CheckpointWriter:
         self._roles, self._folder, self._keep, self._log = roles, run_folder.resolve(), keep, log
         self._begun = 0
 
-    def begin(self, progress: Progress) -> None:
-        """Begin to save the state after `progress.step`; files are written while training continues."""
+    def begin(self, progress: Progress, beside: Beside = nothing) -> None:
+        """Begin to save the state after `progress.step`; files are written while training continues.
+
+        beside: writes what else belongs to the checkpoint, at once. Its failure is counted too, and the rest is saved.
+        """
         path = checkpoint_path(self._folder, progress.step)
+        try:
+            beside(path, progress)
+        except OutputError as error:
+            self.failures += 1
+            self._log(f"{clause(error)}. The run goes on.")
         for role, group in self._roles.trained.items():
             save = group.save_checkpoint
             arguments = str(role_path(path, role)), progress.step, progress.to_json()
@@ -44,14 +57,15 @@ class CheckpointWriter:
             self._tried(group.wait_for_checkpoint)
         self._prune()
 
-    def at_stop(self, progress: Progress) -> None:
-        """Save `progress` if it is not saved yet, and wait. Does not raise if a rank cannot: the run ends anyway."""
+    def at_stop(self, progress: Progress, beside: Beside = nothing) -> None:
+        """Save `progress`, and what is `beside`, if it is not saved yet, and wait. Does not raise if a rank cannot: the
+        run ends anyway."""
         try:
             if progress.step > self._begun:
                 self._log(f"saving a checkpoint of step {progress.step}")
-                self.begin(progress)
+                self.begin(progress, beside)
             self.finish()
-        except (WorkerError, LostError) as error:
+        except (WorkerError, RolloutError, LostError) as error:
             self._log(f"no checkpoint of step {progress.step}: {error}")
 
     def _tried(self, method: GroupMethod, *arguments: Any) -> bool:

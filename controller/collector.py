@@ -7,6 +7,7 @@ prompts -> requests -> engines --sample by sample--> rewards -> baseline, shapin
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from ray import ObjectRef
@@ -64,6 +65,9 @@ class Collector:
 
     def published(self) -> None:
         """Called after every step, when the engines have the weights that it made."""
+
+    def save(self, path: Path, numbers: Sequence[int]) -> None:
+        """Write the samples of the prompts at these places, where a checkpoint says that they are `active`."""
 
     def collect(self, step: int) -> Collected:
         """The samples of a step, from prompts at `position` on; in several rounds where `replace` needs more groups."""

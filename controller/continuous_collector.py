@@ -7,10 +7,14 @@ Which groups are generated and taken is decided in `controller.generation.schedu
 and reward workers have finished is read by `pump`, which the driver calls while it waits for anything else.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
+import ray
 from ray import ObjectRef
 
 from controller import advantages
@@ -24,8 +28,10 @@ from controller.generation.rounds import RolloutRound
 from controller.generation.schedule import GroupState, Schedule, Staleness
 from controller.observability.run_record import RunRecord
 from controller.planner import Planner
+from controller.sample_files import FinishedSample, StoredSamples, read_samples, write_samples
 from controller.samples import Rollout, assemble, with_record_columns
 from workers.errors import RolloutError
+from workers.remote_batch import TokenBlock
 from workers.rollout.requests import SampleResult
 from workers.score import Score
 
@@ -65,6 +71,7 @@ class ContinuousCollector(Collector):
         self._groups: dict[int, Group] = {}
         self._released: list[Group] = []
         self._retried = 0
+        self._saved = progress.samples
         self._scoring = roles.rewards.begin()
         self._generation = roles.rollouts.begin(config.rollout.sampling, self._score)
         for group in roles.groups:
@@ -76,14 +83,25 @@ class ContinuousCollector(Collector):
         return self.schedule.in_state(GroupState.RUNNING, GroupState.READY)
 
     def begin(self) -> None:
-        """Generate the groups that a resumed run had not trained on, then new ones."""
-        self._request(self.active)
+        """Go on with the groups that a resumed run had not trained on, then begin new ones."""
+        self._request(self.active, self._restored())
         self.published()
 
     def published(self) -> None:
         """Free the places of the groups that the last step was trained on, and begin others."""
+        for number in self.schedule.in_state(GroupState.TRAINING):
+            del self._groups[number]
         self.schedule.published()
         self._admit()
+
+    def save(self, path: Path, numbers: Sequence[int]) -> None:
+        """Write the samples of these groups, as far as they are there. Raises OutputError."""
+        self.read()
+        groups = [self._groups[number] for number in numbers if number in self._groups]
+        uids = {group.prompt.uid for group in groups}
+        own = {r.seed for r in self._generation.router.under_way if r.uid in uids}
+        partial = {seed: part for seed, part in self.roles.rollouts.partial_responses().items() if seed in own}
+        write_samples(path, StoredSamples([sample for group in groups for sample in _stored(group)], partial))
 
     def collect(self, step: int) -> Collected:
         """The samples of the groups that the step takes; waits until there are enough of them."""
@@ -95,7 +113,7 @@ class ContinuousCollector(Collector):
                 ready = min(wanted, len(self.schedule.in_state(GroupState.READY)))
                 advance(ready - shown)
                 shown = ready
-        groups = [self._groups.pop(number) for number in taken]
+        groups = [self._groups[number] for number in taken]
         rollout = self._rollout([*groups, *self._take_released()])
         by_uid = {group.prompt.uid: group.prompt for group in groups}
         batch = rollout.batch.select(np.isin(rollout.batch["uid"], list(by_uid)))
@@ -154,24 +172,69 @@ class ContinuousCollector(Collector):
         released, self._released = self._released, []
         return released
 
+    def _restored(self) -> StoredSamples:
+        """The samples that the checkpoint has; none where there is none, or its file is broken."""
+        if not self._saved:
+            return StoredSamples()
+        try:
+            return read_samples(Path(self._saved))
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            self.record.console.log(f"{self._saved} cannot be read, its samples are made again: {error}")
+            return StoredSamples()
+
     def _admit(self) -> None:
-        self._request(self.schedule.admit())
+        self._request(self.schedule.admit(), StoredSamples())
         self.position = self.schedule.admitted
 
-    def _request(self, numbers: Sequence[int]) -> None:
-        """Ask for the samples of these groups, with the seeds that they would have without staleness."""
+    def _request(self, numbers: Sequence[int], stored: StoredSamples) -> None:
+        """Ask for the samples of these groups that are not `stored`, and for the rest of those that were begun.
+
+        Seeds are those that the samples would have without staleness.
+        """
         for number in numbers:
             (prompt,) = self.prompts.take(number, 1)
             self._groups[number] = Group(prompt)
-            step = number // self.config.batch.prompts_per_step + 1
-            samples = self.config.rollout.samples_per_prompt
-            self._generation.router.submit(sample_requests(self.config, [prompt], samples, step))
+        self._put(stored.finished)
+        for number in numbers:
+            group, step = self._groups[number], number // self.config.batch.prompts_per_step + 1
+            requests = sample_requests(self.config, [group.prompt], self.config.rollout.samples_per_prompt, step)
+            there = {*group.results, *(result.key for result in group.dropped)}
+            self._generation.router.submit(
+                replace(request, begun=stored.partial.get(request.seed), priority=number)
+                for request in requests
+                if request.key not in there
+            )
+
+    def _put(self, samples: Sequence[FinishedSample]) -> None:
+        """Give stored samples to their groups, and those without a score to the reward workers."""
+        rows = [sample.row for sample in samples if sample.row]
+        block = ray.put(TokenBlock.from_rows(rows)) if rows else None
+        places = itertools.count()
+        for sample in samples:
+            group = self._groups[int(sample.result.uid)]
+            if block is None or not sample.row:
+                group.dropped.append(sample.result)
+                continue
+            result = replace(sample.result, row=next(places))
+            if sample.score is None:
+                self._score([result], block)
+            else:
+                group.results[result.key], group.scores[result.key] = (result, block), sample.score
 
     def _score(self, results: list[SampleResult], block: ObjectRef) -> None:
         for result in results:
             self._groups[int(result.uid)].results[result.key] = result, block
         prompts = {result.uid: self._groups[int(result.uid)].prompt for result in results}
         self._scoring.submit(results, block, prompts)
+
+
+def _stored(group: Group) -> list[FinishedSample]:
+    blocks = {block: ray.get(block) for block in dict.fromkeys(block for _, block in group.results.values())}
+    found = [
+        FinishedSample(result, blocks[block].row(result.row), group.scores.get(key))
+        for key, (result, block) in sorted(group.results.items())
+    ]
+    return found + [FinishedSample(result, {}, None) for result in group.dropped]
 
 
 def _round(groups: Sequence[Group], retried: int = 0) -> RolloutRound:

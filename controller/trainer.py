@@ -9,6 +9,7 @@ The driver works on lengths, ids and rewards; tokens stay in the object store (s
 
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from balancing import CostModel, Plan, plan_statistics
 from controller.actors.roles import Roles
 from controller.actors.worker_group import WorkerGroup
 from controller.advantage_computer import AdvantageComputer
+from controller.checkpoint import Progress, remove_old_samples, samples_path
 from controller.collector import Collector
 from controller.config import Config
 from controller.continuous_collector import ContinuousCollector
@@ -76,6 +78,12 @@ class Trainer(TrainingLoop):
         super().save_models()
         if self.roles.critic is not None:
             self.roles.critic.save_pretrained(str(self.folder / "critic"))
+
+    def save_beside(self, checkpoint: Path, progress: Progress) -> None:
+        """Samples that no step has trained on."""
+        if progress.active:
+            self.collector.save(samples_path(checkpoint), progress.active)
+        remove_old_samples(self.folder, progress.step)
 
     def step(self, step: int) -> dict[str, float]:
         """One step of the picture above; returns its metrics."""

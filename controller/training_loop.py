@@ -8,9 +8,11 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from balancing import CostModel
+from controller.checkpoint import Progress
 from controller.checkpoint_writer import CheckpointWriter
 from controller.config import TrainingConfig
 from controller.cost_model_fitting import CostModelFitter
@@ -85,7 +87,7 @@ class TrainingLoop(ABC):
                 outcome = self._train()
             except KeyboardInterrupt:
                 if self._run.checkpoint_every and not self.interrupts.held:
-                    self.checkpoints.at_stop(self.complete)
+                    self.checkpoints.at_stop(self.complete, self.save_beside)
                 raise
         self.record.writer.summary(outcome.summary())
         return outcome
@@ -120,6 +122,9 @@ class TrainingLoop(ABC):
     def begin(self) -> None:  # noqa: B027 - optional
         """Called before the first validation, or before the first step of a run that resumes."""
 
+    def save_beside(self, checkpoint: Path, progress: Progress) -> None:  # noqa: B027 - optional
+        """Called before a checkpoint of the policy is begun: write what else the run needs to go on from it."""
+
     def save_models(self) -> None:
         """Called after the last step."""
         self.save("model")
@@ -138,7 +143,7 @@ class TrainingLoop(ABC):
             self.save(f"model-{step}")
         if self._run.checkpoint_every and step % self._run.checkpoint_every == 0:
             with self.record.phase("checkpoint"):
-                self.checkpoints.begin(self.complete)
+                self.checkpoints.begin(self.complete, self.save_beside)
 
     def save(self, name: str) -> None:
         """Save model and tokenizer in Hugging Face format as `name` in the run's folder, and LoRA adapters beside it:

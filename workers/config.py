@@ -162,6 +162,13 @@ class RolloutConfig:
         maximum=1,
         exclusive_minimum=True,
     )
+    kv_cache_after_update: str = setting(
+        "recompute",
+        "What becomes of the keys and values of requests that go on with new weights: `recompute` makes them again, so "
+        "that a token's log-prob is that of the weights that sampled it; `keep` saves that time, and prompts that "
+        "begin alike are then also read with those of older weights.",
+        choices=("recompute", "keep"),
+    )
     max_model_tokens: int = setting(
         0,
         "Longest prompt plus response an engine takes; 0 takes data.max_prompt_tokens + sampling.max_new_tokens, or "

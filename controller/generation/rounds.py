@@ -10,7 +10,7 @@ Several generations may be under way at a time, as training's and a validation's
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ from ray.exceptions import RayError
 
 from controller.generation.engines import POLL_SECONDS, MakeActor, RolloutEngines
 from controller.generation.fleet import Fleet, RestartBudget
+from controller.generation.partial_responses import PartialResponses
 from controller.generation.router import Key, Router
 from controller.observability.live_metrics import LiveMetrics
 from workers.config import RolloutConfig, SamplingConfig
-from workers.rollout.requests import SampleRequest, SampleResult
+from workers.rollout.requests import PartialResponse, SampleRequest, SampleResult
 
 OnResults = Callable[[list[SampleResult], ray.ObjectRef], None]
 
@@ -49,10 +50,10 @@ class Generation:
         self.router, self.sampling, self.on_results = router, sampling, on_results
         self.streams: dict[Any, int] = {}  # ObjectRefGenerator -> replica
 
-    def lost(self, replica: int) -> None:
-        """Close the replica's streams; its unfinished requests go back to the queue."""
+    def lost(self, replica: int, begun: Mapping[int, PartialResponse]) -> None:
+        """Close the replica's streams; its unfinished requests go back to the queue. begun: see `Router`."""
         self.streams = {stream: owner for stream, owner in self.streams.items() if owner != replica}
-        self.router.replica_lost(replica)
+        self.router.replica_lost(replica, begun)
 
     def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> None:
         """The replica returned these results, of which those that did not fail have a row in the block."""
@@ -81,6 +82,7 @@ class Rollouts(RolloutEngines):
         queues."""
         self._config, self._live = config, live or LiveMetrics()
         self._generations: list[Generation] = []
+        self._partial = PartialResponses()
         self._pumped = time.monotonic()
         self._idle_s = 0.0
         fleet = Fleet(config.replicas, budget or RestartBudget(0), self._live.engine_state)
@@ -128,8 +130,10 @@ class Rollouts(RolloutEngines):
         """
         self.check_deadlines(self._busy())
         for replica in self.pop_lost():
+            begun = self._partial.last(replica)
             for generation in self._generations:
-                generation.lost(replica)
+                generation.lost(replica, begun)
+        self._partial.look({replica: self.actors[replica] for replica in self._busy() & set(self.fleet.serving)})
         for generation in self._generations:
             self._open_streams(generation)
         self._export_queues()
@@ -142,6 +146,10 @@ class Rollouts(RolloutEngines):
         if stream is not None:
             self._read(owners[stream], stream)
         return stream is not None
+
+    def partial_responses(self) -> dict[int, PartialResponse]:
+        """The responses that are being generated, as far as they are, by seed; of engines that answer in time."""
+        return self._partial.now({replica: self.actors[replica] for replica in self.fleet.serving})
 
     @property
     def queued(self) -> int:

@@ -11,11 +11,11 @@ holds more than `max_concurrent`; no request fails more than `1 + max_retries` t
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from workers.errors import DataError
-from workers.rollout.requests import SampleRequest, SampleResult
+from workers.rollout.requests import PartialResponse, SampleRequest, SampleResult
 
 Key = tuple[str, int]
 
@@ -59,7 +59,7 @@ class Router:
         self.retried = 0
         self._replicas = [_Replica() for _ in range(replicas)]
         self._waiting: deque[_Ticket] = deque()
-        self._under_way: set[Key] = set()
+        self._keys: set[Key] = set()
 
     @property
     def done(self) -> bool:
@@ -71,6 +71,11 @@ class Router:
         """Requests that no replica works on."""
         return len(self._waiting)
 
+    @property
+    def under_way(self) -> list[SampleRequest]:
+        """Requests that a replica works on."""
+        return [ticket.request for replica in self._replicas for ticket in replica.outstanding.values()]
+
     def outstanding(self, replica: int) -> int:
         """Requests that the replica works on."""
         return len(self._replicas[replica].outstanding)
@@ -78,9 +83,9 @@ class Router:
     def submit(self, requests: Iterable[SampleRequest]) -> None:
         """Queue requests. Raises DataError if a (uid, sample) is under way already."""
         for request in requests:
-            if request.key in self._under_way:
+            if request.key in self._keys:
                 raise DataError(f"sample {request.sample} of prompt {request.uid!r} was requested twice at a time.")
-            self._under_way.add(request.key)
+            self._keys.add(request.key)
             self._waiting.append(_Ticket(request))
 
     def assign(self, serving: Collection[int]) -> dict[int, list[SampleRequest]]:
@@ -109,7 +114,7 @@ class Router:
     def finished(self, replica: int, result: SampleResult) -> None:
         """The replica returned a response. Raises KeyError if it was not outstanding there."""
         self._replicas[replica].take(result.key)
-        self._under_way.remove(result.key)
+        self._keys.remove(result.key)
 
     def failed(self, replica: int, result: SampleResult) -> None:
         """The replica could not sample: try again, or drop. Raises KeyError if it was not outstanding there."""
@@ -117,19 +122,26 @@ class Router:
         ticket.failed_on.append(replica)
         if len(ticket.failed_on) > self.max_retries:
             self.dropped.append(result)
-            self._under_way.remove(result.key)
+            self._keys.remove(result.key)
             return
         self.retried += 1
-        self._waiting.append(ticket)
+        later = (place for place, other in enumerate(self._waiting) if other.request.priority > ticket.request.priority)
+        self._waiting.insert(next(later, len(self._waiting)), ticket)
 
     def take_dropped(self) -> list[SampleResult]:
         """The last failure of each sample dropped since the last call."""
         dropped, self.dropped = self.dropped, []
         return dropped
 
-    def replica_lost(self, replica: int) -> None:
-        """The replica is gone: its requests go back to the head of the queue, at no cost in retries."""
+    def replica_lost(self, replica: int, begun: Mapping[int, PartialResponse]) -> None:
+        """The replica is gone: its requests go back to the head of the queue, at no cost in retries.
+
+        begun: by seed, what is known of their responses, after which they are continued.
+        """
         lost, self._replicas[replica] = self._replicas[replica], _Replica()
+        for ticket in lost.outstanding.values():
+            if (response := begun.get(ticket.request.seed)) is not None:
+                ticket.request = replace(ticket.request, begun=response)
         self._waiting.extendleft(reversed(list(lost.outstanding.values())))
 
 

@@ -103,7 +103,11 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: c.algorithm.loss.rollout_correction.rejection != "none",
         ("algorithm.loss.rollout_correction.rejection_",),
     ),
-    ("rollout.max_staleness above 0", lambda c: c.rollout.max_staleness > 0, ("rollout.staleness_window",)),
+    (
+        "rollout.max_staleness above 0",
+        lambda c: c.rollout.max_staleness > 0,
+        ("rollout.staleness_window", "rollout.kv_cache_after_update"),
+    ),
     ("engines on CPUs", lambda c: not c.uses_gpus, ("rollout.cpu_kv_cache_gib", "rollout.threads")),
     (
         "algorithm.loss.kl_coefficient above 0",

@@ -67,6 +67,7 @@ def engine_arguments(
         seed=seed % 2**32,
         max_model_len=max_model_tokens,
         max_num_seqs=config.max_concurrent,
+        scheduling_policy="priority" if config.max_staleness else "fcfs",
         tensor_parallel_size=config.tensor_parallel,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",

@@ -20,14 +20,14 @@ class Turn:
     """Tokens that the engine sampled in one request.
 
     ids: int32 [n], with the end-of-sequence token if that ended it. log_probs: float32 [n]. finish_reason: `stop` or
-    `length`. versions: of the weights that its tokens were sampled with, at least one. read_tokens: those before it, of
-    which the engine had `cached_tokens` from requests that begin with the same ones.
+    `length`. versions: int32 [n], of the weights that sampled each. read_tokens: those before it, of which the engine
+    had `cached_tokens` from requests that begin with the same ones.
     """
 
     ids: np.ndarray
     log_probs: np.ndarray
     finish_reason: str
-    versions: tuple[int, ...]
+    versions: np.ndarray
     read_tokens: int = 0
     cached_tokens: int = 0
 
@@ -50,6 +50,7 @@ class Episode:
         self.prompt_tokens, self.observation_tokens = len(prompt_ids), 0
         self._ids = [prompt_ids]
         self._log_probs = [np.zeros(len(prompt_ids), np.float32)]
+        self._versions = [_of_no_weights(len(prompt_ids))]
         self._sampled = [False]
 
     @property
@@ -74,10 +75,10 @@ class Episode:
         return self.limits.tokens - self.response_tokens - self.observation_tokens
 
     @property
-    def versions(self) -> tuple[int, int]:
-        """The oldest and the newest weights that a token was sampled with."""
-        found = [version for turn in self.turns for version in turn.versions]
-        return min(found), max(found)
+    def version_tokens(self) -> tuple[tuple[int, int], ...]:
+        """(version of weights, number of tokens sampled with them), oldest first; at least one after a turn."""
+        versions, counts = np.unique(np.concatenate([turn.versions for turn in self.turns]), return_counts=True)
+        return tuple(zip(versions.tolist(), counts.tolist(), strict=True))
 
     def open(self, prompt_ids: np.ndarray) -> bool:
         """Replace the prompt by a longer one, int32; returns False if that leaves no room for a turn.
@@ -90,19 +91,20 @@ class Episode:
         self.prompt_tokens += added
         self.limits = replace(self.limits, tokens=self.limits.tokens - added)
         self._ids, self._log_probs = [prompt_ids], [np.zeros(len(prompt_ids), np.float32)]
+        self._versions = [_of_no_weights(len(prompt_ids))]
         return True
 
     def add(self, turn: Turn) -> None:
         """Append a turn that the policy sampled after `ids`."""
         self.turns.append(turn)
-        self._append(turn.ids, turn.log_probs, sampled=True)
+        self._append(turn.ids, turn.log_probs, turn.versions, sampled=True)
 
     def observe(self, ids: np.ndarray) -> bool:
         """Append an observation, int32; returns False if that leaves no room for another turn to learn from."""
         if len(ids) >= self.room:
             return False
         self.observation_tokens += len(ids)
-        self._append(ids, np.zeros(len(ids), np.float32), sampled=False)
+        self._append(ids, np.zeros(len(ids), np.float32), _of_no_weights(len(ids)), sampled=False)
         return True
 
     def end(self, *, done: bool) -> str:
@@ -115,14 +117,21 @@ class Episode:
         return TURNS if len(self.turns) == self.limits.turns else ""
 
     def row(self) -> dict[str, np.ndarray]:
-        """The columns of a TokenBlock's row: `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32."""
+        """The columns of a TokenBlock's row: `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, and
+        `weight_versions` int32, -1 where the policy sampled nothing."""
         return {
             "input_ids": self.ids,
             "loss_mask": np.repeat(self._sampled, [len(part) for part in self._ids]),
             "rollout_log_probs": np.concatenate(self._log_probs),
+            "weight_versions": np.concatenate(self._versions),
         }
 
-    def _append(self, ids: np.ndarray, log_probs: np.ndarray, *, sampled: bool) -> None:
+    def _append(self, ids: np.ndarray, log_probs: np.ndarray, versions: np.ndarray, *, sampled: bool) -> None:
         self._ids.append(ids)
         self._log_probs.append(log_probs)
+        self._versions.append(versions)
         self._sampled.append(sampled)
+
+
+def _of_no_weights(tokens: int) -> np.ndarray:
+    return np.full(tokens, -1, np.int32)

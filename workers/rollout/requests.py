@@ -24,15 +24,28 @@ class EpisodeStart:
 
 
 @dataclass(frozen=True)
+class PartialResponse:
+    """The beginning of a response that is still generated, n tokens. ids: int32 [n]. log_probs: float32 [n], of the
+    weights `versions`, int32 [n], that sampled each."""
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """A request for one response. prompt_ids: int32 [prompt tokens]; the samples of a group share the array. start: set
-    if an environment answers the policy's turns; otherwise there is one turn."""
+    if an environment answers the policy's turns; otherwise there is one turn. begun: its first tokens, where an engine
+    sampled them before. priority: engines that are short of memory serve the lowest first."""
 
     uid: str
     sample: int
     prompt_ids: np.ndarray
     seed: int
     start: EpisodeStart | None = None
+    begun: PartialResponse | None = None
+    priority: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -50,9 +63,10 @@ class SampleResult:
     finish_reason: `stop` (end of sequence, or the environment was done), `length` (sampling.max_new_tokens,
     rollout.max_episode_tokens or the engine's longest sequence), `turns` (rollout.max_turns) or `error`, with the
     reason in `error`. weight_version, newest_weight_version: the oldest and the newest weights that any of its tokens
-    was sampled with. environment: its reward, or why it has none; None without one. row: its row in the TokenBlock that
-    came with it; -1 after an error. replica: the engine it ran on, from `start`, seconds since 1970 by the clock there,
-    for `seconds`, waiting for its turn included.
+    was sampled with. version_tokens: (version, number of tokens sampled with it), oldest first. environment: its
+    reward, or why it has none; None without one. row: its row in the TokenBlock that came with it; -1 after an error.
+    replica: the engine it ran on, from `start`, seconds since 1970 by the clock there, for `seconds`, waiting for its
+    turn included.
     """
 
     uid: str
@@ -69,6 +83,7 @@ class SampleResult:
     prompt_hash: int = 0
     read_tokens: int = 0
     cached_tokens: int = 0
+    version_tokens: tuple[tuple[int, int], ...] = ()
     environment: Score | None = None
     replica: int = -1
     start: float = 0.0

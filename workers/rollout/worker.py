@@ -35,12 +35,14 @@ from workers.rollout.engine import (
     sampling_parameters,
 )
 from workers.rollout.episode import Episode, Limits, Turn
+from workers.rollout.partial_response import after, joined, partial_responses, token_versions
 from workers.rollout.placement import check_placement
 from workers.rollout.play import play
 from workers.rollout.requests import (
     ERROR,
     LENGTH,
     STOP,
+    PartialResponse,
     SampleRequest,
     SampleResult,
     WeightLoad,
@@ -90,6 +92,7 @@ class RolloutWorker:
         self.seed = seed
         self._engine: AsyncLLM | None = None
         self._numbers = itertools.count()
+        self._under_way: dict[str, SampleRequest] = {}  # by the name that vLLM knows it by
         self._environments = EnvironmentPool(environment, environment_timeout_s) if environment else None
         self._tokenizer: Any = None
         self._update_began = 0.0
@@ -180,7 +183,7 @@ class RolloutWorker:
         limits = Limits(self.config.max_turns, self.config.response_limit(sampling))
         episode, sample = Episode(request.prompt_ids, limits), partial(self._turn, request, sampling)
         if request.start is None:
-            episode.add(await sample(episode))
+            episode.add(await self._response(request, sampling))
             return _success(request, episode, episode.turns[-1].finish_reason)
         if self._environments is None:
             raise DataError("the request has an environment, but rollout.environment is not set.")
@@ -190,17 +193,43 @@ class RolloutWorker:
             request, episode, *await play(episode, sample, environments, conversation, request.start.record)
         )
 
+    async def _response(self, request: SampleRequest, sampling: SamplingConfig) -> Turn:
+        """Sample the response to a prompt, or what is missing of one that was begun."""
+        begun = request.begun
+        if begun is None:
+            return await self._sampled(request, sampling, request.prompt_ids, request.seed)
+        left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(begun.ids))
+        ids = np.concatenate([request.prompt_ids, begun.ids])
+        rest = await self._sampled(request, left, ids, turn_seed(request.seed, len(begun.ids)))
+        return after(begun, rest)
+
     async def _turn(self, request: SampleRequest, sampling: SamplingConfig, episode: Episode) -> Turn:
         """Sample a turn after the episode's tokens."""
+        limited = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, episode.room))
+        return await self._sampled(request, limited, episode.ids, turn_seed(request.seed, len(episode.turns)))
+
+    async def _sampled(self, request: SampleRequest, sampling: SamplingConfig, ids: np.ndarray, seed: int) -> Turn:
+        """Sample after `ids`, int32."""
         from vllm.inputs.engine import tokens_input
 
-        number = len(episode.turns)
-        tokens = min(sampling.max_new_tokens, episode.room)
-        parameters = sampling_parameters(replace(sampling, max_new_tokens=tokens), turn_seed(request.seed, number))
         name = f"{request.uid}/{request.sample}/{next(self._numbers)}"
-        prompt = tokens_input(episode.ids.tolist())
-        (output,) = [output async for output in self.engine.generate(prompt, parameters, name)]
+        prompt, parameters = tokens_input(ids.tolist()), sampling_parameters(sampling, seed)
+        self._under_way[name] = request
+        try:
+            outputs = self.engine.generate(prompt, parameters, name, priority=request.priority)
+            (output,) = [output async for output in outputs]
+        finally:
+            del self._under_way[name]
         return _as_turn(output)
+
+    async def partial_responses(self) -> dict[int, PartialResponse]:
+        """The responses that are being generated and have tokens, by their requests' seeds; none of an environment."""
+        found = {}
+        for name, response in partial_responses(self.engine).items():
+            request = self._under_way.get(name)
+            if request is not None and request.start is None:
+                found[request.seed] = joined(request.begun, response)
+        return found
 
     async def update_weights(self, payload: np.ndarray, version: int) -> None:
         """Load `payload` (see `pack_weights`); samples of this engine carry `version` from the next token on.
@@ -229,7 +258,8 @@ class RolloutWorker:
     async def begin_update(self) -> None:
         """Pause requests in flight and prepare for new weights."""
         self._update_began = time.time()
-        await self._answer("hold its requests", self.engine.pause_generation(mode="keep", clear_cache=True))
+        clear = self.config.kv_cache_after_update == "recompute"
+        await self._answer("hold its requests", self.engine.pause_generation(mode="keep", clear_cache=clear))
         await self._answer("make ready for new weights", self.engine.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
@@ -365,22 +395,23 @@ def _as_turn(output: "RequestOutput") -> Turn:
         ids=np.asarray(completion.token_ids, dtype=np.int32),
         log_probs=np.asarray(completion.logprobs.logprobs, dtype=np.float32),  # flat: one a token, the sampled one's
         finish_reason=reason,
-        versions=tuple(int(span.version) for span in completion.weight_versions),
+        versions=token_versions(completion.weight_versions),
         read_tokens=len(output.prompt_token_ids or ()),
         cached_tokens=output.num_cached_tokens or 0,
     )
 
 
 def _success(request: SampleRequest, episode: Episode, reason: str, environment: Score | None = None) -> Sample:
-    oldest, newest = episode.versions
+    versions = episode.version_tokens
     result = SampleResult(
         request.uid,
         request.sample,
         episode.prompt_tokens,
         episode.response_tokens,
         reason,
-        oldest,
-        newest_weight_version=newest,
+        versions[0][0],
+        newest_weight_version=versions[-1][0],
+        version_tokens=versions,
         turns=len(episode.turns),
         observation_tokens=episode.observation_tokens,
         prompt_hash=episode.prompt_hash,

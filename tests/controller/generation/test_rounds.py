@@ -18,7 +18,7 @@ from tests.end_to_end.processes import living
 from workers.config import RolloutConfig, SamplingConfig
 from workers.errors import LostError, RolloutError
 from workers.remote_batch import TokenBlock
-from workers.rollout.requests import ERROR, SampleRequest, SampleResult
+from workers.rollout.requests import ERROR, PartialResponse, SampleRequest, SampleResult
 
 
 @ray.remote(num_cpus=0, max_concurrency=1000)
@@ -81,6 +81,9 @@ class ScriptedEngine:
 
     async def alive(self) -> None:
         pass
+
+    async def partial_responses(self) -> dict[int, PartialResponse]:
+        return {}
 
     async def health(self) -> None:
         self.asked += 1

@@ -1,5 +1,7 @@
 """The router as a state machine: nothing lost, nothing twice, bounds hold; and its single decisions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -8,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from controller.generation.router import Router
 from workers.errors import DataError
-from workers.rollout.requests import ERROR, SampleRequest, SampleResult
+from workers.rollout.requests import ERROR, PartialResponse, SampleRequest, SampleResult
 
 MAX_CONCURRENT, MAX_RETRIES, REPLICAS = 3, 2, 4
 
@@ -69,7 +71,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
         replica = data.draw(st.sampled_from(sorted(set(range(REPLICAS)) - self.lost)))
-        self.router.replica_lost(replica)
+        self.router.replica_lost(replica, {})
         self.lost.add(replica)
         self.at = {name: where for name, where in self.at.items() if where != replica}
 
@@ -150,7 +152,7 @@ def test_a_lost_replica_costs_no_retry_and_its_requests_go_first() -> None:
     router = Router(2, max_concurrent=1, max_retries=0)
     router.submit([request(name) for name in "abc"])
     router.assign({0, 1})
-    router.replica_lost(0)
+    router.replica_lost(0, {})
     router.finished(1, success("b"))
     assert [r.uid for r in router.assign({1})[1]] == ["a"]
     assert router.dropped == []
@@ -161,3 +163,20 @@ def test_the_same_sample_twice_is_refused_by_name() -> None:
     router = Router(1, max_concurrent=1, max_retries=0)
     with pytest.raises(DataError, match=r"sample 3 of prompt 'a'"):
         router.submit([request("a", 3), request("a", 3)])
+
+
+def test_a_lost_replicas_requests_go_on_after_what_is_known_of_their_responses() -> None:
+    router = Router(1, max_concurrent=2, max_retries=0)
+    router.submit([replace(request(name), seed=seed) for seed, name in enumerate("ab")])
+    router.assign({0})
+    begun = PartialResponse(np.array([7], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32))
+    router.replica_lost(0, {1: begun})
+    assert [again.begun for again in router.assign({0})[0]] == [None, begun]
+
+
+def test_a_request_that_failed_goes_before_those_of_less_priority() -> None:
+    router = Router(1, max_concurrent=1, max_retries=1)
+    router.submit([replace(request(name), priority=priority) for priority, name in enumerate("abc")])
+    router.assign({0})
+    router.failed(0, failure("a"))
+    assert [router.assign({0})[0][0].uid, router.waiting] == ["a", 2]

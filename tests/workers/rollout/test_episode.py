@@ -24,7 +24,8 @@ def ids(*numbers: int) -> np.ndarray:
 
 
 def turn(*numbers: int, reason: str = STOP, versions: tuple[int, ...] = (0,)) -> Turn:
-    return Turn(ids(*numbers), -np.arange(1.0, len(numbers) + 1, dtype=np.float32), reason, versions)
+    log_probs = -np.arange(1.0, len(numbers) + 1, dtype=np.float32)
+    return Turn(ids(*numbers), log_probs, reason, np.resize(ids(*versions), len(numbers)))
 
 
 def test_a_row_marks_what_the_policy_sampled_and_only_that() -> None:
@@ -40,9 +41,11 @@ def test_a_row_marks_what_the_policy_sampled_and_only_that() -> None:
         "input_ids": np.int32,
         "loss_mask": np.bool_,
         "rollout_log_probs": np.float32,
+        "weight_versions": np.int32,
     }
+    assert row["weight_versions"].tolist() == [-1, -1, 3, 4, -1, -1, -1, 4, 5]
     assert (episode.prompt_tokens, episode.response_tokens, episode.observation_tokens) == (2, 4, 3)
-    assert (episode.room, episode.versions) == (3, (3, 5))
+    assert (episode.room, episode.version_tokens) == (3, ((3, 1), (4, 2), (5, 1)))
 
 
 def test_equal_prompts_have_equal_hashes_in_every_process() -> None:

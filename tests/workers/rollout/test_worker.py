@@ -1,6 +1,7 @@
 """A real engine: what it returns, what it refuses, and what becomes of its weights."""
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -21,7 +22,7 @@ from tests.workers.rollout.conftest import (
 )
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import RolloutError
-from workers.rollout.requests import ERROR, LENGTH, STOP, SampleRequest, SampleResult
+from workers.rollout.requests import ERROR, LENGTH, STOP, PartialResponse, SampleRequest, SampleResult
 from workers.rollout.weight_transfer import pack_weights
 from workers.rollout.worker import RolloutWorker
 
@@ -39,6 +40,7 @@ def test_rows_hold_prompt_and_response_and_say_which_is_which(engines: Engines) 
             "input_ids": (np.int32, tokens),
             "loss_mask": (np.bool_, tokens),
             "rollout_log_probs": (np.float32, tokens),
+            "weight_versions": (np.int32, tokens),
         }
         np.testing.assert_array_equal(row["input_ids"][~row["loss_mask"]], request.prompt_ids)
         assert row["loss_mask"].sum() == result.response_tokens > 0
@@ -191,6 +193,54 @@ def test_requests_in_flight_outlive_an_update_and_carry_the_version_that_they_be
     assert {result.weight_version for result in finished.results} == {before}
     afterwards = engines.sample(requests_for(4, samples=1))
     assert {result.weight_version for result in afterwards.results} == {engines.version}
+
+
+def test_every_token_has_the_log_prob_of_the_weights_that_sampled_it(engines: Engines) -> None:
+    """A sample goes on through two updates: its earlier tokens are read again by the new weights, and not changed."""
+    models = {engines.load(tiny.random_model(seed)): tiny.random_model(seed) for seed in (7,)}
+    waiting = [8, 9]
+
+    def update(results: list[SampleResult], _: object) -> None:
+        if waiting:
+            seed = waiting.pop(0)
+            models[engines.load(tiny.random_model(seed))] = tiny.random_model(seed)
+
+    finished = engines.rollouts.generate(requests_for(32, samples=4), LONG, on_results=update)
+    assert max(len(result.version_tokens) for result in finished.results) == 3
+    for result, row in rows_of(finished):
+        versions = row["weight_versions"][row["loss_mask"]]
+        assert tuple(zip(*map(np.ndarray.tolist, np.unique(versions, return_counts=True)), strict=True)) == (
+            result.version_tokens
+        )
+        for version, _ in result.version_tokens:
+            sampled = row["weight_versions"] == version
+            expected = tiny.log_probs(models[version], row["input_ids"], 1.0)[sampled]
+            np.testing.assert_allclose(row["rollout_log_probs"][sampled], expected, atol=LOG_PROB_TOLERANCE)
+
+
+def test_a_response_that_was_begun_goes_on_after_its_first_tokens(engines: Engines) -> None:
+    old, new = tiny.random_model(7), tiny.random_model(8)
+    before = engines.load(old)
+    parts: dict[int, PartialResponse] = {}
+
+    def look(results: list[SampleResult], _: object) -> None:
+        parts.update(parts or engines.call("partial_responses"))
+
+    requests = requests_for(32, samples=4)
+    engines.rollouts.generate(requests, LONG, on_results=look)
+    assert parts and all(len(part.ids) == len(part.log_probs) == len(part.versions) for part in parts.values())
+    after = engines.load(new)
+    begun = [replace(request, begun=parts[request.seed]) for request in requests if request.seed in parts]
+    by_key = {request.key: parts[request.seed] for request in begun}
+    for result, row in rows_of(engines.rollouts.generate(begun, LONG)):
+        part = by_key[result.key]
+        response = {name: column[result.prompt_tokens :] for name, column in row.items()}
+        np.testing.assert_array_equal(response["input_ids"][: len(part.ids)], part.ids)
+        np.testing.assert_array_equal(response["rollout_log_probs"][: len(part.ids)], part.log_probs)
+        assert result.version_tokens == ((before, len(part.ids)), (after, result.response_tokens - len(part.ids)))
+        assert result.response_tokens <= LONG.max_new_tokens
+        expected = tiny.log_probs(new, row["input_ids"], 1.0)[result.prompt_tokens + len(part.ids) :]
+        np.testing.assert_allclose(response["rollout_log_probs"][len(part.ids) :], expected, atol=LOG_PROB_TOLERANCE)
 
 
 def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(ray_session: None, tiny_model_path) -> None:

@@ -1,0 +1,93 @@
+"""Samples in a file: their tokens, log-probs, versions of weights, results and scores.
+
+step-30.npz    finished.NAME, partial.NAME: rows one after another, with offsets | records: JSON of results and scores
+
+Compressed, and read without pickle: what a file holds is numbers and text.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controller.observability.metrics import writing
+from workers.remote_batch import TokenBlock
+from workers.rollout.requests import PartialResponse, SampleResult
+from workers.score import Score
+
+
+@dataclass(frozen=True)
+class FinishedSample:
+    """A result with its row of tokens (see `RolloutWorker.generate`), and its score if it has one yet. A sample that
+    was given up has no row."""
+
+    result: SampleResult
+    row: dict[str, np.ndarray]
+    score: Score | None
+
+
+@dataclass(frozen=True)
+class StoredSamples:
+    """The content of a file. partial: by seed."""
+
+    finished: list[FinishedSample] = field(default_factory=list)
+    partial: dict[int, PartialResponse] = field(default_factory=dict)
+
+
+def write_samples(path: Path, samples: StoredSamples) -> None:
+    """Write a file that replaces `path` when it is complete. Raises OutputError."""
+    with_rows = [sample for sample in samples.finished if sample.row]
+    records = {
+        "finished": [_record(sample) for sample in samples.finished],
+        "partial": list(samples.partial),
+    }
+    arrays = {"records": np.frombuffer(json.dumps(records).encode(), dtype=np.uint8)}
+    arrays |= _packed("finished", [sample.row for sample in with_rows])
+    arrays |= _packed("partial", [vars(response) for response in samples.partial.values()])
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begun = path.with_suffix(".part.npz")
+        np.savez_compressed(begun, **arrays)  # type: ignore[arg-type]
+        begun.replace(path)
+
+
+def read_samples(path: Path) -> StoredSamples:
+    """The content of a file. Raises OSError or ValueError for one that is missing or broken."""
+    with np.load(path, allow_pickle=False) as arrays:
+        records = json.loads(arrays["records"].tobytes())
+        rows = iter(_unpacked("finished", arrays))
+        finished = [_finished(record, rows) for record in records["finished"]]
+        partial = [PartialResponse(**row) for row in _unpacked("partial", arrays)]
+        return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)))
+
+
+def _record(sample: FinishedSample) -> dict[str, Any]:
+    score = None if sample.score is None else asdict(sample.score)
+    return {"result": asdict(sample.result), "score": score}
+
+
+def _finished(record: Mapping[str, Any], rows: Iterable[dict[str, np.ndarray]]) -> FinishedSample:
+    values = dict(record["result"])
+    environment = values.pop("environment")
+    versions = tuple((version, tokens) for version, tokens in values.pop("version_tokens"))
+    result = SampleResult(**values, version_tokens=versions, environment=_score(environment))
+    row = next(iter(rows)) if result.row >= 0 else {}
+    return FinishedSample(result, row, _score(record["score"]))
+
+
+def _score(values: Mapping[str, Any] | None) -> Score | None:
+    return None if values is None else Score(**values)
+
+
+def _packed(name: str, rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    block = TokenBlock.from_rows(rows)
+    return {f"{name}.offsets": block.offsets} | {f"{name}.{column}": values for column, values in block.columns.items()}
+
+
+def _unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    columns = {key.removeprefix(f"{name}."): arrays[key] for key in arrays if key.startswith(f"{name}.")}
+    block = TokenBlock(columns.pop("offsets"), columns)
+    return [block.row(index) for index in range(len(block))]
