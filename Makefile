@@ -57,6 +57,7 @@ bench: setup
 	$(WARM_START)
 	$(BIN)/python -m tests.benchmarks.step --output docs/step-benchmark.md
 	$(BIN)/python -m tests.benchmarks.prefixes --output docs/prefixes-benchmark.md
+	$(BIN)/python -m tests.benchmarks.schedule --output docs/schedule-benchmark.md --picture docs/schedule.png
 
 docs: setup
 	$(BIN)/python -m controller.config.settings_page > docs/settings.md

@@ -11,8 +11,9 @@ numbers that begins at the oldest group not yet taken: a younger group may pass 
 (windowed FIFO; MiniMax, Forge, arXiv 2605.26494, section 6.2.4).
 
 Invariants: every group is admitted once, and taken once or released; none is dropped for its age; the age of a group
-when it is taken, in versions of the weights since its admission, is at most `max_age` = S + ceil((W - 1) / P); while
-fewer than P groups can be taken, another one is running or can be admitted.
+when it is taken, in versions of the weights since its admission, is at most `max_age` = S + ceil((W - 1) / P), and 0
+where S is 0; while steps are left and no P groups can be taken, one is running or can be admitted, or a step that was
+taken has yet to be published.
 
 Why the age is bounded: when a group is admitted at most B - 1 others are active, and at most W - 1 younger ones are
 taken before it. So at most floor((B + W - 2) / P) = S + ceil((W - 1) / P) whole steps are taken between its admission
@@ -22,6 +23,7 @@ bound would be one more.
 Decides only; no I/O, no Ray, no clock.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -57,6 +59,8 @@ class Staleness:
     @property
     def max_age(self) -> int:
         """The largest age at which a group is taken, in versions of the weights."""
+        if self.max_staleness == 0:
+            return 0  # a step takes every active group: no younger one goes first
         return self.max_staleness + ceil((self.window_groups - 1) / self.prompts_per_step)
 
 
@@ -70,6 +74,7 @@ class Schedule:
         self.admitted = admitted
         self._states = dict.fromkeys(sorted(active), GroupState.RUNNING)
         self._to_take = steps * settings.prompts_per_step
+        self._unpublished: deque[list[int]] = deque()
 
     def state(self, group: int) -> GroupState | None:
         """State of the group; None if it is not active."""
@@ -100,28 +105,23 @@ class Schedule:
 
     def take(self) -> list[int]:
         """The groups of the next step, oldest first; empty while fewer than P can be taken."""
-        waiting = self.in_state(GroupState.RUNNING, GroupState.READY)
-        taken: list[int] = []
-        while waiting and len(taken) < self.settings.prompts_per_step:
-            end = waiting[0] + self.settings.window_groups
-            ready = next((group for group in waiting if group < end and self._is_ready(group)), None)
-            if ready is None:
-                return []
-            waiting.remove(ready)
-            taken.append(ready)
-        if len(taken) < self.settings.prompts_per_step:
+        size, running = self.settings.prompts_per_step, self.in_state(GroupState.RUNNING)
+        ready = self.in_state(GroupState.READY)
+        if running:  # the window cannot move beyond the oldest of them
+            ready = [group for group in ready if group < running[0] + self.settings.window_groups]
+        if len(ready) < size:
             return []
+        taken = ready[:size]
         self._states |= dict.fromkeys(taken, GroupState.TRAINING)
-        self._to_take -= len(taken)
-        return sorted(taken)
+        self._unpublished.append(taken)
+        self._to_take -= size
+        return taken
 
     def published(self) -> None:
-        """Every engine has the weights that the last step made."""
-        for group in self.in_state(GroupState.TRAINING):
-            del self._states[group]
-
-    def _is_ready(self, group: int) -> bool:
-        return self._states[group] is GroupState.READY
+        """Every engine has the weights that the oldest step made which was taken and not yet published."""
+        if self._unpublished:
+            for group in self._unpublished.popleft():
+                del self._states[group]
 
     def _expect(self, group: int, state: GroupState) -> None:
         found = self.state(group)

@@ -1,0 +1,140 @@
+"""What the schedule buys: generation and training as events, under our schedule and under others.
+
+    python -m tests.benchmarks.schedule [--seeds 5] [--output docs/schedule-benchmark.md] [--picture docs/schedule.png]
+
+Nothing is generated and no clock is read: the same command writes the same page on every machine (`simulator.py`).
+"""
+
+import argparse
+from pathlib import Path
+from textwrap import fill
+
+from tests.benchmarks.balancing.table import Table
+from tests.benchmarks.schedule.picture import draw
+from tests.benchmarks.schedule.rows import SYNCHRONOUS, Result, Row, compared, measured, windowed
+from tests.benchmarks.schedule.simulator import Workload
+
+HEADER = """# Generation ahead of training
+
+Made by `python -m tests.benchmarks.schedule --output docs/schedule-benchmark.md --picture docs/schedule.png`.
+
+{described}
+
+![When the trainer is busy, and how full the engines are](schedule.png)
+
+"""
+DESCRIBED = """It is a simulation: {engines} engines of {slots} samples, which decode a token of each in {a} + {c} x
+samples seconds; a trainer of {train_tokens_per_second:,.0f} tokens/s; updates of the weights of {update_seconds:.0f} s,
+in which both wait. Steps of {prompts_per_step} groups of {samples}; lengths of responses are log-normal, median
+{median_length:,}, sigma {sigma}, at most {longest:,} tokens, and the same in every row. Medians of {seeds} seeds. Our
+rows are decided by the class that runs use (`controller/generation/schedule.py`). The picture has the first minutes
+after step {skipped} of one seed."""
+COMPARED = (
+    "samples/s",
+    "tokens/s",
+    "trainer busy",
+    "mean length, all",
+    "mean length, steady",
+    "99th percentile",
+    "mean age",
+    "oldest",
+    "its bound",
+    "groups discarded",
+    "tokens wasted",
+)
+NOTE = """Speeds are relative to the synchronous run. They and the trainer's busy share are of the steady part: all
+steps but the first and the last {skipped} of {steps}. Every run is made to its end, so that all {groups:,} prompts are
+either trained or discarded; mean and 99th percentile of the trained lengths are over those of all prompts, which is 1
+by construction where nothing is discarded. `steady` tells whether long responses are put off until the end: the mean of
+what the steady part trained, over that of the prompts from its oldest group to the oldest of the step after it. Ages
+are of groups when they are taken, in versions of the weights since their admission; the oldest is over all seeds.
+Tokens wasted are of all that were decoded."""
+
+
+def filled(text: str, **values: object) -> str:
+    """A paragraph of the page."""
+    return fill(text.format(**values), 120, break_on_hyphens=False, break_long_words=False)
+
+
+def cells(row: Row, result: Result, synchronous: Result) -> list[str]:
+    """A line of the table of schedules."""
+    return [
+        row.name,
+        f"{result.samples_per_second / synchronous.samples_per_second:.2f}x",
+        f"{result.tokens_per_second / synchronous.tokens_per_second:.2f}x",
+        f"{result.trainer_busy:.0%}",
+        f"{result.mean_length:.3f}",
+        f"{result.steady_length:.3f}",
+        f"{result.long_length:.3f}",
+        f"{result.mean_age:.2f}",
+        f"{result.oldest}",
+        f"{row.bound}",
+        f"{result.discarded:.1%}" if result.discarded else "0",
+        f"{result.wasted:.1%}" if result.wasted else "0",
+    ]
+
+
+def schedules(workload: Workload, seeds: range) -> Table:
+    """All of them on one workload."""
+    results = {row.name: measured(row, workload, seeds) for row in compared(workload)}
+    synchronous = results[SYNCHRONOUS]
+    rows = [cells(row, results[row.name], synchronous) for row in compared(workload)]
+    note = filled(NOTE, skipped=Result.SKIPPED, steps=workload.steps, groups=workload.groups)
+    return Table("Schedules", ["schedule", *COMPARED], rows, note)
+
+
+def settings_table(workload: Workload, seeds: range) -> Table:
+    """Speed and ages over S and f."""
+    synchronous = measured(compared(workload)[0], workload, seeds)
+    lines = []
+    for window in (0.01, 0.1, 0.3, 0.5, 1.0):
+        line = [f"{window}"]
+        for staleness in (1, 2, 3):
+            row = windowed(workload, staleness, window)
+            result = measured(row, workload, seeds)
+            speed = result.tokens_per_second / synchronous.tokens_per_second
+            line.append(f"{speed:.2f}x, {result.mean_age:.1f} / {result.oldest} / {row.bound}")
+        lines.append(line)
+    note = "Tokens/s over the synchronous run; mean age / oldest / bound."
+    return Table("Staleness S and window f", ["f", "S = 1", "S = 2", "S = 3"], lines, note)
+
+
+def tails_table(seeds: range) -> Table:
+    """Speed over the spread of lengths and the speed of training."""
+    lines = []
+    for sigma in (0.5, 1.0, 1.5):
+        line = [f"{sigma}"]
+        for speed in (7_000.0, 14_000.0, 28_000.0):
+            workload = Workload(sigma=sigma, train_tokens_per_second=speed)
+            synchronous, ours = (
+                measured(row, workload, seeds) for row in (compared(workload)[0], windowed(workload, 2, 0.3))
+            )
+            line.append(f"{ours.tokens_per_second / synchronous.tokens_per_second:.2f}x, {ours.trainer_busy:.0%}")
+        lines.append(line)
+    note = "S = 2, f = 0.3: tokens/s over the synchronous run, and the trainer's busy share, by the trainer's tokens/s."
+    return Table("Other lengths, other trainers", ["sigma", "7,000", "14,000", "28,000"], lines, note)
+
+
+def main() -> None:
+    """Simulate all and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--picture", type=Path)
+    arguments = parser.parse_args()
+    workload, seeds = Workload(), range(arguments.seeds)
+    if arguments.picture:
+        draw(workload, arguments.picture)
+    described = filled(DESCRIBED, **vars(workload), seeds=arguments.seeds, skipped=Result.SKIPPED)
+    page = HEADER.format(described=described)
+    page += "\n".join(
+        table.markdown()
+        for table in (schedules(workload, seeds), settings_table(workload, seeds[:3]), tails_table(seeds[:3]))
+    )
+    if arguments.output:
+        arguments.output.write_text(page, encoding="utf-8")
+    print(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""The schedule: what it promises over random runs, that the bound is reached, and its single moves."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.generation.schedule import GroupState, Schedule, Staleness
+
+Due = Callable[[Random, float, int], float]
+
+# When a group ends: from its run's random numbers, the time now and its number. The least is next.
+FINISH_ORDERS: dict[str, Due] = {
+    "any": lambda random, now, group: random.random(),
+    "admitted": lambda random, now, group: group,
+    "long tail": lambda random, now, group: now + random.lognormvariate(0.0, 2.0),
+    "oldest last": lambda random, now, group: -group,
+    "one in eight last": lambda random, now, group: now + (1e6 if group % 8 == 7 else random.random()),
+}
+
+
+@dataclass
+class Books:
+    """What a run has done, kept beside the schedule. admitted_at: versions. steps: the groups of each step taken."""
+
+    admitted_at: dict[int, int] = field(default_factory=dict)
+    released: set[int] = field(default_factory=set)
+    steps: list[list[int]] = field(default_factory=list)
+    published: int = 0
+
+    @property
+    def active(self) -> list[int]:
+        """Admitted, not released, and not in a step that is published."""
+        gone = self.released.union(*self.steps[: self.published])
+        return [group for group in self.admitted_at if group not in gone]
+
+    @property
+    def trained(self) -> list[int]:
+        """The groups of all steps."""
+        return [group for step in self.steps for group in step]
+
+    def saved(self) -> "Books":
+        """As a checkpoint has them: with the steps whose weights are published."""
+        return Books(dict(self.admitted_at), set(self.released), self.steps[: self.published], self.published)
+
+
+class Run:
+    """A run with random events, which checks every answer of its schedule.
+
+    release: probability that a group gives no signal. unpublished: steps that may wait for publication at once.
+    prompt: probability of a publication, where one is due, before anything else. losses: of an engine or of the whole
+    run, a probability for each event.
+    """
+
+    def __init__(
+        self,
+        settings: Staleness,
+        steps: int,
+        random: Random,
+        due: Due,
+        *,
+        release: float = 0.0,
+        unpublished: int = 1,
+        prompt: float = 1.0,
+        losses: float = 0.0,
+    ) -> None:
+        self.settings, self.steps, self.random, self.due = settings, steps, random, due
+        self.release, self.unpublished, self.prompt, self.losses = release, unpublished, prompt, losses
+        self.schedule, self.books, self.checkpoint = Schedule(settings, steps), Books(), Books()
+        self.now, self.ends, self.oldest = 0.0, {}, 0
+
+    def to_the_end(self) -> "Run":
+        """Make all steps."""
+        while self.books.published < self.steps:
+            if self.random.random() < self.losses:
+                self.random.choice((self.lose_an_engine, self.resume_from_a_checkpoint))()
+            self.admit()
+            self.random_event()
+        assert not self.schedule.admit(), "more is generated than is trained"
+        trained, released = self.books.trained, self.books.released
+        assert len(trained) == self.steps * self.settings.prompts_per_step
+        assert sorted([*trained, *released]) == list(range(len(self.books.admitted_at))), "each once, none is left over"
+        return self
+
+    def admit(self) -> None:
+        """What there is room for."""
+        new = self.schedule.admit()
+        for group in new:
+            assert group == len(self.books.admitted_at), "each is admitted once, in the order of the prompts"
+            self.books.admitted_at[group] = self.books.published
+            self.ends[group] = self.due(self.random, self.now, group)
+        assert not new or len(self.books.active) <= self.settings.capacity
+
+    def random_event(self) -> None:
+        """One of those that are possible: there is always one."""
+        waiting = len(self.books.steps) - self.books.published
+        if waiting and self.random.random() < self.prompt:
+            self.publish()
+        elif not (waiting < self.unpublished and self.take()) and not self.finish():
+            assert waiting, f"deadlock: {self.schedule.in_state(*GroupState)} after {self.books}"
+            self.publish()
+
+    def take(self) -> bool:
+        """Train on the next step, if it can be taken."""
+        taken = self.schedule.take()
+        if not taken:
+            return False
+        assert len(taken) == self.settings.prompts_per_step
+        assert taken == sorted(set(taken)) and not {*taken} & {*self.books.trained, *self.books.released}
+        ages = [len(self.books.steps) - self.books.admitted_at[group] for group in taken]
+        self.oldest = max(self.oldest, *ages)
+        assert self.oldest <= self.settings.max_age
+        self.books.steps.append(taken)
+        return True
+
+    def finish(self) -> bool:
+        """The running group that is due ends."""
+        running = self.schedule.in_state(GroupState.RUNNING)
+        if not running:
+            return False
+        group = min(running, key=self.ends.__getitem__)
+        self.now = max(self.now, self.ends[group])
+        if self.random.random() < self.release:
+            self.schedule.released(group)
+            self.books.released.add(group)
+        else:
+            self.schedule.finished(group)
+        return True
+
+    def publish(self) -> None:
+        """The weights of the oldest step that waits for it; sometimes with a checkpoint."""
+        self.schedule.published()
+        self.books.published += 1
+        if self.random.random() < 0.5:
+            self.checkpoint = self.books.saved()
+
+    def lose_an_engine(self) -> None:
+        """A third of the running groups begin again."""
+        lost = self.random.randrange(3)
+        for group in self.schedule.in_state(GroupState.RUNNING):
+            if group % 3 == lost:
+                self.ends[group] = self.due(self.random, self.now, group)
+
+    def resume_from_a_checkpoint(self) -> None:
+        """The last one, or one of this moment."""
+        self.books = self.random.choice((self.books, self.checkpoint)).saved()
+        books = self.books
+        left = self.steps - books.published
+        self.schedule = Schedule(self.settings, left, admitted=len(books.admitted_at), active=books.active)
+
+
+def random_run(seed: int) -> Run:
+    """A run of up to 7 steps of up to 5 groups, with a random way to go wrong."""
+    random = Random(seed)
+    settings = Staleness(random.randint(1, 5), random.randint(0, 3), random.choice((0.05, 0.3, 0.5, 0.8, 1.0)))
+    return Run(
+        settings,
+        random.randint(1, 7),
+        random,
+        random.choice(list(FINISH_ORDERS.values())),
+        release=random.choice((0.0, 0.0, 0.1, 0.4)),
+        unpublished=random.choice((1, 1, 2, 3)),
+        prompt=random.choice((1.0, 0.5, 0.05)),
+        losses=random.choice((0.0, 0.0, 0.02, 0.1)),
+    )
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(10_000), pytest.param(range(10_000, 110_000), marks=pytest.mark.slow)], ids=len
+)
+def test_every_group_is_trained_once_within_its_age_and_no_run_stands_still(seeds: range) -> None:
+    for seed in seeds:
+        try:
+            random_run(seed).to_the_end()
+        except (AssertionError, ValueError) as error:
+            raise AssertionError(f"random_run({seed})") from error
+
+
+SETTINGS = [
+    Staleness(prompts, staleness, window)
+    for prompts in (1, 2, 3, 8)
+    for staleness in (0, 1, 2, 3)
+    for window in (0.01, 0.3, 0.7, 1.0)
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_bound_of_the_age_is_reached(settings: Staleness) -> None:
+    """By the youngest of the first groups, if it is last of all."""
+    slow = settings.capacity - 1
+    run = Run(settings, 8 + settings.max_age, Random(0), lambda random, now, group: 1e6 if group == slow else group)
+    assert run.to_the_end().oldest == settings.max_age
+
+
+def by_the_book(states: dict[int, GroupState], settings: Staleness) -> list[int]:
+    """The rule of the module's head, a group at a time: the oldest ready of the W numbers from the oldest not taken."""
+    left, taken = dict(states), []
+    while left and len(taken) < settings.prompts_per_step:
+        end = min(left) + settings.window_groups
+        ready = [group for group, state in left.items() if group < end and state is GroupState.READY]
+        if not ready:
+            return []
+        taken.append(min(ready))
+        del left[min(ready)]
+    return taken if len(taken) == settings.prompts_per_step else []
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.floats(0.01, 1.0), st.sets(st.integers(0, 40)), st.data())
+def test_a_step_takes_what_the_rule_says(
+    prompts: int, staleness: int, window: float, active: set[int], data: st.DataObject
+) -> None:
+    settings = Staleness(prompts, staleness, window)
+    schedule = Schedule(settings, 9, admitted=41, active=active)
+    for group in sorted(active):
+        if data.draw(st.booleans()):
+            schedule.finished(group)
+    expected = by_the_book({group: schedule.state(group) for group in active}, settings)
+    assert schedule.take() == expected
+
+
+def finished(schedule: Schedule, groups: Sequence[int]) -> None:
+    for group in groups:
+        schedule.finished(group)
+
+
+def test_with_no_staleness_a_step_is_admitted_whole_and_nothing_before_its_weights_are_published() -> None:
+    schedule = Schedule(Staleness(3, 0, 0.9), steps=2)
+    assert schedule.admit() == [0, 1, 2]
+    finished(schedule, [2, 1])
+    assert schedule.take() == [], "waits for its slowest"
+    finished(schedule, [0])
+    assert schedule.take() == [0, 1, 2]
+    assert schedule.admit() == [], "its groups are active until the new weights are there"
+    schedule.published()
+    assert schedule.admit() == [3, 4, 5]
+    assert schedule.settings.max_age == 0
+
+
+def test_generation_goes_on_during_training() -> None:
+    schedule = Schedule(Staleness(2, 1, 0.3), steps=5)
+    assert schedule.admit() == [0, 1, 2, 3]
+    finished(schedule, [0, 1])
+    assert schedule.take() == [0, 1]
+    assert schedule.in_state(GroupState.RUNNING) == [2, 3]
+
+
+def test_a_slow_group_is_passed_only_within_the_window() -> None:
+    schedule = Schedule(Staleness(2, 3, 0.5), steps=9)  # B = 8, W = 4
+    schedule.admit()
+    finished(schedule, [4, 5, 6, 7])
+    assert schedule.take() == [], "of the four from group 0 none is ready"
+    finished(schedule, [3])
+    assert schedule.take() == []
+    finished(schedule, [1])
+    assert schedule.take() == [1, 3]
+
+
+def test_the_window_does_not_move_while_its_oldest_group_runs() -> None:
+    schedule = Schedule(Staleness(1, 3, 0.5), steps=9)  # B = 4, W = 2
+    schedule.admit()
+    finished(schedule, [1, 2, 3])
+    assert schedule.take() == [1]
+    assert schedule.take() == []
+    finished(schedule, [0])
+    assert [schedule.take(), schedule.take(), schedule.take()] == [[0], [2], [3]]
+
+
+def test_the_window_moves_as_the_oldest_are_taken_within_a_step() -> None:
+    schedule = Schedule(Staleness(4, 0, 0.3), steps=1)  # W = 1
+    schedule.admit()
+    finished(schedule, [3, 1, 0, 2])
+    assert schedule.take() == [0, 1, 2, 3]
+
+
+def test_a_released_group_is_replaced_and_never_trained() -> None:
+    schedule = Schedule(Staleness(2, 0, 0.3), steps=1)
+    schedule.admit()
+    schedule.released(0)
+    assert schedule.admit() == [2]
+    finished(schedule, [1, 2])
+    assert schedule.take() == [1, 2]
+    assert schedule.admit() == []
+
+
+def test_a_released_group_is_replaced_during_training() -> None:
+    schedule = Schedule(Staleness(2, 2, 0.3), steps=2)
+    schedule.admit()
+    finished(schedule, [0, 1])
+    schedule.take()
+    schedule.released(2)
+    assert schedule.admit() == [4]
+
+
+def test_nothing_is_admitted_that_no_step_would_take() -> None:
+    schedule = Schedule(Staleness(2, 4, 0.3), steps=3)
+    assert schedule.admit() == [0, 1, 2, 3, 4, 5]
+    schedule.released(5)
+    assert schedule.admit() == [6]
+
+
+def test_a_publication_frees_the_slots_of_one_step() -> None:
+    """Of the older of two: a group admitted before the other's publication has one version less."""
+    schedule = Schedule(Staleness(1, 2, 1.0), steps=9)
+    schedule.admit()
+    finished(schedule, [0, 1, 2])
+    assert [schedule.take(), schedule.take()] == [[0], [1]]
+    schedule.published()
+    assert [schedule.state(group) for group in (0, 1)] == [None, GroupState.TRAINING]
+    assert schedule.admit() == [3]
+
+
+def test_a_publication_without_a_step_changes_nothing() -> None:
+    """Such as that of the first weights, or of a checkpoint's."""
+    schedule = Schedule(Staleness(2, 1, 0.3), steps=2)
+    schedule.admit()
+    schedule.published()
+    assert schedule.in_state(GroupState.RUNNING) == [0, 1, 2, 3]
+
+
+def test_a_resumed_run_generates_the_active_groups_again_and_skips_no_prompt() -> None:
+    schedule = Schedule(Staleness(2, 1, 0.3), steps=2, admitted=5, active=[4, 1])
+    assert schedule.in_state(GroupState.RUNNING) == [1, 4]
+    assert schedule.admit() == [5, 6]
+    finished(schedule, [4, 1])
+    assert schedule.take() == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("event", "group", "message"),
+    [
+        ("finished", 7, "group 7 is not active, not running"),
+        ("finished", 0, "group 0 is ready, not running"),
+        ("released", 0, "group 0 is ready, not running"),
+    ],
+)
+def test_an_impossible_event_is_refused(event: str, group: int, message: str) -> None:
+    schedule = Schedule(Staleness(2, 0, 0.3), steps=1)
+    schedule.admit()
+    finished(schedule, [0])
+    with pytest.raises(ValueError, match=message):
+        getattr(schedule, event)(group)
