@@ -7,7 +7,8 @@
 The second check finds what the first cannot: a transfer that loses a weight, or an engine that keeps a packed copy of
 the old one (as vLLM on a CPU does for linear layers and experts), gives equal log-probs as long as no weight changes.
 Both are made before the optimiser's step; an algorithm without a pass of log-probs before it gets one. Samples of older
-weights also differ by what the policy has learned since, so that the bound of rounding does not hold for them.
+weights also differ by what the policy has learned since, so that the bound of rounding does not hold for them. With
+rollout.max_staleness a step may never see samples of its own weights: then the second check has samples of its own.
 """
 
 import math
@@ -52,6 +53,10 @@ class MismatchWatch:
         of_current = bool(np.all(oldest == current) and np.all(newest == current))
         found = Proof.FIRST if current == self._first else Proof.CHANGED
         return found if of_current and found in self._pending else Proof.NONE
+
+    def awaits(self, proof: Proof) -> bool:
+        """Whether the comparison is still to be made."""
+        return proof in self._pending
 
     def judge(self, step: int, metrics: Mapping[str, Metric], proof: Proof = Proof.NONE) -> None:
         """Raise MismatchError, with what to look at, if sampler and trainer differ by more than they may.

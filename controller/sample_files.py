@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.observability.metrics import writing
+from controller.observability.trackers.files import writing
 from workers.remote_batch import TokenBlock
 from workers.rollout.requests import PartialResponse, SampleResult
 from workers.score import Score

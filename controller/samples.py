@@ -3,8 +3,9 @@
 RolloutRound (light results, block references) + scores --assemble--> Rollout
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -44,6 +45,7 @@ class Rollout:
     length (of all), turns (int64), truncated (bool), weight_version, newest_weight_version (int64), seconds (float64,
     of generation); tokens input_ids, loss_mask, rollout_log_probs. by_sample: scores with their rewards, in the order
     of `samples`. failures: why samples have no score of their own. rounds: rounds of generation that it joins.
+    version_tokens: by version of the weights, the number of tokens that they sampled.
     """
 
     samples: RemoteBatch
@@ -52,6 +54,7 @@ class Rollout:
     retried: int
     failures: tuple[str, ...] = ()
     rounds: int = 1
+    version_tokens: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def batch(self) -> RemoteBatch:
@@ -68,6 +71,7 @@ class Rollout:
             sum(found.retried for found in rounds),
             tuple(failure for found in rounds for failure in found.failures),
             sum(found.rounds for found in rounds),
+            _totals([found.version_tokens for found in rounds]),
         )
 
     def with_reward_part(self, name: str, values: np.ndarray, *, weight: float = 1.0) -> "Rollout":
@@ -210,4 +214,18 @@ def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score], *,
         "seconds": np.array([result.seconds for result in found]),
     }
     tokens = {name: TokenColumn(name, tuple(blocks), block, row) for name in TOKEN_COLUMNS}
-    return Rollout(RemoteBatch(columns, tokens), by_sample, len(finished.dropped), finished.retried, tuple(failures))
+    return Rollout(
+        RemoteBatch(columns, tokens),
+        by_sample,
+        len(finished.dropped),
+        finished.retried,
+        tuple(failures),
+        version_tokens=_totals([dict(result.version_tokens) for result in found]),
+    )
+
+
+def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    totals: Counter[int] = Counter()
+    for found in counts:
+        totals.update(found)
+    return dict(totals)

@@ -9,6 +9,7 @@ The driver works on lengths, ids and rewards; tokens stay in the object store (s
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ from controller.config import Config
 from controller.continuous_collector import ContinuousCollector
 from controller.data.prompts import PromptDataset, Prompts
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
-from controller.observability.metrics import staleness, throughput
-from controller.planner import group_numbers, with_group_tokens
+from controller.observability.metrics import staleness, throughput, waiting
+from controller.planner import with_group_tokens
 from controller.samples import Rollout
 from controller.session import Session
 from controller.training_loop import TrainingLoop, prefixed
@@ -36,6 +37,7 @@ from workers.remote_batch import RemoteBatch
 
 # `AdvantageComputer` gives those of the values before the update; after it they have seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
+PROOF_STEP, PROOF_TOKENS = -2, 32  # seeds and length of samples that are compared and not trained
 VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
 
 
@@ -92,7 +94,7 @@ class Trainer(TrainingLoop):
             with record.phase("rollout"):
                 collected = self.collector.collect(step)
                 rollout, batch = collected.rollout, collected.batch
-            metrics = rollout.metrics() | staleness(rollout.batch["weight_version"], self.progress.weight_version)
+            metrics = rollout.metrics() | self.staleness(rollout)
             record.samples(step, rollout)
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
             if len(batch):
@@ -102,6 +104,8 @@ class Trainer(TrainingLoop):
             self.collector.published()
             self.progress.position, self.progress.active = self.collector.position, self.collector.active
         record.timeline.weight_loads(self.roles.take_weight_loads())
+        engines = self.roles.rollouts
+        metrics |= waiting(engines.take_idle_seconds(), engines.queued, record.seconds)
         metrics |= record.times() | throughput(rollout.batch, batch, record.seconds, self.config.batch.epochs)
         metrics["rollout/weight_version"] = float(self.progress.weight_version)
         metrics["checkpoint/failures"] = float(self.checkpoints.failures)
@@ -111,7 +115,8 @@ class Trainer(TrainingLoop):
         """Plan, log-probs, advantages, update with `batch` of the rollout, weights to the engines."""
         record = self.record
         prefixes = self.planner.prefixes(batch, "policy.update")
-        record.writer.lengths(step, lengths=batch["length"], groups=group_numbers(batch), **prefixes)
+        places = batch["uid"].astype(np.int64)  # of their prompts in the stream
+        record.writer.lengths(step, lengths=batch["length"], groups=places, **prefixes)
         batch = batch.with_meta(step=step, steps=self.config.run.steps)
         with record.phase("plan"):
             epochs = [self.planner.draw(batch, step, epoch) for epoch in range(self.config.batch.epochs)]
@@ -134,9 +139,15 @@ class Trainer(TrainingLoop):
         with record.phase("weights"):
             if learns:
                 self.send_weights()
+                self.prove_changed_weights(step)
         # Of a separate log-prob pass and the updates, only the pass compares sampler and trainer at equal weights.
         statistics = mean_statistics(plans, self.config.longest_sequence)
         return metrics | prefixed("balance", statistics) | prefixed("policy", results(updated | mismatch))
+
+    def staleness(self, rollout: Rollout) -> dict[str, float]:
+        """Metrics of the samples' age."""
+        oldest, newest = rollout.batch["weight_version"], rollout.batch["newest_weight_version"]
+        return staleness(oldest, newest, rollout.version_tokens, self.progress.weight_version)
 
     def update_critic(self, batch: RemoteBatch, drawn: list[list[np.ndarray]]) -> dict[str, float]:
         """The critic's optimiser steps, on the policy's mini-batches of every epoch; nothing without a critic."""
@@ -186,6 +197,21 @@ class Trainer(TrainingLoop):
         """New weights to every engine, under the next version."""
         self.progress.weight_version += 1
         self.roles.send_weights(self.progress.weight_version)
+
+    def prove_changed_weights(self, step: int) -> None:
+        """Compare engines and trainer at the first weights that an update has changed, where samples are made ahead.
+
+        Raises MismatchError if they differ by more than rounding.
+        """
+        config = self.config
+        if not config.rollout.max_staleness or not self.mismatch.awaits(Proof.CHANGED):
+            return
+        sampling = config.rollout.sampling
+        sampling = replace(sampling, max_new_tokens=min(PROOF_TOKENS, sampling.max_new_tokens))
+        prompts = self.collector.prompts.take(0, config.batch.prompts_per_step)
+        batch = self.collector.roll_out(prompts, config.rollout.samples_per_prompt, sampling, PROOF_STEP).batch
+        passed = self.roles.policy.log_probs(batch, self.planner.whole(batch, "policy.log_probs"))
+        self.mismatch.judge(step, passed.metrics, Proof.CHANGED)
 
     def validate(self, step: int) -> dict[str, float]:
         """Score responses to the held-out prompts, record and show them; empty without data.validation."""

@@ -158,6 +158,7 @@ class Rollouts(RolloutEngines):
 
     def take_idle_seconds(self) -> float:
         """Seconds since the last call in which engines had no request, mean over engines."""
+        self._count_idle()
         idle, self._idle_s = self._idle_s, 0.0
         return idle / len(self.actors)
 

@@ -136,6 +136,25 @@ ROLLOUT = (
         "mean over samples",
     ),
     Declaration("rollout/staleness_max", "versions", "The same, of the oldest.", "largest"),
+    Declaration(
+        "rollout/versions_per_sample", "versions", "Versions of the weights that a sample spans.", "mean over samples"
+    ),
+    Declaration(
+        "rollout/tokens_of_age_{age}",
+        "share",
+        "Share of the policy's tokens that were sampled with weights so many versions old.",
+        when="tokens of that age",
+    ),
+    Declaration(
+        "rollout/trainer_idle_share", "share", "Share of the step's time in which the trainer waited for samples."
+    ),
+    Declaration(
+        "rollout/engine_idle_share",
+        "share",
+        "Share of the step's time in which an engine had no request.",
+        "mean over engines",
+    ),
+    Declaration("rollout/queued", "requests", "Requests that no engine works on, at the end of the step."),
     Declaration("rollout/weight_version", "version", "Weights that the engines have at the end of the step."),
 )
 

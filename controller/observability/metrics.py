@@ -91,10 +91,33 @@ class RunWriter:
                     closing.callback(lines.close)
 
 
-def staleness(sampled_with: np.ndarray, current: int) -> dict[str, float]:
-    """Age of the samples in weight versions. sampled_with: version of each [B]. current: the policy's version."""
-    age = current - sampled_with
-    return {"rollout/staleness_mean": float(age.mean()), "rollout/staleness_max": float(age.max())}
+def staleness(
+    oldest: np.ndarray, newest: np.ndarray, version_tokens: Mapping[int, int], current: int
+) -> dict[str, float]:
+    """Age of the samples, and of their tokens, in versions of the weights.
+
+    oldest, newest: versions that sampled a token of each [B]. version_tokens: tokens by version. current: the policy's.
+    """
+    age, spanned, tokens = current - oldest, newest - oldest + 1, sum(version_tokens.values())
+    return {
+        "rollout/staleness_mean": float(age.mean()),
+        "rollout/staleness_max": float(age.max()),
+        "rollout/versions_per_sample": float(spanned.mean()),
+        **{f"rollout/tokens_of_age_{current - v}": n / tokens for v, n in sorted(version_tokens.items())},
+    }
+
+
+def waiting(idle_seconds: float, queued: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Shares of the step in which the trainer waited for samples, and engines had none to make.
+
+    idle_seconds: of engines without a request, mean over engines. queued: requests that no engine works on. seconds: by
+    phase.
+    """
+    return {
+        "rollout/trainer_idle_share": seconds["rollout"] / seconds["step"],
+        "rollout/engine_idle_share": min(1.0, idle_seconds / seconds["step"]),
+        "rollout/queued": float(queued),
+    }
 
 
 def throughput(

@@ -9,7 +9,6 @@ An engine on a CPU is a thread of its actor. With --engine-processes it is a pro
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -26,9 +25,10 @@ import numpy as np
 import psutil
 import ray
 
+from controller.observability.run_folder import RunFolder
 from examples.addition import data
 from examples.addition.warm_start import create_model
-from tests.end_to_end.faults import Fault, run_with
+from tests.end_to_end.faults import Fault, RunWithFaults, run_with
 
 SETTINGS = (
     "batch.prompts_per_step=3",
@@ -45,7 +45,7 @@ SETTINGS = (
     "run.max_restarts=1000",
     "tracking.tensorboard=false",
 )
-SAMPLES = 9  # of a step
+SAMPLES, PROMPTS = 9, 3  # of a step
 SHARED_FILE = re.compile(r"/dev/shm/\S+")
 MIB = 2**20
 LEAST_STEPS = 80  # of a process's life, of which the first half goes to filling caches
@@ -119,19 +119,22 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=8, help="steps between two kills, on average")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine-processes", action="store_true", help="engines in processes of their own")
+    parser.add_argument("--max-staleness", type=int, default=0, help="steps for which groups are generated ahead")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.update(SHAPES | (PROCESSES if arguments.engine_processes else {}))
     watch, begun = Watch(random.Random(arguments.seed)), time.monotonic()
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=512 * MIB)
     with tempfile.TemporaryDirectory() as folder:
-        lines, last = soak(Path(folder), arguments.steps, arguments.every, watch)
+        run = soak(Path(folder), arguments.steps, arguments.every, arguments.max_staleness, watch)
+        lines, last = RunFolder(run.config.run_folder).metrics, run.last
+        trained = [places["groups"] for _, places in sorted(RunFolder(run.config.run_folder).columns.items())]
     left = {"named actors": ray.util.list_named_actors()}
     ray.shutdown()
     _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)
     left |= {"processes": [process.name() for process in alive]}
     left |= {"files in /dev/shm that hold 1 MiB or more": sorted(filter(holds_memory, watch.shared_files))}
-    lost, wrong = unaccounted(lines, arguments.steps), problems(watch, left)
+    lost, wrong = unaccounted(lines, trained, arguments.steps), problems(watch, left)
     page = report(arguments, watch, last, left, lost, wrong, time.monotonic() - begun)
     print(page)
     if arguments.output:
@@ -145,23 +148,26 @@ def holds_memory(path: str) -> bool:
     return Path(path).exists() and Path(path).stat().st_blocks * 512 >= MIB
 
 
-def soak(folder: Path, steps: int, every: int, watch: Watch) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The run; returns the lines of metrics.jsonl and the metrics of its last step."""
+def soak(folder: Path, steps: int, every: int, max_staleness: int, watch: Watch) -> RunWithFaults:
+    """The run, at its end."""
     create_model(folder / "model", seed=0)
     data.write(folder / "train.jsonl", 64, seed=1, held_out=False)
     overrides = [*SETTINGS, f"run.steps={steps}", f"run.dir={folder}", f"model.path={folder / 'model'}"]
+    overrides += [f"rollout.max_staleness={max_staleness}"] if max_staleness else []
     # A step that is repeated is not disturbed again: what follows it is another step's.
     faults: dict[int, Fault] = dict.fromkeys(range(1, steps + 1), watch.look)
     for step in range(every, round(steps * (1 - QUIET)), every):
         faults[step + watch.rng.randrange(-2, 3)] = lambda trainer: (watch.look(trainer), watch.kill(trainer))
-    run = run_with([*overrides, f"data.train={folder / 'train.jsonl'}"], faults)
-    text = (run.config.run_folder / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()], run.last
+    return run_with([*overrides, f"data.train={folder / 'train.jsonl'}"], faults)
 
 
-def unaccounted(lines: list[dict[str, Any]], steps: int) -> list[str]:
-    """Steps that metrics.jsonl does not have once and with all of their samples, a sentence each."""
+def unaccounted(lines: list[dict[str, Any]], trained: list[list[int]], steps: int) -> list[str]:
+    """Steps that metrics.jsonl does not have once and with all of their samples, and prompts that lengths.jsonl does
+    not have once with all of theirs, a sentence each."""
     wrong = []
+    counts = Counter(place for places in trained for place in places)
+    if counts != dict.fromkeys(range(steps * PROMPTS), SAMPLES // PROMPTS):
+        wrong.append("lengths.jsonl does not have every prompt in one step with all of its samples.")
     if [line["step"] for line in lines] != list(range(steps + 1)):
         wrong.append("metrics.jsonl does not have every step once.")
     lines = [line for line in lines[1:] if line["rollout/samples"] != SAMPLES]
@@ -188,6 +194,8 @@ def report(
     """The page, in Markdown."""
     apart = arguments.engine_processes
     option, kind = (" --engine-processes", " in processes of their own") if apart else ("", "")
+    if ahead := arguments.max_staleness:
+        option += f" --max-staleness {ahead}"
     killed = ", ".join(f"{count} x {role}" for role, count in sorted(watch.killed.items()))
     rows = [
         f"| {role} | {count} | {largest:,.0f} | {slope:+.3f} |"
@@ -200,12 +208,13 @@ def report(
             "",
             f"Made by `python -m tests.benchmarks.soak --steps {arguments.steps} --every {arguments.every}{option}` "
             f"(`make soak`), seed {arguments.seed}: {arguments.steps} steps of a tiny random model on CPU with two "
-            f"engines{kind}. In the first half something was killed every {arguments.every} steps or so. It took "
-            f"{seconds / 60:.0f} minutes.",
+            f"engines{kind}, rollout.max_staleness={ahead}. In the first half something was killed every "
+            f"{arguments.every} steps or so. It took {seconds / 60:.0f} minutes.",
             "",
             f"- Killed: {killed}. Engines started anew: {last['restarts/engines']:.0f}; goings-on from the last "
             f"checkpoint: {last['restarts/recoveries']:.0f}. Reward workers are started anew by Ray.",
-            f"- Every step is in metrics.jsonl once, with all of its samples: {'no' if lost else 'yes'}.",
+            "- Every step is in metrics.jsonl once, with all of its samples, and every prompt in one step: "
+            f"{'no' if lost else 'yes'}.",
             f"- Left behind when it had ended: {remains}. Most named actors at a time: {watch.most_actors}.",
             "",
             f"Resident memory, without shared pages, of processes that lived for {LEAST_STEPS} steps or more, in the "

@@ -109,6 +109,14 @@ def test_a_mismatch_of_an_update_stops_the_run_before_its_weights_are_sent(local
     assert found.of("weights") == ["weights 0"]
 
 
+def test_the_first_changed_weights_are_proved_though_steps_train_on_older_samples(local_run: Run) -> None:
+    found = local_run("rollout.max_staleness=2")
+    found.engines.update_weights = differing(found, found.engines.update_weights)
+    with pytest.raises(MismatchError, match=r"step 1: log-probs .* at the first weights that an update has changed"):
+        found.trainer.fit()
+    assert len(found.policy.updates) == 1
+
+
 # Critic
 
 
@@ -164,7 +172,7 @@ def test_samples_are_as_old_as_the_steps_that_groups_are_generated_ahead(local_r
     found = local_run("rollout.max_staleness=2", "run.steps=5", *VALIDATION, "validation.every=1")
     outcome = found.trainer.fit()
     assert [step["rollout/staleness_max"] for step in outcome.steps] == [0, 1, 2, 2, 2]
-    assert len(found.of("generate")) == 6  # validations
+    assert len(found.of("generate")) == 1 + 6  # what proves the first changed weights, and validations
 
 
 def test_without_staleness_samples_are_of_the_newest_weights(local_run: Run) -> None:

@@ -157,6 +157,7 @@ class Engines:
         self.slow: set[str] = set()
         self.failing: set[str] = set()
         self._late: list[SampleRequest] = []
+        self._generation: Generation | None = None
 
     def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
         self._generation = Generation(Router(1, 1000, max_retries=0), sampling, on_results)
@@ -164,12 +165,14 @@ class Engines:
 
     @property
     def queued(self) -> int:
-        return self._generation.router.waiting + len(self._late)
+        waiting = self._generation.router.waiting if self._generation else 0
+        return waiting + len(self._late)
 
     def take_idle_seconds(self) -> float:
         return 0.0
 
     def pump(self, timeout_s: float = 0.0) -> bool:
+        assert self._generation is not None
         requests = [*self._late, *self._generation.router.assign([0]).get(0, [])]
         self._late = [request for request in requests if request.uid in self.slow]
         if timeout_s and len(self._late) == len(requests):
