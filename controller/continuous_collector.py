@@ -8,7 +8,7 @@ and reward workers have finished is read by `pump`, which the driver calls while
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from zipfile import BadZipFile
@@ -32,7 +32,7 @@ from controller.sample_files import FinishedSample, StoredSamples, read_samples,
 from controller.samples import Rollout, assemble, with_record_columns
 from workers.errors import RolloutError
 from workers.remote_batch import TokenBlock
-from workers.rollout.requests import SampleResult
+from workers.rollout.requests import PartialResponse, SampleResult
 from workers.score import Score
 
 
@@ -98,10 +98,15 @@ class ContinuousCollector(Collector):
         """Write the samples of these groups, as far as they are there. Raises OutputError."""
         self.read()
         groups = [self._groups[number] for number in numbers if number in self._groups]
-        uids = {group.prompt.uid for group in groups}
-        own = {r.seed for r in self._generation.router.under_way if r.uid in uids}
-        partial = {seed: part for seed, part in self.roles.rollouts.partial_responses().items() if seed in own}
-        write_samples(path, StoredSamples([sample for group in groups for sample in _stored(group)], partial))
+        finished = [sample for group in groups for sample in _stored(group)]
+        write_samples(path, StoredSamples(finished, self._partial({group.prompt.uid for group in groups})))
+
+    def _partial(self, uids: Collection[str]) -> dict[int, PartialResponse]:
+        """What the unfinished responses to these prompts have, by seed."""
+        now = self.roles.rollouts.partial_responses()
+        requests = [request for request in self._generation.router.unfinished if request.uid in uids]
+        found = {request.seed: now.get(request.seed, request.begun) for request in requests}
+        return {seed: response for seed, response in found.items() if response is not None}
 
     def collect(self, step: int) -> Collected:
         """The samples of the groups that the step takes; waits until there are enough of them."""

@@ -72,9 +72,10 @@ class Router:
         return len(self._waiting)
 
     @property
-    def under_way(self) -> list[SampleRequest]:
-        """Requests that a replica works on."""
-        return [ticket.request for replica in self._replicas for ticket in replica.outstanding.values()]
+    def unfinished(self) -> list[SampleRequest]:
+        """Requests that wait or that a replica works on."""
+        outstanding = [ticket for replica in self._replicas for ticket in replica.outstanding.values()]
+        return [ticket.request for ticket in (*outstanding, *self._waiting)]
 
     def outstanding(self, replica: int) -> int:
         """Requests that the replica works on."""

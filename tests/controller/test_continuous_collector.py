@@ -1,13 +1,20 @@
 """Groups that are generated ahead: the real collector and schedule over engines and rewards that answer at once."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from controller import continuous_collector
 from controller.collector import Collected
 from controller.continuous_collector import ContinuousCollector
+from controller.sample_files import read_samples
 from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import RolloutError
+from workers.remote_batch import TokenBlock
+from workers.rollout.requests import PartialResponse
 
 Run = Callable[..., LocalRun]
 AHEAD = ("rollout.max_staleness=1", "rollout.staleness_window=1", "run.steps=4")
@@ -18,6 +25,21 @@ def collector_of(run: LocalRun) -> ContinuousCollector:
     assert isinstance(collector, ContinuousCollector)
     collector.begin()
     return collector
+
+
+class ObjectStore:
+    """`ray.get` and `ray.put`: of blocks that engines made, every row has eight tokens."""
+
+    def __init__(self) -> None:
+        row = {"input_ids": np.arange(8, dtype=np.int32), "loss_mask": np.repeat([False, True], 4)}
+        self.blocks: dict[str, TokenBlock] = {"block": TokenBlock.from_rows([row] * 8)}
+
+    def get(self, ref: str) -> TokenBlock:
+        return self.blocks[ref]
+
+    def put(self, block: TokenBlock) -> str:
+        self.blocks[f"put {len(self.blocks)}"] = block
+        return f"put {len(self.blocks) - 1}"
 
 
 def uids(collected: Collected) -> list[str]:
@@ -105,3 +127,65 @@ def test_what_engines_finish_is_read_while_the_driver_waits_for_the_ranks(local_
     assert meanwhile is not None
     meanwhile()
     assert collector.schedule.take() == [0, 1]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    found = ObjectStore()
+    monkeypatch.setattr(continuous_collector, "ray", found)
+    return found
+
+
+def interrupted(run: LocalRun) -> ContinuousCollector:
+    """After a step, with group 2 begun and group 3 finished."""
+    run.engines.slow = {"2"}
+    collector = collector_of(run)
+    assert uids(collector.collect(1)) == ["0", "1"]
+    collector.published()
+    part = PartialResponse(np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32), np.array([0, 1], np.int32))
+    run.engines.parts = {request.seed: part for request in collector._generation.router.unfinished}
+    return collector
+
+
+def resumed(run: LocalRun, old: ContinuousCollector, samples: str) -> ContinuousCollector:
+    """The collector of another run, from the old one's place."""
+    trainer = run.trainer
+    progress = replace(trainer.progress, position=old.position, active=old.active, samples=samples, step=1)
+    collector = ContinuousCollector(
+        run.config, trainer.roles, trainer.collector.prompts, trainer.planner, trainer.record, progress
+    )
+    collector.begin()
+    return collector
+
+
+def test_a_checkpoint_keeps_what_is_finished_and_the_beginnings_of_the_rest(
+    local_run: Run, store: ObjectStore, tmp_path: Path
+) -> None:
+    old = interrupted(local_run(*AHEAD))
+    old.save(tmp_path / "samples.npz", old.active)
+    stored = read_samples(tmp_path / "samples.npz")
+    assert [sample.result.key for sample in stored.finished] == [("3", 0), ("3", 1)]
+    assert [sample.row["input_ids"].tolist() for sample in stored.finished] == [list(range(8))] * 2
+    assert all(sample.score is not None for sample in stored.finished)
+
+    new = resumed(local_run(*AHEAD), old, str(tmp_path / "samples.npz"))
+    asked = {request.key: request.begun for request in new._generation.router.unfinished}
+    assert sorted(asked) == [(uid, sample) for uid in ("2", "4", "5") for sample in (0, 1)]
+    for (uid, _), begun in asked.items():
+        assert (begun is not None and begun.ids.tolist() == [7, 8] and begun.versions.tolist() == [0, 1]) == (
+            uid == "2"
+        )
+    assert uids(new.collect(2)) == ["2", "3"]
+    assert store.get("put 1").row(1)["input_ids"].tolist() == list(range(8))
+
+
+def test_a_checkpoint_whose_samples_are_broken_has_them_made_again(
+    local_run: Run, store: ObjectStore, tmp_path: Path
+) -> None:
+    old, path = interrupted(local_run(*AHEAD)), tmp_path / "samples.npz"
+    path.write_bytes(b"PK cut")
+    run = local_run(*AHEAD)
+    new = resumed(run, old, str(path))
+    assert "samples.npz cannot be read, its samples are made again" in run.said
+    assert uids(new.collect(2)) == ["2", "3"]
+    assert list(store.blocks) == ["block"]

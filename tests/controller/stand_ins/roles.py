@@ -36,7 +36,7 @@ from workers.dispatch import PlanResult
 from workers.errors import CheckpointError
 from workers.metrics import Metric, Metrics
 from workers.remote_batch import RemoteBatch, TokenColumn
-from workers.rollout.requests import SampleRequest, SampleResult
+from workers.rollout.requests import PartialResponse, SampleRequest, SampleResult
 from workers.score import Score
 
 TOKENS = 4  # of every prompt, and of every response
@@ -147,7 +147,7 @@ class Engines:
     """`Rollouts`: every response has TOKENS tokens of the present weights. rounds: (requests, sampling) of each.
 
     A generation without rounds is answered when it is pumped; slow: uids that are answered only when nothing else is
-    left to wait for. failing: uids whose requests all fail.
+    left to wait for. failing: uids whose requests all fail. parts: what unfinished responses have, by seed.
     """
 
     def __init__(self, log: list[str]) -> None:
@@ -156,6 +156,7 @@ class Engines:
         self._generating = Lock()
         self.slow: set[str] = set()
         self.failing: set[str] = set()
+        self.parts: dict[int, PartialResponse] = {}
         self._late: list[SampleRequest] = []
         self._generation: Generation | None = None
 
@@ -167,6 +168,9 @@ class Engines:
     def queued(self) -> int:
         waiting = self._generation.router.waiting if self._generation else 0
         return waiting + len(self._late)
+
+    def partial_responses(self) -> dict[int, PartialResponse]:
+        return self.parts
 
     def take_idle_seconds(self) -> float:
         return 0.0
