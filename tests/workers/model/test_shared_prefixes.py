@@ -1,6 +1,9 @@
 """Rows in which what sequences begin with is one run of cells, and attention over them."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from queue import Queue
 
 import pytest
 import torch
@@ -9,15 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.workers.model.tiny import branch, random_sequences, save_tiny_model
-from workers.config import ModelConfig, ParallelConfig
+from workers.config import ModelConfig
 from workers.errors import ConfigError, DataError, UnsupportedModelError
-from workers.model import shared_prefixes
+from workers.model import ring_attention, shared_prefixes
+from workers.model.attention import PackedAttention
 from workers.model.layout import RowLayout
+from workers.model.merged_attention import Block
 from workers.model.model import load_model
 from workers.model.model_rules import shares_prefixes
 from workers.model.packing import Sequences, pack
 from workers.model.parity import check_parity
-from workers.model.shared_prefixes import SharedAttention, SharedRow, pack_shared
+from workers.model.ring_attention import RingAttention
+from workers.model.shared_prefixes import SharedAttention, SharedRow, pack_shared, ring_blocks
 from workers.model.timing import MicroStepClock
 from workers.model.values import last_cells, load_value_model
 
@@ -124,36 +130,135 @@ def visible(row: SharedRow) -> Tensor:
     return seen
 
 
-@given(st.integers(0, 2**31), st.integers(1, 9), st.sampled_from([(1, 1), (4, 2), (4, 1)]), st.sampled_from([1, 8]))
+def random_inputs(row: SharedRow, heads: tuple[int, int], seed: int) -> list[Tensor]:
+    """query, key, value and the gradient of the output, for the whole row."""
+    generator = torch.Generator().manual_seed(seed)
+    width, (query_heads, key_heads) = row.input_ids.shape[1], heads
+    shapes = [
+        (1, query_heads, width, 8),
+        (1, key_heads, width, 8),
+        (1, key_heads, width, 8),
+        (1, width, query_heads, 8),
+    ]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def by_mask(row: SharedRow, inputs: list[Tensor]) -> list[Tensor]:
+    """Output and gradients of query, key and value by a mask over the whole row."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs[:3]]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, attn_mask=visible(row), scale=0.4, enable_gqa=True
+    ).transpose(1, 2)
+    return [output.detach(), *torch.autograd.grad(output, leaves, inputs[3])]
+
+
+def computed(attention: PackedAttention, inputs: list[Tensor]) -> list[Tensor]:
+    """The same by `attention`."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs[:3]]
+    output = attention(*leaves, 0.4)
+    return [output.detach(), *torch.autograd.grad(output, leaves, inputs[3])]
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+HEADS = st.sampled_from([(1, 1), (4, 2), (4, 1)])
+
+
+@given(st.integers(0, 2**31), st.integers(1, 9), HEADS, st.sampled_from([1, 8]))
 @settings(deadline=None, max_examples=25)
 def test_attention_equals_that_of_a_mask(seed, count, heads, multiple):
     """Outputs and gradients, in float64, for random trees of any depth."""
     row = pack_shared(random_sequences(count, seed, branching=True), multiple)
-    generator = torch.Generator().manual_seed(seed)
-    sizes = (heads[0], heads[1], heads[1])
-    tensors = [
-        torch.randn(1, size, row.input_ids.shape[1], 8, generator=generator, dtype=torch.float64, requires_grad=True)
-        for size in sizes
-    ]
-    actual = SharedAttention(row, CPU)(*tensors, 0.4)
-    query, key, value = tensors
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible(row), scale=0.4, enable_gqa=True
-    ).transpose(1, 2)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    direction = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
-    gradients = [torch.autograd.grad(output, tensors, direction) for output in (actual, expected)]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    inputs = random_inputs(row, heads, seed)
+    assert_equal(computed(SharedAttention(row, CPU), inputs), by_mask(row, inputs))
 
 
-def test_deep_tries_have_a_level_for_every_branch():
-    rows = [torch.arange(20) for _ in range(6)]
-    for index, row in enumerate(rows):
-        row[3 * index + 1 :] += 100 * index
-    row = pack_shared(Sequences.from_list([{"input_ids": r, "loss_mask": torch.arange(20) > 0} for r in rows]))
-    assert max(run.level for run in row.runs) >= 1
-    assert sum(run.length for run in row.runs) == 20 * 6 - sum(row.shared)
+class RingOfThreads:
+    """A rank of a ring whose ranks are threads of this process, in place of a process group."""
+
+    def __init__(self, rank: int, mailboxes: list[Queue]) -> None:
+        self._rank, self._mailboxes = rank, mailboxes
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self._mailboxes)
+
+    def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self._mailboxes[(self._rank + 1) % self.size()].put(tensor.clone())
+        return lambda: self._mailboxes[self._rank].get(timeout=60)
+
+
+def by_ring(row: SharedRow, inputs: list[Tensor], size: int) -> list[Tensor]:
+    """Output and gradients that the ranks of a ring compute of their cells, put together."""
+    cells = [row.cells_of(size, rank) for rank in range(size)]
+    mailboxes: list[Queue] = [Queue() for _ in range(size)]
+
+    def on_rank(rank: int) -> list[Tensor]:
+        part = [*(tensor[:, :, cells[rank]] for tensor in inputs[:3]), inputs[3][:, cells[rank]]]
+        return computed(RingAttention(row, RingOfThreads(rank, mailboxes), CPU), part)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
+        patch.setattr(ring_attention._Ring, "pass_on", lambda ring, tensor: ring.group.pass_on(tensor))
+        parts = list(zip(*threads.map(on_rank, range(size)), strict=True))
+    in_order = torch.cat(cells).argsort()
+    return [torch.cat(part, dim).index_select(dim, in_order) for part, dim in zip(parts, (1, 2, 2, 2), strict=True)]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 9), HEADS, st.sampled_from([2, 3, 4]))
+@settings(deadline=None, max_examples=25)
+def test_attention_by_ring_equals_that_of_a_mask(seed, count, heads, size):
+    """For random trees; runs shorter than the ring among them."""
+    row = pack_shared(random_sequences(count, seed, branching=True), 2 * size)
+    inputs = random_inputs(row, heads, seed)
+    assert_equal(by_ring(row, inputs, size), by_mask(row, inputs))
+
+
+def stairs(depth: int) -> Sequences:
+    """Sequences of 20 tokens, each of which begins as the one before it does, for three tokens more than that one."""
+    rows = [torch.arange(20) for _ in range(depth + 1)]
+    for index, row in enumerate(rows[1:], start=1):
+        row[:] = rows[index - 1]
+        row[3 * index :] += 100
+    return Sequences.from_list([{"input_ids": row, "loss_mask": torch.arange(20) > 0} for row in rows])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_rows_of_every_depth_by_one_rank_and_by_ring_equal_a_mask(depth):
+    row = pack_shared(stairs(depth), 8)
+    assert max(run.level for run in row.runs) == depth
+    assert sum(run.length for run in row.runs) == 20 * (depth + 1) - sum(row.shared)
+    inputs = random_inputs(row, (4, 2), seed=depth)
+    expected = by_mask(row, inputs)
+    assert_equal(computed(SharedAttention(row, CPU), inputs), expected)
+    assert_equal(by_ring(row, inputs, 4), expected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_of_a_ring_have_as_many_cells_of_every_run_and_as_many_pairs_to_compute(size):
+    """To one cell of a run. Pairs of a query and a key that the kernels compute, of all steps."""
+    row = pack_shared(random_sequences(30, seed=3, branching=True), 2 * size)
+    held = [row.cells_of(size, rank) for rank in range(size)]
+    for run in row.runs:
+        counts = [int(((cells >= run.first) & (cells < run.first + run.length)).sum()) for cells in held]
+        assert max(counts) - min(counts) <= 1
+    steps = [[pairs(step) for step in ring_blocks(row, rank, size, CPU)] for rank in range(size)]
+    assert sum(map(sum, steps)) == int(visible(row).sum())
+    work = [sum(step) for step in steps]
+    assert max(work) < 1.2 * min(work)
+
+
+def pairs(blocks: tuple[Block, ...]) -> int:
+    """How many pairs of query and key these blocks compute."""
+    total = 0
+    for block in blocks:
+        for queries, keys in zip(block.query_segments.lengths, block.key_segments.lengths, strict=True):
+            total += queries * (queries + 1) // 2 if block.causal else queries * keys
+    return total
 
 
 def test_the_clock_counts_shared_tokens_once():
@@ -170,21 +275,20 @@ ON_CPU = {"recurrent": False, "cuda": False, "half": False}
 
 
 @pytest.mark.parametrize(
-    ("settings", "parallel", "features", "facts", "reason"),
+    ("settings", "features", "facts", "reason"),
     [
-        ({"layout": "padded"}, {}, (), {}, "model.layout=packed"),
-        ({"forward_layout": "padded"}, {}, (), {}, "model.layout=packed"),
-        ({"length_multiple": 8}, {}, (), {}, "length_multiple=1"),
-        ({"attention": "sdpa"}, {}, (), {}, "log-sum-exp"),
-        ({"compile": True}, {}, (), {}, "model.compile"),
-        ({}, {"context_parallel": 2, "context_parallel_method": "ring"}, (), {}, "set ulysses"),
-        ({}, {}, (), {"recurrent": True}, "state"),
-        ({}, {}, ("sliding_window",), {}, "sliding_window"),
-        ({}, {}, (), {"cuda": True}, "half precision"),
+        ({"layout": "padded"}, (), {}, "model.layout=packed"),
+        ({"forward_layout": "padded"}, (), {}, "model.layout=packed"),
+        ({"length_multiple": 8}, (), {}, "length_multiple=1"),
+        ({"attention": "sdpa"}, (), {}, "log-sum-exp"),
+        ({"compile": True}, (), {}, "model.compile"),
+        ({}, (), {"recurrent": True}, "state"),
+        ({}, ("sliding_window",), {}, "sliding_window"),
+        ({}, (), {"cuda": True}, "half precision"),
     ],
 )
-def test_what_cannot_share_says_why_or_does_without(settings, parallel, features, facts, reason):
-    arguments = (ParallelConfig(**parallel), frozenset(features), "the model")
+def test_what_cannot_share_says_why_or_does_without(settings, features, facts, reason):
+    arguments = (frozenset(features), "the model")
     assert not shares_prefixes(ModelConfig(path="", **settings), *arguments, **ON_CPU | facts)
     with pytest.raises(ConfigError, match=reason):
         shares_prefixes(ModelConfig(path="", share_prefixes="always", **settings), *arguments, **ON_CPU | facts)
@@ -193,7 +297,7 @@ def test_what_cannot_share_says_why_or_does_without(settings, parallel, features
 
 def test_plain_models_share():
     for cuda, half in product([False, True], [True]):
-        arguments = (ParallelConfig(), frozenset[str](), "the model")
+        arguments = (frozenset[str](), "the model")
         assert shares_prefixes(ModelConfig(path=""), *arguments, recurrent=False, cuda=cuda, half=half)
 
 
@@ -202,16 +306,15 @@ def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):
     config = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
     packed = load_model(config, torch.float32)
     assert check_parity(packed, config).largest < 1e-4
-    monkeypatch.setattr(shared_prefixes, "_level", lambda runs, level, device: own_only(runs, device))
+    monkeypatch.setattr(shared_prefixes, "_level", lambda runs, level: own_only(runs))
     with pytest.raises(UnsupportedModelError, match=r"log-probs differ.*or model\.share_prefixes=never"):
         check_parity(packed, config)
 
 
-def own_only(runs: tuple[shared_prefixes.Run, ...], device: torch.device) -> shared_prefixes.Block:
+def own_only(runs: tuple[shared_prefixes.Run, ...]) -> list[tuple[range, range]]:
     """A wrong level: the last run sees its own first token once more, in place of what it begins with."""
-    first = torch.tensor([runs[-1].first], device=device)
-    one = shared_prefixes.Segments.of([1], device)
-    return shared_prefixes.Block(first, first, one, one, causal=False)
+    first = range(runs[-1].first, runs[-1].first + 1)
+    return [(first, first)]
 
 
 @pytest.mark.parametrize("last", [False, True])
