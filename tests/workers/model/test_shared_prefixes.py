@@ -232,6 +232,15 @@ def test_attention_by_ring_equals_that_of_a_mask(seed, count, heads, size):
     assert_equal(by_ring(row, inputs, size), by_mask(row, inputs))
 
 
+def test_sharing_by_ring_in_half_precision_is_off_by_rounding_alone():
+    row = pack_shared(random_sequences(9, seed=2, branching=True), 8)
+    inputs = random_inputs(row, (4, 2), seed=2)
+    found = by_ring(row, [tensor.bfloat16() for tensor in inputs], 4)
+    for one, other in zip(found, by_mask(row, inputs), strict=True):
+        assert one.dtype == torch.bfloat16
+        assert relative_error(one.double(), other) < 2e-2
+
+
 def stairs(depth: int) -> Sequences:
     """Sequences of 20 tokens, each of which begins as the one before it does, for three tokens more than that one."""
     rows = [torch.arange(20) for _ in range(depth + 1)]
