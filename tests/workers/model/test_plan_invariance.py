@@ -6,6 +6,7 @@ context parallelism by both methods, tensor parallelism, and the two together.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -248,8 +249,21 @@ def reference_outcome(case: Case, path: str) -> Outcome:
         {index: (outputs[index][0] * masks[index]).detach() for index in range(len(sequences))},
         {**metrics, "loss": loss.item(), "grad_norm": float(norm), "skipped_steps": 0.0, "learning_rate": 0.5e-2},
         gradients,
-        {name: weight.detach() for name, weight in model.state_dict().items()},
+        dict(as_in_files(model.state_dict())),
     )
+
+
+def as_in_files(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Experts one by one, which transformers has in one tensor a layer."""
+    for name, weight in weights.items():
+        before, experts, kind = name.partition(".mlp.experts.")
+        if not experts:
+            yield name, weight
+            continue
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for number, expert in enumerate(weight):
+            for each, matrix in zip(kinds, expert.chunk(len(kinds)), strict=True):
+                yield f"{before}{experts}{number}.{each}.weight", matrix
 
 
 def reference_loss(outputs: list, sequences: Sequences, config: LossConfig) -> tuple[Tensor, dict[str, float]]:
