@@ -293,7 +293,8 @@ def plan_batch(
     whole groups move between mini-batches until all have equal workload (redeal.py). None keeps mini-batches.
     prefix_groups, prefix_lengths: n whole numbers >= 0 each. The sequences of a group begin with the same tokens, so
     many (fewer than a sequence has; 0 is none), which a micro-batch computes once (shared_prefixes.py). Packed layout
-    with `length_multiple` 1; algorithms other than `karmarkar_karp` plan as if nothing were shared.
+    only; of each beginning whole multiples of `length_multiple` count. Algorithms other than `karmarkar_karp` plan as
+    if nothing were shared.
     Raises LengthError, OptionError, MiniBatchError for bad values; OverCapError for a sequence above the cap;
     CountError if the counts cannot be kept or groups cannot be re-dealt.
     """
@@ -340,8 +341,8 @@ def _beginnings(
         return None
     if groups is None or lengths is None:
         raise OptionError("prefix_groups and prefix_lengths go together; pass both, or neither")
-    if settings.layout == "padded" or settings.length_multiple > 1:
-        raise OptionError("prefix_lengths are shared with layout='packed' and length_multiple=1 only")
+    if settings.layout == "padded":
+        raise OptionError("prefix_lengths are shared with layout='packed' only")
     names = group_names(groups, "prefix_groups", len(tokens))
     shared = group_names(lengths, "prefix_lengths", len(tokens))
     if (shared >= tokens).any():
@@ -356,6 +357,8 @@ def _beginnings(
             f"prefix_lengths[{index}] is {shared[index]}, but another of prefix_groups={names[index]} has "
             f"{largest[names[index]]}; a group has one"
         )
+    # Whole multiples: then the cap holds for a row that is padded once, and for one of sequences that are padded each.
+    shared = shared - shared % settings.length_multiple
     return Beginnings.of(names, shared, settings.cost_model.workload(shared))
 
 

@@ -113,8 +113,6 @@ class Planner:
         """
         if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
             return {}
-        if self.config.limits[of].length_multiple > 1:
-            return {}  # rows in which nothing is shared are padded a sequence at a time: the cap must hold for these
         tokens = batch["prompt_tokens"]
         fewest = np.maximum(fewest_worth_sharing(batch["length"] - tokens), self.config.model.min_shared_tokens)
         return {

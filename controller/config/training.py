@@ -167,7 +167,6 @@ class TrainingConfig:
         text = description.get("text_config", description)
         shares = shares_prefixes(
             model,
-            self.policy.parallel,
             features_of_file(text),
             model.path,
             recurrent=is_recurrent(text),

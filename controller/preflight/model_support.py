@@ -35,7 +35,6 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
     check_context_parallel(parallel, model, recurrent=is_recurrent(text), heads=heads, features=features)
     shares_prefixes(
         config.model,
-        parallel,
         features,
         model,
         recurrent=is_recurrent(text),

@@ -90,6 +90,12 @@ def test_algorithms_that_plan_without_beginnings_still_compute_them_once():
     assert plan.shared.tolist() == [0, 100, 0, 50]
 
 
+def test_of_a_beginning_whole_multiples_of_the_alignment_count():
+    plan = planned([110, 120, 60, 70], [99, 50], 2, ranks=1, max_tokens=1000, length_multiple=8)
+    assert plan.shared.tolist() == [0, 96, 0, 48]
+    assert plan.sizes.tolist() == [112, 24, 64, 24]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

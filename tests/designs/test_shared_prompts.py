@@ -11,9 +11,12 @@ from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, compute, configuration, light_batch, up_to
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences
+from workers.model.packing import Sequences, pack
+from workers.model.shared_prefixes import pack_shared
 from workers.remote_batch import RemoteBatch
 
-RING = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring")
+ULYSSES, TENSOR = ("policy.parallel.context_parallel=2",), ("policy.parallel.tensor_parallel=2",)
+RING = (*ULYSSES, "policy.parallel.context_parallel_method=ring")
 PROMPTS, RESPONSES = np.array([100, 30, 2]), np.arange(1, 25)  # three prompts with eight responses each
 
 
@@ -40,18 +43,39 @@ def test_a_run_plans_a_prompt_once_in_a_micro_batch(file: str, of: str) -> None:
     assert plan.shared.sum() == 7 * (100 + 30)
 
 
-@pytest.mark.parametrize("overrides", [("model.share_prefixes=never",), RING, ("model.layout=padded",)])
+@pytest.mark.parametrize("overrides", [("model.share_prefixes=never",), ("model.layout=padded",)])
 def test_a_run_that_cannot_share_plans_every_prompt(file: str, overrides: tuple[str, ...]) -> None:
     config = configuration(file, *up_to(130), "policy.max_tokens=700", *overrides)
     assert planned(config).shared is None
 
 
-def test_the_cap_of_ranks_that_share_a_row_counts_every_prompt(file: str) -> None:
-    """A micro-batch in which nothing is shared pads each sequence, so that the plan must not count on sharing."""
-    cp = ("policy.parallel.context_parallel=2", "policy.ranks=1", "policy.max_tokens=75", "batch.mini_batches=1")
-    plan = planned(configuration(file, *up_to(130), *cp))
-    assert plan.shared is None
-    assert plan.length_multiple == 4
+@pytest.mark.parametrize("max_tokens", [132, 150, 333])
+@pytest.mark.parametrize("shared", [ULYSSES, RING, (*ULYSSES, *TENSOR), TENSOR])
+def test_the_cap_of_ranks_that_share_a_row_holds_and_their_plan_counts_a_prompt_once(
+    file: str, shared: tuple[str, ...], max_tokens: int
+) -> None:
+    """The cap is that of the row with its padding, whether its sequences share anything or are padded one by one."""
+    common = (*up_to(130), "policy.ranks=1", "batch.mini_batches=1", f"policy.max_tokens={max_tokens}")
+    config = configuration(file, *common, *shared)
+    plan = planned(config)
+    assert plan.shared is not None
+    assert plan.shared.sum() > 0
+    fewest = config.model.min_shared_tokens
+    for rows in (rows for part in plan.mini_batches for step in part.micro_steps for rows in step.ranks):
+        micro_batch = sequences_of_groups(rows)
+        row = pack_shared(micro_batch, plan.length_multiple, fewest)
+        row = row if row.shares else pack(micro_batch, plan.length_multiple)
+        assert row.input_ids.shape[1] <= plan.max_tokens
+        assert sum(row.lengths) <= plan.computed_lengths[rows].sum()
+
+
+def sequences_of_groups(rows: np.ndarray) -> Sequences:
+    """Of `batch_of_groups()`; prompts are distinct, and so are responses from their first token on."""
+    lengths = (np.repeat(PROMPTS, 8) + RESPONSES)[rows]
+    ids = [torch.full((length,), 1000 + int(row) // 8) for row, length in zip(rows, lengths, strict=True)]
+    for row, each in zip(rows, ids, strict=True):
+        each[PROMPTS[row // 8] :] = int(row)
+    return Sequences.from_list([{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids])
 
 
 def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
@@ -68,8 +92,9 @@ def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:
     "overrides",
     [
         ("policy.ranks=2",),
-        ("policy.ranks=1", "policy.parallel.context_parallel=2"),
-        ("policy.ranks=1", "policy.parallel.tensor_parallel=2"),
+        ("policy.ranks=1", *ULYSSES),
+        ("policy.ranks=1", *RING),
+        ("policy.ranks=1", *TENSOR),
     ],
 )
 def test_sharing_changes_nothing_but_the_cells_that_are_computed(
@@ -91,7 +116,6 @@ def test_sharing_changes_nothing_but_the_cells_that_are_computed(
 
 
 def test_sharing_that_must_be_and_cannot_is_refused(file: str) -> None:
-    assert "set ulysses" in refusal("model.share_prefixes=always", *RING)
     assert "model.layout=packed" in refusal("model.share_prefixes=always", "model.layout=padded")
 
 

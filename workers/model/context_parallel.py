@@ -6,6 +6,8 @@
     cp rank 0 holds segments 0 and 3:             0 1 p p                    rank r: segments r and 2 * cp - 1 - r,
     cp rank 1 holds segments 1 and 2:             2 3 4 5                    so that causal work is the same on all
 
+A row whose sequences share tokens is dealt out cell by cell instead, see `shared_prefixes`.
+
 Only attention looks at other tokens. Two methods bring them together there:
 
     ulysses   [H heads, T/cp tokens] --all-to-all--> [H/cp heads, T tokens] --any kernel--> all-to-all back
@@ -24,13 +26,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from balancing.alignment import zigzag_positions
 from workers.model.attention import PackedAttention
 from workers.model.packing import PackedRow
 
@@ -52,12 +52,8 @@ class RowPart:
 
 
 def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
-    """The part of `row` that one rank computes: segments r and 2*cp-1-r of every sequence, sequence after sequence.
-
-    Sequence i lies in the part at `cu_seqlens_padded // cp`. Raises LengthError if a padded length is not a multiple
-    of 2*cp.
-    """
-    positions = torch.from_numpy(zigzag_positions(row.padded_lengths, context_parallel, context_rank))
+    """The part of `row` that one rank computes; raises as `cells_of` does."""
+    positions = row.cells_of(context_parallel, context_rank)
     place = torch.full((row.input_ids.shape[1],), -1)
     place[positions] = torch.arange(len(positions))
     cells = place[row.predicting]
@@ -103,10 +99,8 @@ class Ulysses:
 
     def __init__(self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
         self._attention, self._group, self._size = attention, group, group.size()
-        parts = [zigzag_positions(row.padded_lengths, self._size, rank) for rank in range(self._size)]
-        order = np.concatenate(parts)
-        self._zigzag = torch.from_numpy(order).to(device)
-        self._in_order = torch.from_numpy(np.argsort(order)).to(device)
+        by_rank = torch.cat([row.cells_of(self._size, rank) for rank in range(self._size)])
+        self._by_rank, self._in_order = by_rank.to(device), by_rank.argsort().to(device)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, *, sinks: Tensor | None = None, **features: Any
@@ -130,7 +124,7 @@ class Ulysses:
     def _to_all_heads(self, output: Tensor) -> Tensor:
         """[1, T, H/cp, D] -> [1, T/cp, H, D]."""
         tokens, heads, dim = output.shape[1:]
-        shares = output[0].index_select(0, self._zigzag).view(self._size, tokens // self._size, heads, dim)
+        shares = output[0].index_select(0, self._by_rank).view(self._size, tokens // self._size, heads, dim)
         return _AllToAll.apply(shares, self._group).transpose(0, 1).flatten(1, 2)[None]
 
 

@@ -71,7 +71,6 @@ class RowLayout:
         check_ring_settings(shares, config.attention, cuda=device.type == "cuda", half=compute_dtype.itemsize == 2)
         shares_prefix = shares_prefixes(
             config,
-            shares,
             features,
             name,
             recurrent=model.is_recurrent,

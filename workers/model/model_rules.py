@@ -106,7 +106,6 @@ def check_ring_settings(parallel: ParallelConfig, kernel: str, *, cuda: bool, ha
 
 def sharing_problem(
     settings: ModelConfig,
-    parallel: ParallelConfig,
     features: frozenset[str],
     *,
     recurrent: bool,
@@ -125,8 +124,6 @@ def sharing_problem(
         return f"needs the log-sum-exp, which model.attention={settings.attention} does not give; set auto"
     if settings.compile:
         return "does not go with model.compile"
-    if parallel.context_parallel > 1 and parallel.context_parallel_method == "ring":
-        return "does not go with policy.parallel.context_parallel_method=ring; set ulysses"
     if recurrent:
         return "needs a model without a state that it hands on from token to token"
     if features:
@@ -138,7 +135,6 @@ def sharing_problem(
 
 def shares_prefixes(
     settings: ModelConfig,
-    parallel: ParallelConfig,
     features: frozenset[str],
     model: str,
     *,
@@ -152,7 +148,7 @@ def shares_prefixes(
     """
     if settings.share_prefixes == "never":
         return False
-    problem = sharing_problem(settings, parallel, features, recurrent=recurrent, cuda=cuda, half=half)
+    problem = sharing_problem(settings, features, recurrent=recurrent, cuda=cuda, half=half)
     if problem and settings.share_prefixes == "always":
         raise ConfigError(f"{model}: model.share_prefixes=always {problem}, or share_prefixes=auto.")
     return not problem

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from balancing.alignment import zigzag_positions
 from workers.errors import DataError
 
 COLUMN_TYPES = {"input_ids": torch.int64, "loss_mask": torch.bool}
@@ -151,6 +152,14 @@ class PackedRow(ModelInput):
     def max_length(self) -> int:
         """Length of the longest padded segment."""
         return max(self.padded_lengths)
+
+    def cells_of(self, context_parallel: int, context_rank: int) -> Tensor:
+        """The cells that one context-parallel rank computes, int64 [W / cp]: segments r and 2*cp-1-r of each sequence.
+
+        Sequence i lies in them at `cu_seqlens_padded // cp`. Raises LengthError if a padded length is not a multiple of
+        2*cp.
+        """
+        return torch.from_numpy(zigzag_positions(self.padded_lengths, context_parallel, context_rank))
 
 
 def pack(sequences: Sequences, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:

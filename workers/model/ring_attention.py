@@ -1,12 +1,13 @@
-"""Zig-zag ring attention: keys and values pass from rank to rank, and every rank attends with its own queries.
+"""Ring attention: keys and values pass from rank to rank, and every rank attends with its own queries.
 
     step 0        own keys, causal                        rank r holds segments r and 2n-1-r of every sequence
     step i        keys of rank s = r - i (mod n)          s < r: all queries see the first half of the keys, no others
                                                           s > r: the second half of the queries sees all keys
     every step    send keys and values on to rank r + 1, receive the next, while this step's attention runs
 
-So every rank does the same work at every step, and half of that of two whole chunks. Parts are merged with their
-log-sum-exp (Liu et al. 2023, arXiv:2310.01889; Milakov and Gimelshein 2018, arXiv:1805.02867):
+So every rank does the same work at every step, and half of that of two whole chunks. Of a row whose sequences share
+tokens a rank holds every n-th cell, which balances as well; its steps have several blocks (`shared_prefixes.py`). Parts
+are merged with their log-sum-exp (Liu et al. 2023, arXiv:2310.01889; Milakov and Gimelshein 2018, arXiv:1805.02867):
 
     lse = log(exp(lse_a) + exp(lse_b)),    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
@@ -40,6 +41,7 @@ from torch.distributed import ProcessGroup
 from workers.model.flash_kernels import Segments
 from workers.model.merged_attention import Block, add, attend, backward
 from workers.model.packing import PackedRow
+from workers.model.shared_prefixes import SharedRow, ring_blocks
 
 
 def shortest_hidden_chunk(flops_per_s: float, bytes_per_s: float, key_value_share: float = 1.0) -> float:
@@ -48,11 +50,12 @@ def shortest_hidden_chunk(flops_per_s: float, bytes_per_s: float, key_value_shar
 
 
 class RingAttention:
-    """The attention of one packed row whose parts lie on the ranks of `group`."""
+    """The attention of one packed row whose parts (`PackedRow.cells_of`) lie on the ranks of `group`."""
 
     def __init__(self, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
-        halves = [length // (2 * group.size()) for length in row.padded_lengths]
-        self._ring = _Ring.of(halves, group, device)
+        place = (group.rank(), group.size(), device)
+        blocks = ring_blocks(row, *place) if isinstance(row, SharedRow) else _zigzag_blocks(row, *place)
+        self._ring = _Ring(group, blocks)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
@@ -60,38 +63,29 @@ class RingAttention:
         return _RingAttention.apply(query, torch.stack([key, value]), scale, self._ring)[None]
 
 
+def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
+    """By step, the blocks of rank `rank` of `size`, when it holds the keys of rank `rank - step`."""
+    halves = [length // (2 * size) for length in row.padded_lengths]  # of the two segments of each sequence
+    lengths = torch.tensor(halves).repeat_interleave(2)
+    is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
+    first, second = (mask.nonzero().squeeze(1).to(device) for mask in (is_first, ~is_first))
+    half, whole = Segments.of(halves, device), Segments.of([2 * length for length in halves], device)
+    own = Block(None, None, whole, whole, causal=True)
+    earlier = Block(None, first, whole, half, causal=False)
+    later = Block(second, None, half, whole, causal=False)
+    return [(own,), *[(earlier,)] * rank, *[(later,)] * (size - 1 - rank)]
+
+
 @dataclass(frozen=True)
 class _Ring:
-    """The blocks of a row: against own keys, against those of ranks before, and of ranks after."""
+    """blocks: by step, those that this rank computes when it holds the keys of rank r - step."""
 
     group: ProcessGroup
-    own: Block
-    earlier: Block
-    later: Block
-
-    @classmethod
-    def of(cls, halves: list[int], group: ProcessGroup, device: torch.device) -> "_Ring":
-        """halves: tokens of one of the two segments that a rank holds of each sequence."""
-        lengths = torch.tensor(halves).repeat_interleave(2)
-        is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
-        first, second = (mask.nonzero().squeeze(1).to(device) for mask in (is_first, ~is_first))
-        half, whole = Segments.of(halves, device), Segments.of([2 * length for length in halves], device)
-        return cls(
-            group,
-            own=Block(None, None, whole, whole, causal=True),
-            earlier=Block(None, first, whole, half, causal=False),
-            later=Block(second, None, half, whole, causal=False),
-        )
+    blocks: list[tuple[Block, ...]]
 
     @property
     def size(self) -> int:
         return self.group.size()
-
-    def block(self, step: int) -> Block:
-        """The block that this rank computes at `step`, when it holds the keys of rank r - step."""
-        if step == 0:
-            return self.own
-        return self.earlier if step <= self.group.rank() else self.later
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Send `tensor` to the next rank; the function returned waits for that of the rank before."""
@@ -122,7 +116,8 @@ class _RingAttention(torch.autograd.Function):
         held = key_value
         for step in range(ring.size):
             wait = ring.pass_on(held) if step + 1 < ring.size else None
-            attend(query, held, scale, ring.block(step), output, lse)
+            for block in ring.blocks[step]:
+                attend(query, held, scale, block, output, lse)
             held = wait() if wait else held
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key_value, output, lse)
@@ -140,10 +135,14 @@ class _RingAttention(torch.autograd.Function):
         held, wait_for_grad = key_value, None
         for step in range(ring.size):
             wait = ring.pass_on(held) if step + 1 < ring.size else None
-            part = backward(grad_output, query, held, output, lse, ctx.scale, ring.block(step), grad_query)
+            parts = [
+                (block.keys, backward(grad_output, query, held, output, lse, ctx.scale, block, grad_query))
+                for block in ring.blocks[step]
+            ]
             # The gradient of the keys held now comes from the rank before, which held them one step earlier.
             grad_held = wait_for_grad() if wait_for_grad else grad_held
-            add(grad_held, ring.block(step).keys, part, dim=1)
+            for keys, part in parts:
+                add(grad_held, keys, part, dim=1)
             wait_for_grad = ring.pass_on(grad_held)
             held = wait() if wait else held
         grad_key_value = wait_for_grad() if wait_for_grad else grad_held

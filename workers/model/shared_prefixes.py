@@ -15,6 +15,12 @@ continues; runs that continue the same beginning, and those that continue these,
 A level is one call of a flash kernel, and levels are merged by their log-sum-exp (`merged_attention.py`). A hidden
 state may predict several tokens: the last p predicts the first a, b and b.
 
+Ranks that share a row deal its cells out one by one (striped attention: Brandon et al. 2023, arXiv:2311.09431), so that
+each has as many cells of every run as the others, or one more, and as much attention:
+
+    rank r of n, its cell i = cell i n + r of the row        sees causally, of the cells of rank k:
+                                                             j <= i for k <= r,    j < i for k > r
+
 Shapes: B sequences, T tokens of all sequences, W cells of the row; H query heads, K key-value heads, D head dimension.
 """
 
@@ -72,6 +78,10 @@ class SharedRow(PackedRow):
         """Whether several sequences share a token."""
         return any(run.level for run in self.runs)
 
+    def cells_of(self, context_parallel: int, context_rank: int) -> Tensor:
+        """The cells that one context-parallel rank computes, int64 [W / cp]: every cp-th, see `Stripe`."""
+        return torch.arange(context_rank, self.padded_lengths[0], context_parallel)
+
 
 def pack_shared(sequences: Sequences, multiple: int = 1, minimum: int = 1) -> SharedRow:
     """The row of a micro-batch in which a shared token is one cell; padded at its end to a multiple of `multiple`.
@@ -123,17 +133,26 @@ def _shared_tokens(one: Integers, other: Integers) -> int:
     return int(different[0]) if len(different) else shortest
 
 
+@dataclass(frozen=True)
+class Stripe:
+    """The cells of a row that rank `rank` of `size` holds: `rank`, `rank + size`, ..."""
+
+    rank: int
+    size: int
+
+    def of(self, cells: range) -> range:
+        """Which of the rank's cells, counted from 0, are among consecutive `cells` of the row."""
+        return range(-((self.rank - cells.start) // self.size), -((self.rank - cells.stop) // self.size))
+
+
+WHOLE = Stripe(0, 1)
+
+
 class SharedAttention:
     """The attention of one row of runs, all of it on this rank; a `PackedAttention` that is causal only."""
 
     def __init__(self, row: SharedRow, device: torch.device) -> None:
-        padding = row.padded_lengths[0] - row.lengths[0]
-        own = Segments.of([run.length for run in row.runs] + [padding] * (padding > 0), device)
-        deepest = max(run.level for run in row.runs)
-        self._blocks = (
-            Block(None, None, own, own, causal=True),
-            *(_level(row.runs, level, device) for level in range(1, deepest + 1)),
-        )
+        self._blocks = attention_blocks(row, WHOLE, WHOLE, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, H, W, D], key and value [1, K, W, D] -> [1, W, H, D]."""
@@ -141,25 +160,74 @@ class SharedAttention:
         return _SharedAttention.apply(query, torch.stack([key, value]), scale, self._blocks)[None]
 
 
-def _level(runs: Sequence[Run], level: int, device: torch.device) -> Block:
-    """Runs that continue one beginning, and those that continue these, see that beginning."""
-    segments: dict[tuple[int, int], list[int]] = {}  # of each beginning: first cell of those who see it, and one beyond
+def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
+    """By step of a ring, the blocks of rank `rank` of `size`, when it holds the keys of rank `rank - step`."""
+    stripes = [Stripe(each, size) for each in range(size)]
+    return [attention_blocks(row, stripes[rank], stripes[rank - step], device) for step in range(size)]
+
+
+def attention_blocks(row: SharedRow, queries: Stripe, keys: Stripe, device: torch.device) -> tuple[Block, ...]:
+    """The blocks, level 0 first, in which cells of stripe `queries` see cells of stripe `keys`; none where none does.
+
+    Positions are counted among the cells of a stripe. Both stripes are of one size.
+    """
+    runs = [range(run.first, run.first + run.length) for run in row.runs]
+    padding = range(row.lengths[0], row.padded_lengths[0])
+    cells = row.padded_lengths[0] // queries.size
+    blocks = [_block([_causal(run, queries, keys) for run in (*runs, padding)], device, causal_over=cells)]
+    for level in range(1, max(run.level for run in row.runs) + 1):
+        seen = [(queries.of(seeing), keys.of(beginning)) for seeing, beginning in _level(row.runs, level)]
+        blocks.append(_block(seen, device))
+    return tuple(block for block in blocks if block)
+
+
+def _causal(run: range, queries: Stripe, keys: Stripe) -> tuple[range, range]:
+    """As many queries as keys of one run, of which each query sees the keys up to its own place among them.
+
+    Left out are queries that see none of these keys, and keys that none of the queries sees: one at most of each.
+    """
+    own, seen, later = queries.of(run), keys.of(run), int(keys.rank > queries.rank)
+    return range(seen.start + later, own.stop), range(seen.start, own.stop - later)
+
+
+def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
+    """(cells that see, cells seen): runs that continue one beginning, and those that continue these, see it."""
+    stops: dict[tuple[int, int], list[int]] = {}  # of each beginning: first cell of those who see it, and one beyond
     beginning = (-1, 0)
     for run in runs:
         if run.level == level:
             beginning = (run.parent, run.shared)
-            segments.setdefault(beginning, [run.first, run.first])
+            stops.setdefault(beginning, [run.first, run.first])
         if run.level >= level:
-            segments[beginning][1] = run.first + run.length
-    queries = [torch.arange(first, stop) for first, stop in segments.values()]
-    keys = [torch.arange(runs[parent].first, runs[parent].first + shared) for parent, shared in segments]
+            stops[beginning][1] = run.first + run.length
+    return [
+        (range(*seeing), range(runs[parent].first, runs[parent].first + shared))
+        for (parent, shared), seeing in stops.items()
+    ]
+
+
+def _block(segments: Sequence[tuple[range, range]], device: torch.device, causal_over: int = 0) -> Block | None:
+    """The block of these (queries, keys), but for those in which either is empty; None if that leaves none.
+
+    causal_over: cells of a stripe, for a causal block; 0 for a full one.
+    """
+    queries = [seeing for seeing, seen in segments if seeing and seen]
+    keys = [seen for seeing, seen in segments if seeing and seen]
+    if not queries:
+        return None
+    is_whole = sum(map(len, queries)) == causal_over
     return Block(
-        torch.cat(queries).to(device),
-        torch.cat(keys).to(device),
-        Segments.of([len(part) for part in queries], device),
-        Segments.of([len(part) for part in keys], device),
-        causal=False,
+        None if is_whole else _positions(queries, device),
+        None if is_whole else _positions(keys, device),
+        Segments.of(list(map(len, queries)), device),
+        Segments.of(list(map(len, keys)), device),
+        causal=causal_over > 0,
     )
+
+
+def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+    """int64, range after range."""
+    return torch.cat([torch.arange(part.start, part.stop) for part in ranges]).to(device)
 
 
 class _SharedAttention(torch.autograd.Function):

@@ -6,11 +6,11 @@ context parallelism by both methods, tensor parallelism, and the two together.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -26,14 +26,22 @@ from controller.actors.roles import _model_arguments
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.ranks import RankPool, dp_rank
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
+from tests.workers.model.tiny import (
+    compute_in_float64,
+    random_sequences,
+    relative_error,
+    save_tiny_model,
+    unpacked_log_probs,
+)
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import Metrics, merge, results
 from workers.model.engine import TrainingEngine
-from workers.model.losses import Denominators, make_policy_loss, sft
+from workers.model.losses import Denominators, group_tokens, make_policy_loss, sft
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor
 
+CONSTANT_LENGTH = 40
+GROUPS = torch.arange(11) // 3  # of the sequences
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.1, warmup_steps=1, weight_decay=0.1)
 
 
@@ -59,11 +67,19 @@ class Case:
 
     @property
     def sequences(self) -> Sequences:
-        return random_sequences(branching=self.share_prefixes == "always")
+        sequences = random_sequences(branching=self.share_prefixes == "always")
+        columns = sequences.columns | {"group_tokens": group_tokens(sequences, GROUPS)}
+        return replace(sequences, columns=columns)
 
     @property
     def loss(self) -> LossConfig:
-        return LossConfig(aggregation=self.aggregation, clip_high=0.3, entropy_coefficient=0.02, kl_coefficient=0.1)
+        return LossConfig(
+            aggregation=self.aggregation,
+            constant_length=CONSTANT_LENGTH if self.aggregation == "sequence_mean_token_sum_norm" else 0,
+            clip_high=0.3,
+            entropy_coefficient=0.02,
+            kl_coefficient=0.1,
+        )
 
 
 CASES = {
@@ -83,6 +99,9 @@ CASES = {
     "llama shared, checkpointed": Case(
         "llama", aggregation="sequence_mean_token_sum", gradient_checkpointing=True, share_prefixes="always"
     ),
+    "qwen2 shared, by norm": Case(aggregation="sequence_mean_token_sum_norm", share_prefixes="always"),
+    "qwen2 shared, by group": Case(aggregation="group_mean_token_mean", share_prefixes="always"),
+    "qwen3_moe shared": Case("qwen3_moe", tied=False, share_prefixes="always"),
     "mistral offloaded": Case("mistral", tied=False, gradient_checkpointing=True, activation_offload=True),
 }
 
@@ -134,9 +153,13 @@ COMBINATIONS = [
     *(("llama checkpointed", way) for way in ("2 copies, ring 2", "dp 2, tp 2")),
     ("mistral offloaded", "ulysses 2, tp 2"),
     ("mistral windowed", "ulysses 2"),
-    *(("qwen2 shared", way) for way in ("1 rank", "4 ranks", "2 copies on 2 ranks", "ulysses 2", "tp 2")),
+    *(("qwen2 shared", way) for way in ("1 rank", "4 ranks", "2 copies on 2 ranks", "ulysses 2", "ring 2", "tp 2")),
     *(("qwen3 shared", way) for way in ("2 ranks", "ulysses 4, more than key-value heads", "ulysses 2, tp 2")),
-    *(("llama shared, checkpointed", way) for way in ("dp 2, ulysses 2", "dp 2, tp 2")),
+    *(("qwen3 shared", way) for way in ("ring 4", "ring 2, tp 2")),
+    *(("llama shared, checkpointed", way) for way in ("dp 2, ulysses 2", "2 copies, ring 2", "dp 2, tp 2")),
+    *(("qwen2 shared, by norm", way) for way in ("2 ranks", "ulysses 2", "ring 4")),
+    *(("qwen2 shared, by group", way) for way in ("2 ranks", "ulysses 2", "ring 2")),
+    *(("qwen3_moe shared", way) for way in ("2 ranks", "ring 2")),
 ]
 
 
@@ -190,20 +213,15 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
         temperature=case.temperature,
         parallel=parallel,
     )
-    keep_float64(case, engine.module)
+    keep_float64(case, engine.module.model)
     return engine
 
 
 def keep_float64(case: Case, model: torch.nn.Module) -> None:
-    """Norms in float64 where tokens are shared. transformers' are in float32, also of a float64 model: then it shows
-    in the gradients whether a token's parts are added before its norm, or after."""
-    for module in model.modules() if case.share_prefixes == "always" else ():
-        if hasattr(module, "variance_epsilon"):
-            module.forward = MethodType(norm_in_float64, module)
-
-
-def norm_in_float64(module: Any, hidden: Tensor) -> Tensor:
-    return module.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
+    """Norms and routers in float64 where tokens are shared. transformers' are in float32, also of a float64 model: then
+    it shows in the gradients whether a token's parts are added before its norm, or after."""
+    if case.share_prefixes == "always":
+        compute_in_float64(model)
 
 
 @dataclass
@@ -231,13 +249,26 @@ def reference_outcome(case: Case, path: str) -> Outcome:
         {index: (outputs[index][0] * masks[index]).detach() for index in range(len(sequences))},
         {**metrics, "loss": loss.item(), "grad_norm": float(norm), "skipped_steps": 0.0, "learning_rate": 0.5e-2},
         gradients,
-        {name: weight.detach() for name, weight in model.state_dict().items()},
+        dict(as_in_files(model.state_dict())),
     )
+
+
+def as_in_files(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Experts one by one, which transformers has in one tensor a layer."""
+    for name, weight in weights.items():
+        before, experts, kind = name.partition(".mlp.experts.")
+        if not experts:
+            yield name, weight
+            continue
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for number, expert in enumerate(weight):
+            for each, matrix in zip(kinds, expert.chunk(len(kinds)), strict=True):
+                yield f"{before}{experts}{number}.{each}.weight", matrix
 
 
 def reference_loss(outputs: list, sequences: Sequences, config: LossConfig) -> tuple[Tensor, dict[str, float]]:
     """Sequence by sequence; metrics are plain means over all loss tokens."""
-    by_sequence, watched = [], []
+    by_sequence, watched, owners = [], [], []
     for index, (log_probs, entropy) in enumerate(outputs):
         part = sequences.slice(index, index + 1)
         mask = part.tokens["loss_mask"]
@@ -250,6 +281,7 @@ def reference_loss(outputs: list, sequences: Sequences, config: LossConfig) -> t
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
         kl = (reference - log_probs).exp() - 1 - (reference - log_probs)
         surrogate = torch.minimum(ratio * advantage, clipped * advantage)
+        owners.append(int(GROUPS[index]))
         by_sequence.append(-surrogate - config.entropy_coefficient * entropy + config.kl_coefficient * kl)
         approximate_kl = ratio.log() - 1 + 1 / ratio
         was_clipped = (clipped * advantage < ratio * advantage).double()
@@ -261,6 +293,15 @@ def reference_loss(outputs: list, sequences: Sequences, config: LossConfig) -> t
         "token_mean": lambda: torch.cat(by_sequence).mean(),
         "sequence_mean_token_mean": lambda: torch.stack([losses.mean() for losses in by_sequence]).mean(),
         "sequence_mean_token_sum": lambda: torch.stack([losses.sum() for losses in by_sequence]).mean(),
+        "sequence_mean_token_sum_norm": lambda: (
+            torch.stack([losses.sum() for losses in by_sequence]).mean() / CONSTANT_LENGTH
+        ),
+        "group_mean_token_mean": lambda: torch.stack(
+            [
+                torch.cat([losses for losses, owner in zip(by_sequence, owners, strict=True) if owner == group]).mean()
+                for group in set(owners)
+            ]
+        ).mean(),
     }
     return aggregate[config.aggregation](), metrics
 
@@ -282,7 +323,8 @@ def engine_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]
     whole = case.sequences
     mine = rows_of(whole, share.rows)
     log_probs, _ = engine.log_probs(mine, share.micro_batches)
-    metrics = engine.forward_backward(mine, share.micro_batches, make_policy_loss(case.loss), Denominators.of(whole))
+    denominators = Denominators.of(whole, GROUPS)
+    metrics = engine.forward_backward(mine, share.micro_batches, make_policy_loss(case.loss), denominators)
     gradients = {
         name: full_tensor(parameter.grad).clone() for name, parameter in engine.module.model.named_parameters()
     }
@@ -349,7 +391,7 @@ def test_p7_random_plans_change_nothing(ranks: RankPool, paths, seed, way):
     check(ranks, CASES["qwen2"], paths["qwen2"], WAYS[way], seed)
 
 
-@given(st.integers(0, 2**31), st.sampled_from(["1 rank", "2 ranks", "dp 2, ulysses 2", "tp 2"]))
+@given(st.integers(0, 2**31), st.sampled_from(["1 rank", "2 ranks", "dp 2, ulysses 2", "ring 2", "tp 2"]))
 @settings(max_examples=6, deadline=None)
 def test_random_plans_of_sequences_that_share_change_nothing(ranks: RankPool, paths, seed, way):
     check(ranks, CASES["qwen2 shared"], paths["qwen2 shared"], WAYS[way], seed)

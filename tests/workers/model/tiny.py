@@ -1,6 +1,7 @@
 """Tiny random models, their sequences, and the reference that packing must equal."""
 
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -152,6 +153,28 @@ def unpacked_log_probs(
         zero = logits.new_zeros(1)
         outputs.append((torch.cat([zero, log_probs]), torch.cat([zero, entropy])))
     return outputs
+
+
+def compute_in_float64(model: PreTrainedModel) -> None:
+    """What transformers computes in float32, also in a float64 model: norms, and routers of Qwen3's experts."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = MethodType(_norm, module)
+        if hasattr(module, "norm_topk_prob") and hasattr(module, "weight"):
+            module.forward = MethodType(_route, module)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped product takes no float64
+
+
+def _norm(module: Any, hidden: Tensor) -> Tensor:
+    return module.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def _route(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [T, H] -> logits [T, E], weights and numbers of the chosen experts [T, k]."""
+    logits = torch.nn.functional.linear(hidden, module.weight)
+    weights, chosen = logits.softmax(-1).topk(module.top_k, dim=-1)
+    return logits, weights / (weights.sum(-1, keepdim=True) if module.norm_topk_prob else 1), chosen
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
