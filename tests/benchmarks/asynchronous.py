@@ -69,13 +69,14 @@ def make_inputs(folder: Path) -> list[str]:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     data.write(folder / "train.jsonl", 1024, seed=1, held_out=False)
-    return [f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", f"run.dir={folder / 'runs'}"]
+    (folder / "config.yaml").write_text("")
+    return ["--config", str(folder / "config.yaml"), f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", f"run.dir={folder / 'runs'}"]
 
 
 def run(settings: Sequence[str], folder: Path, name: str, staleness: int, steps: int) -> list[dict[str, float]]:
     """The metrics of the counted steps of one run."""
     ahead = [f"rollout.max_staleness={staleness}"] if staleness else []
-    command = [sys.executable, "-m", "controller.fit", *SETTINGS, *settings, *ahead, f"run.name={name}"]
+    command = [sys.executable, "-m", "controller.fit", *settings, *SETTINGS, *ahead, f"run.name={name}"]
     process = subprocess.Popen([*command, f"run.steps={steps}"], stdout=subprocess.DEVNULL)
     while process.poll() is None:
         pin(process.pid)
