@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from balancing.analysis.advice import LEAST_GAIN, Advice, capped, faster, less_padded, tried
 from balancing.analysis.findings import Cause, Finding, findings
-from balancing.analysis.statistics import ideal_time, indices_of, plan_statistics, predicted_grids, step_time
-from balancing.lower_bounds import step_time_bound
+from balancing.analysis.statistics import ideal_time, lower_bound, plan_statistics, predicted_grids, step_time
 from balancing.plan import Plan
 
 NEGLIGIBLE = 1e-3
@@ -41,25 +40,8 @@ def explanation(plan: Plan) -> Explanation:
     waiting = 1.0 - ideal / time
     advice = tried(plan, faster(plan)) if waiting >= NEGLIGIBLE else []
     advice += tried(plan, less_padded(plan), "padding")
-    bound = _lower_bound(plan) / ideal - 1.0
+    bound = lower_bound(plan) / ideal - 1.0
     return Explanation(tuple(findings(plan)), tuple(advice), time / ideal - 1.0, bound, waiting)
-
-
-def _lower_bound(plan: Plan) -> float:
-    """A lower bound on the step time, in the cost model's unit."""
-    sizes, workloads = plan.sizes, plan.least_workloads
-    total = 0.0
-    for mini_batch in plan.mini_batches:
-        rows = indices_of(mini_batch)
-        total += step_time_bound(
-            sizes[rows],
-            workloads[rows],
-            ranks=plan.ranks,
-            steps=len(mini_batch.micro_steps),
-            max_tokens=plan.max_tokens,
-            max_sequences=plan.settings.max_sequences or len(rows),
-        ).time
-    return total
 
 
 def explain(plan: Plan) -> str:
