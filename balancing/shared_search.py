@@ -15,7 +15,7 @@ from balancing.shared_bounds import fewest_parts, least_step_times, shared_step_
 from balancing.shared_exchange import exchange_shared
 from balancing.shared_filling import Groups, fill_groups
 
-CHEAPEST = (0.0, 0.1, 0.4)
+CHEAPEST = (0.0, 0.1, 0.2, 0.4, 1.0)
 """Orders: the groups with the cheapest beginnings, up to these shares of the work, are placed last, as filling."""
 NEAR = 3e-3
 """A schedule within this share of the lower bound is final."""
@@ -26,9 +26,9 @@ MORE_STEPS = 2
 FINE = 3e-3
 """Levels are told apart by this share, and by this share of what they are above the lower bound:"""
 RELATIVE = 0.125
-EFFORT = 1_000_000
-"""Exchanges compare this many pairs of bundles over all orders, about 3 ms of compiled code,"""
-EFFORT_EACH = 1_500
+EFFORT = 500_000
+"""Exchanges compare this many pairs of bundles over all orders, about 2 ms of compiled code,"""
+EFFORT_EACH = 1_000
 """and this many more for each sequence."""
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing import CostModel, Plan, plan_batch, plan_statistics
+from balancing import CostModel, Plan, explain, plan_batch, plan_statistics
 from balancing.analysis.advice import replan
 from balancing.analysis.explain import explanation
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
@@ -141,7 +141,10 @@ def test_512_groups_of_16_on_64_ranks_end_within_a_point_of_the_bound():
 def test_replanning_and_explaining_know_what_is_shared():
     plan = planned([110, 120, 60, 70] * 8, [50] * 16, 2, ranks=2, max_tokens=300)
     assert replan(plan, {}).shared.tolist() == plan.shared.tolist()
-    assert explanation(plan).bound >= -1e-9
+    result = explanation(plan)
+    assert result.bound == pytest.approx((1 + result.over_ideal) / (1 + plan_statistics(plan)["over_bound"]) - 1)
+    over_bound = plan_statistics(plan)["over_bound"]
+    assert f"{over_bound:.2%} longer than a lower bound for as many micro-steps" in explain(plan)
 
 
 def test_algorithms_that_plan_without_beginnings_still_compute_them_once():

@@ -271,13 +271,12 @@ def planning_times() -> Table:
 def _time_row(name: str, batch: Batch) -> list[str]:
     plan = batch.plan()
     sent = pickle.dumps(plan, protocol=5)
-    figures = [f"{1e3 * median_seconds(batch.plan):.1f} ms", f"{len(sent) / 1024:.0f} KiB"]
-    pickling = f"{1e3 * median_seconds(lambda: pickle.dumps(plan, protocol=5)):.2f} ms"
+    figures = [f"{1e3 * _seconds(batch.plan):.1f} ms", f"{len(sent) / 1024:.0f} KiB"]
+    pickling = f"{1e3 * _seconds(lambda: pickle.dumps(plan, protocol=5)):.2f} ms"
     return [name, f"{len(batch.lengths)} x {batch.ranks}", *figures, pickling]
 
 
-def median_seconds(work: Callable[[], object]) -> float:
-    """Of several runs."""
+def _seconds(work: Callable[[], object]) -> float:
     taken = []
     for _ in range(REPETITIONS):
         start = perf_counter()
