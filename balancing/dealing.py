@@ -29,7 +29,9 @@ from balancing.packing import (
 )
 
 Order = Literal["descending", "small_ends"]
-Start = Literal["karmarkar_karp", "longest_first", "longest_with_others", "none", "verl", "roll", "mindspeed_rl"]
+Start = Literal[
+    "karmarkar_karp", "longest_first", "longest_with_others", "shared_prefixes", "none", "verl", "roll", "mindspeed_rl"
+]
 """The initial assignment that a schedule was refined from, or the algorithm of a plan that is not refined."""
 
 STEPS_TRIED = 8

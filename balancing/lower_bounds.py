@@ -121,14 +121,18 @@ def step_time_bound(
         v_1 + ... + v_j + (W - K_j) / ranks
 
     W: the total workload, so j = 0 gives workload / ranks. v_i: the least time of the i-th longest micro-step
-    (`minimum_step_times`). K_j: the most workload that j * ranks micro-batches can hold (`_most_workload`); the other
+    (`minimum_step_times`). K_j: the most workload that j * ranks micro-batches can hold (`most_workload`); the other
     micro-steps compute the rest, at best evenly.
     Assumes the packed layout, which is never slower than the padded one.
     """
     forced = minimum_step_times(sizes, weights, ranks, steps, max_tokens, max_sequences)
-    micro_batches = np.arange(len(forced) + 1) * ranks
-    left = np.maximum(weights.sum() - _most_workload(sizes, weights, micro_batches, max_tokens), 0.0)
-    times = np.concatenate([[0.0], np.cumsum(forced)]) + left / ranks
+    held = most_workload(sizes, weights, np.arange(len(forced) + 1) * ranks, max_tokens)
+    return prolonged(forced, float(weights.sum()), held, ranks)
+
+
+def prolonged(forced: Floats, total: float, held: Floats, ranks: int) -> StepTimeBound:
+    """The maximum over j of forced[0] + ... + forced[j - 1] + (total - held[j]) / ranks; held: float64 [forced + 1]."""
+    times = np.concatenate([[0.0], np.cumsum(forced)]) + np.maximum(total - held, 0.0) / ranks
     long_steps = int(np.argmax(times))
     return StepTimeBound(float(times[long_steps]), long_steps)
 
@@ -140,6 +144,7 @@ def minimum_step_times(
     steps: int,
     max_tokens: int,
     max_sequences: int,
+    most_together: int = MOST_TOGETHER,
 ) -> Floats:
     """v_1 >= v_2 >= ... > 0, at most `steps` values: lower bounds on the times of the longest micro-steps.
 
@@ -147,13 +152,14 @@ def minimum_step_times(
     B = ranks * steps micro-batches hold more than k of them, then h <= k * (B - x) + m * x, so x is at least
     (h - k * B) / (m - k). These x micro-batches occupy at least x / ranks micro-steps, and each weighs at least as much
     as the k + 1 lightest of the h heaviest sequences. With k = 0 it is a single long sequence that prolongs a step.
+    most_together: k is less.
     """
     order = np.argsort(-weights, kind="stable")
     together = np.minimum(max_tokens // np.minimum.accumulate(sizes[order]), max_sequences)
     before = np.concatenate([[0.0], np.cumsum(weights[order])])
     heaviest = np.arange(1, len(order) + 1)
     levels = np.zeros(steps)
-    for over in range(MOST_TOGETHER):
+    for over in range(most_together):
         crowded = -(-(heaviest - over * ranks * steps) // np.maximum(together - over, 1))
         steps_of_them = np.maximum.accumulate(-(-crowded // ranks))
         forced = np.arange(1, min(steps, int(steps_of_them[-1])) + 1)
@@ -162,7 +168,7 @@ def minimum_step_times(
     return levels[levels > 0]
 
 
-def _most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max_tokens: int) -> Floats:
+def most_workload(sizes: Integers, weights: Floats, micro_batches: Integers, max_tokens: int) -> Floats:
     """The most workload that fits in each number of micro-batches: the fractional knapsack (Dantzig 1957).
 
     A micro-batch holds at most one sequence above half the cap. If workload per token grows with length, it is best

@@ -218,15 +218,11 @@ class Plan:
         return self.settings.cost_model.workload(lengths)
 
     @property
-    def least_workloads(self) -> Floats:
-        """float64 [n]: `workloads` without any beginning that another sequence of the mini-batch has, too."""
+    def beginnings(self) -> Beginnings | None:
+        """What sequences begin with; None for a batch without prefixes."""
         if self.prefix_groups is None or self.prefix_lengths is None:
-            return self.workloads
-        shared = self.prefix_lengths.copy()
-        for part in self.mini_batches:
-            _, first = np.unique(self.prefix_groups[part.rows], return_index=True)
-            shared[part.rows[first]] = 0
-        return self.workloads - self._workload(shared)
+            return None
+        return Beginnings(self.prefix_groups, self.prefix_lengths, self._workload(self.prefix_lengths))
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of one rank; OptionError if there is no such rank."""

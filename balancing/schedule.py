@@ -39,7 +39,15 @@ def schedule_evenly(sizes: Integers, weights: Floats, request: Request) -> Sched
     if not request.caps.padded and len(weights) >= best.grouping.count:
         best = _or_faster(best, sizes, weights, request)
     weights = computed_weights(best.grouping, weights, request)
-    return _to_ranks(_in_order(best, weights, request.order), weights)
+    return arranged(best, weights, request.order)
+
+
+def arranged(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
+    """The schedule with its steps in `order`, and the micro-batches of each step on the ranks that have least so far.
+
+    weights: float64 [n], as computed.
+    """
+    return _to_ranks(_in_order(schedule, weights, order), weights)
 
 
 def _or_faster(first: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:

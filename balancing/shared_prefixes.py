@@ -1,32 +1,24 @@
 """Sequences that begin with the same tokens: each micro-batch computes these tokens once.
 
-    groups of a mini-batch --whole, or divided--> pieces --dealing.py--> the fastest division --schedule.py--> schedule
+    groups of a mini-batch --whole, or divided where that is faster--> schedules (shared_search.py) --> the fastest
 
-A whole group computes its beginning once. A piece of a group computes it again, but pieces balance better and fit under
-the cap: heavy groups are divided ever further, and the division with the least time is taken. Pieces that meet in one
-micro-batch share the beginning after all.
+A whole group computes its beginning once. A part of a group computes it again, but parts fill micro-batches better and
+fit under the cap. Parts that meet in one micro-batch share the beginning after all.
 
     workload of a group of lengths L_i, the first P tokens shared:    W(P) + sum_i (W(L_i) - W(P)),  W(L) = a L + b L^2
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from balancing.dealing import Request, Schedule, deal
-from balancing.errors import CountError
+from balancing.dealing import Request, Schedule
 from balancing.grouping import Floats, Grouping, Integers
-from balancing.schedule import schedule_evenly
-
-Values = TypeVar("Values", Integers, Floats)
-
-NEAR_THE_BOUND = 5e-3
-"""Groups are not divided further if the schedule takes at most this share more than workload / ranks."""
-FINER = 1.5
-"""The heaviest piece of a division / that of the next."""
-
+from balancing.schedule import arranged, schedule_evenly
+from balancing.shared_filling import Groups
+from balancing.shared_search import fastest_of_groups
 
 MOST_OWN = 16
 """A beginning is worth sharing by a sequence of up to this many times as many tokens of its own: merging its attention
@@ -65,91 +57,56 @@ class Beginnings:
 
         micro_batch: int64 [n], that of each sequence.
         """
-        shared = self.tokens.copy()
-        _, first = np.unique(micro_batch * (self.group.max() + 1) + self.group, return_index=True)
-        shared[first] = 0
-        return shared
+        return np.where(self._again(micro_batch), self.tokens, 0)
+
+    def computed(self, weights: Floats, micro_batch: Integers) -> Floats:
+        """float64 [n]: `weights` of sequences alone, less the beginnings that another one of the micro-batch computes.
+
+        micro_batch: int64 [n], that of each sequence.
+        """
+        return np.where(self._again(micro_batch), weights - self.workloads, weights)
+
+    def _again(self, micro_batch: Integers) -> NDArray[np.bool_]:
+        again = np.ones(len(self.group), np.bool_)
+        again[np.unique(micro_batch * (self.group.max() + 1) + self.group, return_index=True)[1]] = False
+        return again
 
 
 def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Schedule:
-    """The fastest schedule found of groups that stay together, or of their pieces; raises as `schedule_evenly` does.
+    """The fastest schedule found of groups, divided where that is faster; raises as `schedule_evenly` does.
 
     sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone, descending.
     """
-    together = request.caps.max_sequences >= len(sizes)  # pieces of several sequences could exceed that cap
-    best, fastest = np.arange(len(sizes)), np.inf
-    for pieces in _divisions(sizes, weights, beginnings, request) if together else ():
-        piece_weights = _of_pieces(pieces, weights, beginnings.workloads)
-        if piece_weights.sum() / request.ranks >= fastest:
-            break
-        first = _scheduled(deal, pieces, sizes, weights, beginnings, request)
-        time = np.inf if first is None else first.time(piece_weights)
-        if time < fastest:
-            best, fastest = pieces, time
-        if time <= piece_weights.sum() / request.ranks * (1 + NEAR_THE_BOUND):
-            break
-    found = _scheduled(schedule_evenly, best, sizes, weights, beginnings, request)
-    if found is None:
-        return schedule_evenly(sizes, weights, request)
-    return replace(found, grouping=Grouping(found.grouping.group_of[best], found.grouping.count))
+    groups, rows = in_groups(sizes, weights, beginnings)
+    found = fastest_of_groups(groups, request)
+    best, computed = None, weights
+    if found is not None:
+        best = replace(found, grouping=Grouping(_in_rows(found.grouping.group_of, rows), found.grouping.count))
+        computed = beginnings.computed(weights, best.grouping.group_of)
+    if best is None or float(weights.sum()) / request.ranks < best.time(computed):
+        alone = schedule_evenly(sizes, weights, request)  # as if nothing were shared
+        shared = beginnings.computed(weights, alone.grouping.group_of)
+        if best is None or alone.time(shared) < best.time(computed):
+            best, computed = alone, shared
+    return arranged(best, computed, request.order)
 
 
-def _divisions(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Iterator[Integers]:
-    """int64 [n], the piece of each sequence: first whole groups, then ever smaller pieces, at last single sequences.
+def in_groups(sizes: Integers, weights: Floats, beginnings: Beginnings) -> tuple[Groups, Integers]:
+    """The sequences in order of group, each group from the heaviest on, and this order, int64 [n].
 
-    Only groups that are heavier than a piece may be are divided, and into as many equal pieces as that takes.
+    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone.
     """
-    count = int(beginnings.group.max()) + 1
-    members = np.bincount(beginnings.group, minlength=count)
-    first = np.unique(beginnings.group, return_index=True)[1]
-    own = np.bincount(beginnings.group, weights - beginnings.workloads, count)
-    shared, shared_tokens = beginnings.workloads[first], beginnings.tokens[first]
-    order = np.argsort(beginnings.group, kind="stable")
-    place = np.empty_like(order)  # of each sequence in its group, from the heaviest on
-    place[order] = np.arange(len(order)) - np.repeat(np.cumsum(members) - members, members)
-    heaviest, parts = float((own + shared).sum()) / request.ranks, np.zeros(count, np.int64)
-    while True:
-        # n pieces of weight shared + own / n
-        needed = np.where(heaviest > shared, own / np.maximum(heaviest - shared, 1e-9 * heaviest), np.inf)
-        wanted = np.clip(np.ceil(np.minimum(needed, members)), 1, members).astype(np.int64)
-        while True:
-            pieces = (np.cumsum(wanted) - wanted)[beginnings.group] + place % wanted[beginnings.group]
-            tokens = np.bincount(pieces, sizes - beginnings.tokens) + np.repeat(shared_tokens, wanted)
-            over = np.unique(np.repeat(np.arange(count), wanted)[tokens > request.caps.max_tokens])
-            if not len(over):
-                break
-            wanted[over] = np.minimum(2 * wanted[over], members[over])
-        if (wanted != parts).any():
-            parts = wanted
-            yield pieces
-        if (wanted == members).all():
-            return
-        heaviest /= FINER
+    own = weights - beginnings.workloads
+    rows = np.lexsort((-own, beginnings.group))
+    group = beginnings.group[rows]
+    start = np.flatnonzero(np.diff(group, prepend=-1))
+    first, ends = rows[start], np.append(start, len(rows))
+    own_tokens = (sizes - beginnings.tokens)[rows]
+    return Groups(own[rows], own_tokens, group, ends, beginnings.workloads[first], beginnings.tokens[first]), rows
 
 
-def _of_pieces(pieces: Integers, whole: Values, beginning: Values) -> Values:
-    """The sum of each piece, its beginning counted once."""
-    _, first = np.unique(pieces, return_index=True)
-    sums = np.bincount(pieces, whole - beginning) + beginning[first]
-    return sums.astype(whole.dtype)
-
-
-def _scheduled(
-    how: Callable[[Integers, Floats, Request], Schedule],
-    pieces: Integers,
-    sizes: Integers,
-    weights: Floats,
-    beginnings: Beginnings,
-    request: Request,
-) -> Schedule | None:
-    """The schedule of the pieces, in their order; None if they are too few for the counts."""
-    sizes = _of_pieces(pieces, sizes, beginnings.tokens)
-    weights = _of_pieces(pieces, weights, beginnings.workloads)
-    order = np.lexsort((-sizes, -weights))
-    try:
-        found = how(sizes[order], weights[order], request)
-    except CountError:
-        return None
-    group_of = np.empty_like(found.grouping.group_of)
-    group_of[order] = found.grouping.group_of
-    return replace(found, grouping=Grouping(group_of, found.grouping.count))
+def _in_rows(values: Integers, rows: Integers) -> Integers:
+    """int64 [n]: `values`, one for each of `rows`, in the order of rows 0..n."""
+    result = np.empty_like(values)
+    result[rows] = values
+    return result

@@ -7,8 +7,12 @@ import numpy as np
 from balancing.alignment import round_up
 from balancing.grouping import Floats, Integers
 from balancing.initial_assignment import karmarkar_karp_twice
+from balancing.lower_bounds import step_time_bound
+from balancing.packing import Caps
 from balancing.padded import take_in_order
 from balancing.plan import MiniBatch, Plan
+from balancing.shared_bounds import shared_step_time_bound
+from balancing.shared_prefixes import in_groups
 
 # A grid is float64 [steps, ranks] of one mini-batch: a sum over each micro-batch, 0 for an empty one.
 Rows = list[list[Integers]]
@@ -21,6 +25,7 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     tokens_per_rank{,_before}/{min,max,mean,difference}: real tokens of a rank in the global batch.
     imbalance{,_before,_karmarkar_karp}/ranks: max / mean - 1 of the workload of ranks.
     imbalance{,_before,_karmarkar_karp}/micro_steps: time of synchronous micro-steps / (workload / ranks) - 1.
+    over_bound: time of synchronous micro-steps / `lower_bound` - 1.
     `_karmarkar_karp`: largest differencing over ranks and over each rank's micro-batches, without caps or refinement.
     from_karmarkar_karp: share of mini-batches whose plan was refined from Karmarkar-Karp (the others are faster from
     another start, see schedule.py).
@@ -40,6 +45,7 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
         **_token_spread("tokens_per_rank", after, plan.lengths),
         **_token_spread("tokens_per_rank_before", before, plan.lengths),
         **_waiting("", predicted_grids(plan)),
+        "over_bound": step_time(predicted_grids(plan)) / lower_bound(plan) - 1.0,
         **_waiting("_before", grids(before, plan.workloads)),
         **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan) for part in plan.mini_batches]),
         "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
@@ -66,6 +72,24 @@ def step_time(mini_batches: Sequence[Floats]) -> float:
 def ideal_time(mini_batches: Sequence[Floats]) -> float:
     """The time if no rank ever waited: workload / ranks."""
     return float(sum(grid.mean(axis=1).sum() for grid in mini_batches))
+
+
+def lower_bound(plan: Plan) -> float:
+    """A lower bound on the step time, in the cost model's unit.
+
+    For all plans with the same mini-batches, caps and number of micro-steps, what they share included.
+    """
+    return sum(_lower_bound(part, plan) for part in plan.mini_batches)
+
+
+def _lower_bound(mini_batch: MiniBatch, plan: Plan) -> float:
+    rows, ranks, steps = indices_of(mini_batch), plan.ranks, mini_batch.steps
+    caps = Caps(plan.max_tokens, plan.settings.max_sequences or len(rows))
+    if plan.beginnings is not None:
+        groups, _ = in_groups(plan.lengths[rows], plan.workloads[rows], plan.beginnings.select(rows))
+        return shared_step_time_bound(groups, ranks, steps, caps).time
+    sizes, limits = plan.sizes[rows], {"max_tokens": caps.max_tokens, "max_sequences": caps.max_sequences}
+    return step_time_bound(sizes, plan.workloads[rows], ranks=ranks, steps=steps, **limits).time
 
 
 def rows_of(mini_batch: MiniBatch) -> Rows:

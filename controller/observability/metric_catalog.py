@@ -183,6 +183,11 @@ BALANCE = (
         "balance/imbalance_karmarkar_karp/{over}", "share", "The same after Karmarkar-Karp alone, without caps."
     ),
     Declaration(
+        "balance/over_bound",
+        "share",
+        "Time of micro-steps, as predicted, over the least of any plan with as many and the same caps, less 1.",
+    ),
+    Declaration(
         "balance/from_karmarkar_karp", "share", "Mini-batches refined from Karmarkar-Karp; others end better elsewhere."
     ),
     Declaration("balance/idle_share", "share", "Share of ranks' time that is waiting in micro-steps, as predicted."),

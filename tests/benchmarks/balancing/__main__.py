@@ -1,6 +1,6 @@
 """How good and how fast partitions and plans are.
 
-    python -m tests.benchmarks.balancing [--output docs/balancing-benchmark.md] [--only partitions|plans]
+    python -m tests.benchmarks.balancing [--output docs/balancing-benchmark.md] [--only partitions|plans|shared_prompts]
 
 Prints the tables, and writes them with the command and the machine they were measured on. `make bench` does it.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from balancing.compiled import COMPILED
 from tests.benchmarks.balancing.table import Table
 
-MODULES = ("partitions", "plans")
+MODULES = ("partitions", "plans", "shared_prompts")
 """Each offers `tables() -> list[Table]`."""
 INTRODUCTION = """# Balancing: how good, how fast
 
@@ -32,7 +32,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="markdown file to write, for example docs/balancing-benchmark.md")
-    parser.add_argument("--only", choices=MODULES, help="one half of the tables; all unless given")
+    parser.add_argument("--only", choices=MODULES, help="some of the tables; all unless given")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     tables: list[Table] = []

@@ -1,0 +1,128 @@
+"""Plans of groups that share prompts: time and heaviest rank over their lower bounds, caps, planning time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import process_time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balancing import Plan, plan_batch
+from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
+from tests.benchmarks.balancing.plans import COST_MODEL, REPETITIONS
+from tests.benchmarks.balancing.table import Table
+
+GROUPS, SAMPLES, RANKS = 512, 16, 64
+LONGEST_RESPONSE = 8192
+RESPONSES = ("lognormal", "grouped", "geometric", "uniform", "short")
+PROMPTS = ((16, 256), (256, 2048))
+MINI_BATCHES = ("1", "4 by sequence", "4 by group")
+CAPS = (4.0, 2.0)
+"""Caps of a micro-batch / the longest sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """lengths, groups, prompts: int64 [n], of each sequence. mini_batches: index arrays. max_tokens: the cap."""
+
+    lengths: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    mini_batches: list[NDArray[np.int64]]
+    max_tokens: int
+
+    @classmethod
+    def draw(cls, responses: str, prompts: tuple[int, int], mini_batches: str, cap: float, seed: int = 0) -> "Batch":
+        """A seeded batch; prompts are evenly spread by their logarithm."""
+        generator = np.random.default_rng(seed)
+        own = _responses(responses, generator)
+        each = np.rint(np.exp(generator.uniform(*np.log(prompts), GROUPS))).astype(np.int64)
+        groups = np.repeat(np.arange(GROUPS), SAMPLES)
+        lengths = own + each[groups]
+        members = _mini_batches(mini_batches, groups, generator)
+        return cls(lengths, groups, each[groups], members, int(cap * lengths.max()))
+
+    def plan(self) -> Plan:
+        return plan_batch(
+            self.lengths,
+            ranks=RANKS,
+            mini_batches=self.mini_batches,
+            max_tokens=self.max_tokens,
+            cost_model=COST_MODEL,
+            prefix_groups=self.groups,
+            prefix_lengths=self.prompts,
+        )
+
+
+def _responses(name: str, generator: np.random.Generator) -> NDArray[np.int64]:
+    """int64 [GROUPS * SAMPLES]; grouped: the responses to a prompt are of similar length."""
+    count = GROUPS * SAMPLES
+    drawn = {
+        "lognormal": lambda: generator.lognormal(np.log(600), 1.0, count),
+        "grouped": lambda: (
+            np.repeat(generator.lognormal(np.log(600), 0.8, GROUPS), SAMPLES) * generator.lognormal(0, 0.6, count)
+        ),
+        "geometric": lambda: generator.geometric(1 / 1000, count),
+        "uniform": lambda: generator.integers(16, 4097, count),
+        "short": lambda: generator.geometric(1 / 100, count),
+    }[name]()
+    return np.clip(np.rint(drawn), 1, LONGEST_RESPONSE).astype(np.int64)
+
+
+def _mini_batches(name: str, groups: NDArray[np.int64], generator: np.random.Generator) -> list[NDArray[np.int64]]:
+    if name == "1":
+        return [np.arange(len(groups))]
+    if name == "4 by sequence":
+        return [np.sort(part) for part in np.array_split(generator.permutation(len(groups)), 4)]
+    return [np.flatnonzero(np.isin(groups, part)) for part in np.array_split(generator.permutation(GROUPS), 4)]
+
+
+def tables() -> list[Table]:
+    """One for each cap."""
+    return [_table(cap) for cap in CAPS]
+
+
+def _table(cap: float) -> Table:
+    rows = [
+        _row(responses, prompts, mini_batches, cap)
+        for responses in RESPONSES
+        for prompts in PROMPTS
+        for mini_batches in MINI_BATCHES
+    ]
+    return Table(
+        f"Shared prompts, cap of {cap:g} times the longest sequence",
+        ["responses", "prompts", "mini-batches", "micro-steps", "heaviest rank", "time", "above the cap", "plan_batch"],
+        rows,
+        f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks. Workload of the heaviest rank, and time of synchronous "
+        "micro-steps: over the lower bound on the time (shared_bounds.py), - 1, which need not be reachable. Above the "
+        f"cap: micro-batches. plan_batch: all mini-batches, CPU time of its one thread, median of {REPETITIONS}.",
+    )
+
+
+def _row(responses: str, prompts: tuple[int, int], mini_batches: str, cap: float) -> list[str]:
+    batch = Batch.draw(responses, prompts, mini_batches, cap)
+    plan = batch.plan()
+    grids, bound = predicted_grids(plan), lower_bound(plan)
+    heaviest = sum(grid.sum(axis=0).max() for grid in grids) / bound - 1
+    above = sum(int((part.sums(plan.sizes) > plan.max_tokens).sum()) for part in plan.mini_batches)
+    steps = ", ".join(str(part.steps) for part in plan.mini_batches)
+    figures = [f"{100 * heaviest:.2f} %", f"{100 * (step_time(grids) / bound - 1):.2f} %", str(above)]
+    return [
+        responses,
+        "{}..{}".format(*prompts),
+        mini_batches,
+        steps,
+        *figures,
+        f"{1e3 * _cpu_seconds(batch.plan):.0f} ms",
+    ]
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    """Median of several runs, which have one thread."""
+    taken = []
+    for _ in range(REPETITIONS):
+        start = process_time()
+        work()
+        taken.append(process_time() - start)
+    return median(taken)
