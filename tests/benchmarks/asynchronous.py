@@ -70,7 +70,8 @@ def make_inputs(folder: Path) -> list[str]:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     data.write(folder / "train.jsonl", 1024, seed=1, held_out=False)
     (folder / "config.yaml").write_text("")
-    return ["--config", str(folder / "config.yaml"), f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", f"run.dir={folder / 'runs'}"]
+    inputs = [f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", f"run.dir={folder / 'runs'}"]
+    return ["--config", str(folder / "config.yaml"), *inputs]
 
 
 def run(settings: Sequence[str], folder: Path, name: str, staleness: int, steps: int) -> list[dict[str, float]]:
