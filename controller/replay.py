@@ -18,7 +18,7 @@ from controller.actors.cluster_address import check_address, check_cluster
 from controller.checkpoint import FOLDER, checkpoints_at
 from controller.config import Config, load
 from controller.config.recorded import load_recorded
-from controller.observability.run_folder import RunFolder, recorded_steps, step_file
+from controller.observability.run_folder import RunFolder, recorded_steps
 from controller.preflight.checks import check_layout
 from controller.session import exit_code, ray_session
 from workers.errors import ConfigError, DataError
@@ -133,14 +133,13 @@ def prepared(config: Config, start: Start) -> Config:
 def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float | None]) -> None:
     """Start Ray and the training roles, train the steps, print the metrics of the last beside those `recorded`."""
     from controller.observability.console import Console
-    from controller.replayer import replaying
+    from controller.replayer import replay
 
     console = Console()
     if before := start.describe():
         console.log(before)
-    with ray_session(config, console), replaying(config, console) as replayer:
-        for step in start.steps:
-            replayed = replayer.replay(step_file(folder, step), step)
+    with ray_session(config, console):
+        replayed = replay(config, folder, start.steps, console)
     print("\n".join(comparison(recorded, replayed)))
 
 

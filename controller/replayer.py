@@ -20,6 +20,7 @@ from controller.mismatch import MismatchWatch, Proof
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
+from controller.observability.run_folder import step_file
 from controller.observability.run_record import RunRecord
 from controller.session import Session
 from controller.step_samples import read_step
@@ -78,6 +79,18 @@ class NoPrompts:
     def take(self, start: int, count: int) -> list[Prompt]:
         """Raises DataError."""
         raise DataError(f"a replay has no prompts, and {count} from place {start} on were asked for.")
+
+
+def replay(config: Config, folder: Path, steps: range, console: Console) -> dict[str, float]:
+    """Train the steps of a run again, from the state of run.resume; returns the metrics of the last.
+
+    folder: of the run. Ray is connected. Raises as `Replayer.replay` and `start_roles` do.
+    """
+    metrics: dict[str, float] = {}
+    with replaying(config, console) as replayer:
+        for step in steps:
+            metrics = replayer.replay(step_file(folder, step), step)
+    return metrics
 
 
 @contextmanager
