@@ -24,6 +24,7 @@ from workers.errors import DataError, MismatchError
 from workers.remote_batch import RemoteBatch, TokenBlock
 
 Run = Callable[..., LocalRun]
+Replay = Callable[..., "LocalReplay"]
 RECORDED = ("run.record_samples=true", "batch.mini_batches=2")
 
 
@@ -100,7 +101,7 @@ def local_replay(store: Store, tmp_path: Path) -> Iterator[Callable[..., LocalRe
     ids=lambda overrides: overrides[0] if overrides else "plain",
 )
 def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
-    local_run: Run, local_replay: Callable[..., LocalReplay], store: Store, overrides: tuple[str, ...]
+    local_run: Run, local_replay: Replay, store: Store, overrides: tuple[str, ...]
 ) -> None:
     found = local_run(*RECORDED, *overrides)
     found.rewards.reward = lambda uid, sample, greedy: float(sample * (int(uid) % 3))  # some groups have no signal
@@ -119,9 +120,7 @@ def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
     assert again.of("generate", "weights") == []
 
 
-def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(
-    local_run: Run, local_replay: Callable[..., LocalReplay]
-) -> None:
+def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(local_run: Run, local_replay: Replay) -> None:
     found = local_run(*RECORDED)
     found.policy.mismatch = 9.0
     with pytest.raises(MismatchError):
