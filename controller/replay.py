@@ -69,13 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     request = _request(arguments)
-    config = settings(request)
-    start = start_before(request, config.run.resume)
+    given = settings(request)
+    start = start_before(request, given.run.resume)
+    config = prepared(given, start)
     recorded = next((row for row in RunFolder(request.folder).metrics if row["step"] == request.step), {})
     check_layout(config)
     check_address(config)
     check_cluster(config)
-    return partial(run, prepared(config, start), request.folder, start, recorded)
+    return partial(run, config, request.folder, start, recorded)
 
 
 def settings(request: Request) -> Config:
@@ -123,11 +124,11 @@ def _check_recorded(folder: Path, step: int, steps: range) -> None:
 
 
 def prepared(config: Config, start: Start) -> Config:
-    """The settings of the replay: it loads the checkpoint, and neither records nor scores samples."""
+    """The settings of the replay: it loads the checkpoint, and neither makes nor scores nor records samples."""
     resume = str(start.checkpoint) if start.checkpoint else "never"
     run = replace(config.run, record_samples=False, resume=resume, other_data="keep_place")
     reward = replace(config.reward, model=replace(config.reward.model, path=""))  # samples have their rewards
-    return replace(config, run=run, reward=reward)
+    return replace(config, run=run, reward=reward, rollout=replace(config.rollout, replicas=0))
 
 
 def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float | None]) -> None:

@@ -14,11 +14,14 @@ from balancing import CostModel
 from controller.actors.roles import RolesWithoutEngines
 from controller.checkpoint import Progress, checkpoint_path
 from controller.config import Config, load, to_yaml
+from controller.observability.console import Console
 from controller.observability.run_folder import recorded_steps, step_file
-from controller.replay import Request, Start, comparison, main, prepared, start_before
-from controller.replayer import Replayer
+from controller.preflight.checks import check_layout
+from controller.replay import Request, Start, comparison, main, prepared, settings, start_before
+from controller.replayer import Replayer, replay
 from controller.trainer import Trainer
 from tests.controller.stand_ins.roles import TOKENS, LocalRun
+from tests.controller.stand_ins.run import StandInRun, StandIns
 from tests.controller.test_checkpoint import write
 from workers.errors import DataError, MismatchError
 from workers.remote_batch import RemoteBatch, TokenBlock
@@ -136,6 +139,24 @@ def test_a_run_keeps_no_samples_unless_it_is_asked_to(local_run: Run) -> None:
     found = local_run("run.steps=1")
     found.trainer.fit()
     assert not (found.folder / "samples").exists()
+
+
+def test_on_gpus_a_replay_starts_the_roles_that_train_alone(
+    run_on_stand_ins: Callable[..., StandInRun], stand_ins: StandIns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On fewer of them too: no engine shares or needs any."""
+    roles = ("algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "reward.model.path=judge")
+    found = run_on_stand_ins(*RECORDED, *roles, "run.checkpoint_every=1", "rollout.replicas=2")
+    stand_ins.begin_anew()
+    found.world.ray.actors.clear()
+    folder = found.config.run_folder
+    given = settings(Request(folder, 2, ("policy.ranks=1",)))
+    config = prepared(given, start_before(Request(folder, 2), "never"))
+    check_layout(config)
+    metrics = replay(config, folder, range(2, 3), Console())
+    assert {name.split()[0] for name in found.world.ray.actors} == {"policy", "reference", "critic"}
+    assert metrics["policy/loss"] == found.outcome.steps[1]["policy/loss"]
+    assert "step 2/2" in capsys.readouterr().out
 
 
 # Where a replay begins

@@ -150,8 +150,8 @@ class StandInVllm:
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self._world.event("meet")
 
-    async def generate(self, prompt: Any, parameters: Any, name: str) -> Any:
-        del prompt, name
+    async def generate(self, prompt: Any, parameters: Any, name: str, *, priority: int) -> Any:
+        del prompt, name, priority
         self._world.event("generate")
         assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
         assert self.version == int(self._name), f"weights {self.version} serve as version {self._name}"
