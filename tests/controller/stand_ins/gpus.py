@@ -160,7 +160,7 @@ class StandInVllm:
             finish_reason="stop",
             token_ids=tokens,
             logprobs=SimpleNamespace(logprobs=[self._log_prob] * len(tokens)),
-            weight_versions=[SimpleNamespace(version=self._name)],
+            weight_versions=[SimpleNamespace(version=self._name, start=0, end=len(tokens))],
         )
         yield SimpleNamespace(outputs=[completion], prompt_token_ids=(), num_cached_tokens=None)
 
