@@ -1,6 +1,6 @@
 """The single controller: the algorithm as plain Python on the driver, and all that a run needs around it.
 
-    fit                    command line in, exit code out (`report` and `timeline` are commands too)
+    fit                    command line in, exit code out (`replay`, `report` and `timeline` are commands too)
      |--> config/          what a user can set
      |--> preflight/       checks and the pages of `--dry-run`, before anything starts
      '--> trainer          a step, from top to bottom; its parts are the modules beside it:

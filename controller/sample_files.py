@@ -44,9 +44,27 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
         "finished": [_record(sample) for sample in samples.finished],
         "partial": list(samples.partial),
     }
-    arrays = {"records": np.frombuffer(json.dumps(records).encode(), dtype=np.uint8)}
-    arrays |= _packed("finished", [sample.row for sample in with_rows])
-    arrays |= _packed("partial", [vars(response) for response in samples.partial.values()])
+    arrays = {"records": as_bytes(records)}
+    arrays |= packed("finished", TokenBlock.from_rows([sample.row for sample in with_rows]))
+    arrays |= packed("partial", TokenBlock.from_rows([vars(response) for response in samples.partial.values()]))
+    write_arrays(path, arrays)
+
+
+def read_samples(path: Path) -> StoredSamples:
+    """The content of a file. Raises OSError or ValueError for one that is missing or broken."""
+    with np.load(path, allow_pickle=False) as arrays:
+        records = from_bytes(arrays["records"])
+        rows = iter(_rows(unpacked("finished", arrays)))
+        finished = [_finished(record, rows) for record in records["finished"]]
+        partial = [PartialResponse(**row) for row in _rows(unpacked("partial", arrays))]
+        return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)))
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays of numbers or text, compressed, as a file that replaces `path` when it is complete.
+
+    Raises OutputError.
+    """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         begun = path.with_suffix(".part.npz")
@@ -54,14 +72,30 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
         begun.replace(path)
 
 
-def read_samples(path: Path) -> StoredSamples:
-    """The content of a file. Raises OSError or ValueError for one that is missing or broken."""
-    with np.load(path, allow_pickle=False) as arrays:
-        records = json.loads(arrays["records"].tobytes())
-        rows = iter(_unpacked("finished", arrays))
-        finished = [_finished(record, rows) for record in records["finished"]]
-        partial = [PartialResponse(**row) for row in _unpacked("partial", arrays)]
-        return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)))
+def as_bytes(value: Any) -> np.ndarray:
+    """A value as JSON in UTF-8, uint8 [bytes]. Raises TypeError for what JSON does not have."""
+    return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+
+
+def from_bytes(array: np.ndarray) -> Any:
+    """The value that `as_bytes` was given. Raises ValueError if it is no JSON."""
+    return json.loads(array.tobytes())
+
+
+def packed(name: str, block: TokenBlock) -> dict[str, np.ndarray]:
+    """The arrays of a block under `name.offsets` and `name.COLUMN`."""
+    return {f"{name}.offsets": block.offsets} | {f"{name}.{column}": values for column, values in block.columns.items()}
+
+
+def unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> TokenBlock:
+    """The block that `packed` was given. Raises KeyError if it is not among the arrays."""
+    columns = named(name, arrays)
+    return TokenBlock(columns.pop("offsets"), columns)
+
+
+def named(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays `name.COLUMN`, by column."""
+    return {key.removeprefix(f"{name}."): arrays[key] for key in arrays if key.startswith(f"{name}.")}
 
 
 def _record(sample: FinishedSample) -> dict[str, Any]:
@@ -82,12 +116,5 @@ def _score(values: Mapping[str, Any] | None) -> Score | None:
     return None if values is None else Score(**values)
 
 
-def _packed(name: str, rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    block = TokenBlock.from_rows(rows)
-    return {f"{name}.offsets": block.offsets} | {f"{name}.{column}": values for column, values in block.columns.items()}
-
-
-def _unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    columns = {key.removeprefix(f"{name}."): arrays[key] for key in arrays if key.startswith(f"{name}.")}
-    block = TokenBlock(columns.pop("offsets"), columns)
+def _rows(block: TokenBlock) -> list[dict[str, np.ndarray]]:
     return [block.row(index) for index in range(len(block))]

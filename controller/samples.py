@@ -179,6 +179,11 @@ def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names
 def _column(values: Sequence[Any]) -> np.ndarray:
     if all(isinstance(value, Real) for value in values):
         return np.array(values, dtype=np.float64)
+    return object_column(values)
+
+
+def object_column(values: Sequence[Any]) -> np.ndarray:
+    """Any values as objects [B]."""
     column = np.empty(len(values), dtype=object)  # filled one by one: NumPy would make rows of lists a matrix
     for row, value in enumerate(values):
         column[row] = value

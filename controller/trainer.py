@@ -25,9 +25,11 @@ from controller.continuous_collector import ContinuousCollector
 from controller.data.prompts import PromptDataset, Prompts
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
 from controller.observability.metrics import staleness, throughput, waiting
+from controller.observability.run_folder import step_file
 from controller.planner import with_group_tokens
 from controller.samples import Rollout
 from controller.session import Session
+from controller.step_samples import step_samples, write_step
 from controller.training_loop import TrainingLoop, prefixed
 from controller.validation_metrics import summarize
 from workers.config import LossConfig, ValueLossConfig
@@ -62,10 +64,14 @@ class Trainer(TrainingLoop):
             cost_model=cost_model,
         )
         self.config, self.roles, self.validation = config, session.roles, validation
-        collector = ContinuousCollector if config.rollout.max_staleness else Collector
-        self.collector = collector(config, self.roles, prompts, self.planner, self.record, self.progress)
+        self.collector = self.new_collector(prompts)
         self.advantages = AdvantageComputer(config, self.roles, self.planner, self.progress)
         self.mismatch = MismatchWatch(config, self.progress.weight_version)
+
+    def new_collector(self, prompts: Prompts) -> Collector:
+        """What gives steps their samples."""
+        collector = ContinuousCollector if self.config.rollout.max_staleness else Collector
+        return collector(self.config, self.roles, prompts, self.planner, self.record, self.progress)
 
     def begin(self) -> None:
         """Send the policy's weights to the engines.
@@ -96,6 +102,9 @@ class Trainer(TrainingLoop):
                 rollout, batch = collected.rollout, collected.batch
             metrics = rollout.metrics() | self.staleness(rollout)
             record.samples(step, rollout)
+            if self.config.run.record_samples:
+                with record.phase("record"):
+                    write_step(step_file(self.folder, step), step_samples(collected))
             metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
             if len(batch):
                 metrics |= self.learn(rollout, batch, step)

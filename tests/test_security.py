@@ -3,16 +3,20 @@
 import ast
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from controller.config import load
+from controller.sample_files import read_samples
+from controller.step_samples import read_step
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, DataError
 from workers.model.model import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +88,16 @@ def test_a_pickle_among_the_weights_is_refused_unread(tmp_path: Path) -> None:
     torch.save({"model.embed_tokens.weight": Bomb(trace)}, folder / "pytorch_model.bin")
     with pytest.raises((ConfigError, pickle.UnpicklingError)):
         load_model(ModelConfig(path=str(folder)), torch.float32)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("read", [read_samples, read_step], ids=lambda read: read.__name__)
+def test_a_pickle_in_a_file_of_samples_is_refused_unread(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    path, trace = tmp_path / "step-1.npz", tmp_path / "trace"
+    arrays = ("records", "objects", "scores", "trained", "tokens.offsets")
+    np.savez(path, **{name: np.array([Bomb(trace)], dtype=object) for name in arrays})
+    with pytest.raises((DataError, ValueError), match="allow_pickle=False"):
+        read(path)
     assert not trace.exists()
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from balancing import Plan
-from controller.actors.layout import Pool, pools, role_requests
+from controller.actors.layout import Pool, pools, role_requests, training_pool
 from controller.actors.resources import Reservation, reserve
 from controller.actors.rewards import RewardPool
 from controller.actors.worker_group import Share, WorkerGroup
@@ -38,7 +38,7 @@ from workers.config import (
     RolloutConfig,
 )
 from workers.critic import CriticWorker
-from workers.errors import LostError, WorkerError
+from workers.errors import LostError, RolloutError, WorkerError
 from workers.model.timing import MicroStepTime
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
@@ -168,6 +168,13 @@ class Roles(TrainingRoles):
         return loads
 
 
+class RolesWithoutEngines(Roles):
+    """Roles of which none samples: `rollouts` has no engine and `rewards` no actor."""
+
+    def send_weights(self, version: int) -> None:
+        """Nobody receives them."""
+
+
 @contextmanager
 def start_roles(
     config: Config,
@@ -234,11 +241,16 @@ def start_roles(
 class _Starter:
     """Starts the training roles of one run, each in its bundles; `stack` ends them."""
 
-    def __init__(self, stack: ExitStack, config: TrainingConfig, console: Console) -> None:
-        """Reserve all bundles. Raises ResourceError as `reserve` does."""
+    def __init__(
+        self, stack: ExitStack, config: TrainingConfig, console: Console, *, training_alone: bool = False
+    ) -> None:
+        """Reserve all bundles, or those of the training pool alone. Raises ResourceError as `reserve` does."""
         self.stack, self.config, self.console = stack, config, console
-        self.bundles = {pool.name: self._reserve(pool) for pool in pools(config)}
+        reserved = [training_pool(config)] if training_alone else pools(config)
+        self.bundles = {pool.name: self._reserve(pool) for pool in reserved}
         self.requests = {request.role: request for request in role_requests(config)}
+        if training_alone:
+            self.requests = {role: self.requests[role] for role in config.training_roles}
         console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
 
     def _reserve(self, pool: Pool) -> Reservation:
@@ -339,6 +351,24 @@ def start_training_roles(
         if isinstance(config, ReferenceSettings) and config.starts_reference:
             reference = _reference(starter, config)
         yield TrainingRoles(policy, reference)
+
+
+@contextmanager
+def start_roles_without_engines(config: Config, console: Console) -> Iterator[Roles]:
+    """Start the roles that train on the samples of a step, and their reference, where the samples are there already;
+    otherwise as `start_roles`."""
+    with ExitStack() as stack:
+        starter = _Starter(stack, config, console, training_alone=True)
+        policy = starter.built_policy(_policy(starter, config))
+        reference = _reference(starter, config) if config.starts_reference else None
+        critic = _critic(starter, config) if config.uses_critic else None
+        rollouts = Rollouts(_no_engine, replace(config.rollout, replicas=0))
+        rewards = RewardPool([], config.model.path, replace(config.reward, workers=0), cpus=0.0)
+        yield RolesWithoutEngines(policy, reference, rollouts, rewards, critic)
+
+
+def _no_engine(replica: int, attempt: int) -> Any:
+    raise RolloutError(f"rollout replica {replica} is none of these roles (attempt {attempt}).")
 
 
 def _policy(starter: _Starter, config: Config) -> WorkerGroup:

@@ -49,6 +49,11 @@ class BaseRunConfig:
 @dataclass
 class RunConfig(BaseRunConfig):
     log_completions: int = setting(0, "Samples printed at every step, with their rewards; 0 prints none.", minimum=0)
+    record_samples: bool = setting(
+        False,
+        "Keep the samples of every step in runs/NAME/samples: tokens, log-probs, versions of weights and rewards, from "
+        "which `python -m controller.replay runs/NAME --step 3` trains a step again.",
+    )
 
 
 @dataclass

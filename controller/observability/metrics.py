@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from controller.observability.run_folder import recorded_steps, step_file
 from controller.observability.trackers import Tracker
 from controller.observability.trackers.files import JsonLines, finite, writing
 from controller.validation_metrics import ScoredResponse
@@ -33,6 +34,9 @@ class RunWriter:
         with writing(folder / "config.yaml"):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(config_yaml)
+            for step in recorded_steps(folder):
+                if step > after:
+                    step_file(folder, step).unlink()
         self._trackers = trackers
         self._lengths = JsonLines(folder / "lengths.jsonl", after=after)
         self._samples = JsonLines(folder / "samples.jsonl", after=after)

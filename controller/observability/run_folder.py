@@ -1,6 +1,7 @@
 """RunFolder: what a run has recorded, read back.
 
 runs/NAME/   config.yaml  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
+             samples/step-N.npz, of which `controller.step_samples` knows the content
 """
 
 import json
@@ -13,6 +14,17 @@ from typing import Any
 from workers.errors import DataError
 
 Row = dict[str, Any]
+
+
+def step_file(folder: Path, step: int) -> Path:
+    """The file of the samples of a step, where run.record_samples keeps them."""
+    return folder / "samples" / f"step-{step}.npz"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The steps whose samples are kept, in order."""
+    files = step_file(folder, 0).parent.glob("step-*.npz")
+    return sorted(int(file.stem.removeprefix("step-")) for file in files if file.stem[5:].isdecimal())
 
 
 @dataclass(frozen=True)

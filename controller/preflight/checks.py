@@ -59,6 +59,15 @@ def check(config: Config) -> None:
     check_trackers(config)
 
 
+def check_layout(config: Config) -> None:
+    """What of `check` depends on ranks, caps and models: for a run that was checked, with another layout."""
+    check_counts(config)
+    _check_caps(config)
+    _check_devices(config)
+    _check_model(config, read_model_files(config.model.path, "model.path"))
+    check_replicate(config)
+
+
 def _check_sampling(config: Config) -> None:
     if config.rollout.sampling.temperature == 0:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""PPO with a critic, real engines: warm-up, values, checkpoints of both roles, and going on from them."""
+"""PPO with a critic, real engines: warm-up, values, checkpoints of both roles, going on from them, a step again."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from controller.observability.console import Console
+from controller.replay import Request, Start, prepared, start_before
+from controller.replay import settings as settings_of
+from controller.replayer import replay
 from tests.end_to_end.test_whole_loop import Run, run_loop
 
 SETTINGS = (
@@ -20,6 +24,7 @@ SETTINGS = (
     "algorithm.kl_in_reward.target=1",
     "algorithm.kl_in_reward.horizon=100",
     "run.checkpoint_every=1",
+    "run.record_samples=true",
     "data.validation=''",
     "validation.prompts=0",
 )
@@ -60,6 +65,23 @@ def test_the_critic_is_saved_beside_the_policy(finished: Run) -> None:
     assert critic.score.weight.abs().sum() > 0
     for role in ("policy", "critic"):
         assert sorted(path.name for path in (finished.folder / "checkpoints" / role).iterdir()) == ["step-1", "step-2"]
+
+
+def test_a_recorded_step_trained_again_comes_out_the_same_and_leaves_the_run_as_it_is(finished: Run) -> None:
+    """Step 2, with the adapted weight of the KL and the optimiser's state of the checkpoint of step 1."""
+    request, files = Request(finished.folder, 2), states(finished.folder)
+    config = settings_of(request)
+    start = start_before(request, config.run.resume)
+    assert start == Start(finished.folder / "checkpoints" / "policy" / "step-1", range(2, 3))
+    replayed = replay(prepared(config, start), finished.folder, start.steps, Console())
+    for name in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm", "reward/kl_coefficient"):
+        assert replayed[name] == pytest.approx(finished.outcome.steps[1][name], abs=1e-6), name
+    assert states(finished.folder) == files
+
+
+def states(folder: Path) -> dict[Path, int]:
+    """The time of the last change of every file and folder, in ns."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 @pytest.mark.slow

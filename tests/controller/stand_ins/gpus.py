@@ -150,8 +150,8 @@ class StandInVllm:
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self._world.event("meet")
 
-    async def generate(self, prompt: Any, parameters: Any, name: str) -> Any:
-        del prompt, name
+    async def generate(self, prompt: Any, parameters: Any, name: str, *, priority: int) -> Any:
+        del prompt, name, priority
         self._world.event("generate")
         assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
         assert self.version == int(self._name), f"weights {self.version} serve as version {self._name}"
@@ -160,7 +160,7 @@ class StandInVllm:
             finish_reason="stop",
             token_ids=tokens,
             logprobs=SimpleNamespace(logprobs=[self._log_prob] * len(tokens)),
-            weight_versions=[SimpleNamespace(version=self._name)],
+            weight_versions=[SimpleNamespace(version=self._name, start=0, end=len(tokens))],
         )
         yield SimpleNamespace(outputs=[completion], prompt_token_ids=(), num_cached_tokens=None)
 

@@ -267,7 +267,12 @@ class LocalRun:
         self.trainer = self._trainer(config)
 
     def _trainer(self, config: Config) -> Trainer:
-        roles: Any = LocalRoles(
+        held_out: Any = Numbered().take(1000, 2) if config.data.validation else None
+        session = self._session(config, LocalRoles, Progress())
+        return Trainer(config, session, Numbered(), held_out, cost_model=CostModel(1.0, 0.0))
+
+    def _session(self, config: Config, roles_class: type[Roles], progress: Progress) -> Session[Roles]:
+        roles: Any = roles_class(
             self.policy,
             self.reference if config.starts_reference else None,
             self.engines,
@@ -277,9 +282,7 @@ class LocalRun:
         )
         self._writer = RunWriter(self.folder, "", [])
         console = Console(rich.console.Console(file=self._terminal, width=200))
-        session = Session(roles, Progress(), RunRecord(console, LiveMetrics(), self._writer))
-        held_out: Any = Numbered().take(1000, 2) if config.data.validation else None
-        return Trainer(config, session, Numbered(), held_out, cost_model=CostModel(1.0, 0.0))
+        return Session(roles, progress, RunRecord(console, LiveMetrics(), self._writer))
 
     def close(self) -> None:
         self._writer.__exit__(None)

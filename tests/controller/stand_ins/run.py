@@ -129,14 +129,18 @@ class StandIns:
         # The stand-in of vLLM samples with log-probs of its own, which are no model's.
         self._monkeypatch.setattr("controller.mismatch.MismatchWatch.judge", lambda *_: None)
 
+    def begin_anew(self) -> None:
+        """All GPUs are free: those who had them have ended."""
+        self._first_gpu = 0
+        self.world.ledger.forget()
+
     def run(self, overrides: Sequence[str], read: Callable[[Config], Inputs] = read_inputs) -> StandInRun:
         config = load(None, [*SETTINGS, *overrides])
         check(config)
         inputs, console = read(config), Listening()
 
         def attempt(config: Config, budget: RestartBudget) -> Outcome:
-            self._first_gpu = 0
-            self.world.ledger.forget()
+            self.begin_anew()
             with training(config, inputs, console, budget) as trainer:
                 return trainer.fit()
 

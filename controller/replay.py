@@ -1,0 +1,184 @@
+"""`python -m controller.replay runs/NAME --step K [key.sub=value ...]`: a step of a run again, and what comes out now.
+
+    checkpoint before it, samples of the steps since --training roles--> loss, gradient norm, beside those recorded
+
+For runs with run.record_samples=true. Overrides such as policy.ranks=1 change the layout. Nothing is written into the
+run's folder. Exit codes are those of `controller.fit`.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from controller.actors.cluster_address import check_address, check_cluster
+from controller.checkpoint import FOLDER, checkpoints_at
+from controller.config import Config, load
+from controller.config.recorded import load_recorded
+from controller.observability.run_folder import RunFolder, recorded_steps
+from controller.preflight.checks import check_layout
+from controller.session import exit_code, ray_session
+from workers.errors import ConfigError, DataError
+from workers.model.checkpoint_folder import complete, read_manifest
+
+SHOWN = (
+    "policy/loss",
+    "policy/grad_norm",
+    "critic/loss",
+    "critic/grad_norm",
+    "policy/rollout_mismatch_mean",
+    "policy/rollout_mismatch_max",
+)
+ROW = "{:30}{:>16}{:>16}{:>14}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line. folder: of the run."""
+
+    folder: Path
+    step: int
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a replay begins. checkpoint: None for the models that the run began with. steps: those to train again, of
+    which the last is asked for."""
+
+    checkpoint: Path | None
+    steps: range
+
+    def describe(self) -> str:
+        """What is done before the step that is asked for; empty where that is nothing."""
+        *before, last = self.steps
+        if not before:
+            return ""
+        start = f"the checkpoint of step {before[0] - 1}" if self.checkpoint else "the models that the run began with"
+        steps = f"step {before[0]} is" if len(before) == 1 else f"steps {before[0]} to {before[-1]} are"
+        return f"there is no checkpoint of step {last - 1}: {steps} trained again first, from {start}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return exit_code(partial(_prepare, arguments))
+
+
+def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
+    request = _request(arguments)
+    given = settings(request)
+    start = start_before(request, given.run.resume)
+    config = prepared(given, start)
+    recorded = next((row for row in RunFolder(request.folder).metrics if row["step"] == request.step), {})
+    check_layout(config)
+    check_address(config)
+    check_cluster(config)
+    return partial(run, config, request.folder, start, recorded)
+
+
+def settings(request: Request) -> Config:
+    """The settings that the run recorded, with the overrides.
+
+    Raises DataError for a folder of no run, ConfigError for a run without samples or for settings that are wrong.
+    """
+    path = request.folder / "config.yaml"
+    if not path.is_file():
+        raise DataError(f"{request.folder} is not the folder of a run: it has no config.yaml.")
+    if not isinstance(load_recorded(path), Config):
+        raise ConfigError(f"{request.folder} trained on given sequences; only runs of controller.fit are replayed.")
+    return load(path, request.overrides)
+
+
+def start_before(request: Request, resume: str) -> Start:
+    """The nearest checkpoint before the step, and the steps from there. resume: the run's run.resume.
+
+    Raises DataError if there is no such checkpoint, or no record of one of these steps.
+    """
+    folder, step = request.folder, request.step
+    found = {path: manifest.step for path, manifest in complete(folder / FOLDER)}
+    began_elsewhere = resume not in ("never", "auto")
+    if began_elsewhere:
+        found |= {path: read_manifest(path).step for path in checkpoints_at(Path(resume))}
+    before = {path: number for path, number in found.items() if number < step}
+    if began_elsewhere and not before:
+        raise DataError(f"{folder} began at run.resume={resume}, where there is no checkpoint before step {step}.")
+    checkpoint = max(before, key=before.__getitem__, default=None)
+    steps = range(before[checkpoint] + 1 if checkpoint else 1, step + 1)
+    _check_recorded(folder, step, steps)
+    return Start(checkpoint, steps)
+
+
+def _check_recorded(folder: Path, step: int, steps: range) -> None:
+    there = recorded_steps(folder)
+    if step not in there:
+        kept = f"it has those of steps {there[0]} to {there[-1]}" if there else "run.record_samples=true keeps them"
+        raise DataError(f"{folder} has no samples of step {step}; {kept}.")
+    for missing in sorted(set(steps) - set(there))[:1]:
+        raise DataError(
+            f"{folder} has no samples of step {missing}, and no checkpoint between it and step {step}: "
+            "run.checkpoint_every writes them."
+        )
+
+
+def prepared(config: Config, start: Start) -> Config:
+    """The settings of the replay: it loads the checkpoint, and neither makes nor scores nor records samples."""
+    resume = str(start.checkpoint) if start.checkpoint else "never"
+    run = replace(config.run, record_samples=False, resume=resume, other_data="keep_place")
+    reward = replace(config.reward, model=replace(config.reward.model, path=""))  # samples have their rewards
+    return replace(config, run=run, reward=reward, rollout=replace(config.rollout, replicas=0))
+
+
+def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float | None]) -> None:
+    """Start Ray and the training roles, train the steps, print the metrics of the last beside those `recorded`."""
+    from controller.observability.console import Console
+    from controller.replayer import replay
+
+    console = Console()
+    if before := start.describe():
+        console.log(before)
+    with ray_session(config, console):
+        replayed = replay(config, folder, start.steps, console)
+    print("\n".join(comparison(recorded, replayed)))
+
+
+def comparison(recorded: Mapping[str, float | None], replayed: Mapping[str, float]) -> list[str]:
+    """A table of the metrics in SHOWN that either has; null of metrics.jsonl is what is not finite."""
+    lines = [ROW.format("metric", "recorded", "replayed", "difference")]
+    for name in SHOWN:
+        if name in recorded or name in replayed:
+            before, now = (_number(values, name) for values in (recorded, replayed))
+            both = before is not None and now is not None
+            difference = f"{now - before:.1e}" if both else "-"  # type: ignore[operator]
+            lines.append(ROW.format(name, _shown(before), _shown(now), difference))
+    return lines
+
+
+def _number(metrics: Mapping[str, float | None], name: str) -> float | None:
+    """The value, NaN for null, None where there is none."""
+    value = metrics.get(name, None)
+    return math.nan if value is None and name in metrics else value
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.8g}"
+
+
+def _request(arguments: Sequence[str] | None) -> Request:
+    parser = argparse.ArgumentParser(
+        prog="python -m controller.replay",
+        usage="python -m controller.replay runs/NAME --step K [key.sub=value ...]",
+        description="Train a step of a run again, on the samples that it recorded (run.record_samples=true).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
+    parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, from 1")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the run's")
+    parsed = parser.parse_intermixed_args(arguments)
+    return Request(parsed.folder, parsed.step, tuple(parsed.overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
