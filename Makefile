@@ -44,6 +44,7 @@ test-slow: setup
 soak: setup
 	$(BIN)/python -m pytest -m soak $(ARGS)
 	$(BIN)/python -m tests.benchmarks.soak --output docs/soak.md
+	$(BIN)/python -m tests.benchmarks.soak --max-staleness 2 --every 4 --output docs/soak-asynchronous.md
 	$(BIN)/python -m tests.benchmarks.soak --engine-processes --steps 40
 
 # Minutes each, on a machine that has nothing else to do; most write their page. Not among them:
@@ -57,6 +58,7 @@ bench: setup
 	$(WARM_START)
 	$(BIN)/python -m tests.benchmarks.step --output docs/step-benchmark.md
 	$(BIN)/python -m tests.benchmarks.prefixes --output docs/prefixes-benchmark.md
+	$(BIN)/python -m tests.benchmarks.asynchronous --output docs/asynchronous-benchmark.md
 	$(BIN)/python -m tests.benchmarks.schedule --output docs/schedule-benchmark.md --picture docs/schedule.png
 
 docs: setup

@@ -1,17 +1,19 @@
 """The fastest schedule of groups that share beginnings, of those that fillings and exchanges make.
 
+groups --> Karmarkar-Karp (shared_dealing.py) --> exchanges (shared_exchange.py) --> near the lower bound? done
 groups, in several orders --> the lowest level up to which they fill all micro-batches (shared_filling.py)
-  --> exchanges (shared_exchange.py) --> sorted, dealt into micro-steps (dealing.py) --> near the lower bound? done
+  --> exchanges --> sorted, dealt into micro-steps (dealing.py) --> near the lower bound? done
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from balancing.dealing import Request, Schedule, checked_steps, deal_into_steps
+from balancing.dealing import Request, Schedule, Start, checked_steps, deal_into_steps
 from balancing.errors import CountError
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.shared_bounds import fewest_parts, least_step_times, shared_step_time_bound, work_of_groups
+from balancing.shared_dealing import deal_groups
 from balancing.shared_exchange import exchange_shared
 from balancing.shared_filling import Groups, fill_groups
 
@@ -64,11 +66,28 @@ class _Search:
             if self._time <= bound * (1 + FAR):
                 break
             forced = self._forced(steps)
+            if self._best is None:
+                self._begin(bound / steps)
+                if self._time <= bound * (1 + NEAR):
+                    return self._best
             for order in self._orders():
                 self._try(order, forced, bound)
                 if self._time <= bound * (1 + NEAR) or self._effort <= 0:
                     return self._best
         return self._best
+
+    def _begin(self, level: float) -> None:
+        """Karmarkar-Karp over the groups, and exchanges from there."""
+        found = deal_groups(self._groups, self._request, level)
+        if found is None:
+            return
+        self._keep(found)
+        numbers = np.unique(found.grouping.group_of, return_inverse=True)[1]
+        work = np.bincount(numbers, computed_by(self._groups, found.grouping.group_of))
+        heaviest_first = np.argsort(np.argsort(-work, kind="stable"), kind="stable")[numbers]
+        forced = self._forced(found.steps)
+        bound = shared_step_time_bound(self._groups, self._request.ranks, found.steps, self._request.caps).time
+        self._exchange(heaviest_first, forced, bound, found.start)
 
     def _steps(self) -> Iterator[int]:
         """Numbers of micro-steps, upwards from a lower bound; none that the counts do not allow."""
@@ -101,12 +120,18 @@ class _Search:
         filled = self._lowest(order, forced, bound)
         if filled is None:
             return
+        self._exchange(filled, forced, bound, "shared_prefixes")
+
+    def _exchange(self, filled: Integers, forced: Floats, bound: float, start: Start) -> None:
+        """Exchange, and keep the schedule if it is the fastest. filled: int64 [n], micro-batches, heaviest first."""
         caps, steps, aim = self._request.caps, len(forced), self._levels(forced, bound * (1 + NEAR / 2))
         filled = _spread(filled, steps if self._request.allow_empty else len(aim), len(aim))
         filled, self._effort = exchange_shared(
             self._groups, filled, aim, caps.max_tokens, caps.max_sequences, self._effort
         )
-        schedule = self._dealt(filled, steps)
+        self._keep(self._dealt(filled, steps, start))
+
+    def _keep(self, schedule: Schedule) -> None:
         time = schedule.time(computed_by(self._groups, schedule.grouping.group_of))
         if time < self._time:
             self._best, self._time = schedule, time
@@ -138,12 +163,12 @@ class _Search:
         filled = fill_groups(self._groups, order, levels, caps.max_tokens, caps.max_sequences)
         return None if (filled < 0).any() else filled
 
-    def _dealt(self, micro_batch_of: Integers, steps: int) -> Schedule:
+    def _dealt(self, micro_batch_of: Integers, steps: int, start: Start) -> Schedule:
         """Micro-batches sorted by weight and dealt into steps; empty ones come last."""
         used, numbers = np.unique(micro_batch_of, return_inverse=True)
         work = computed_by(self._groups, micro_batch_of)
         packed = Grouping(numbers, len(used))
-        return deal_into_steps(packed, self._groups.own_tokens, work, self._request, steps, "shared_prefixes")
+        return deal_into_steps(packed, self._groups.own_tokens, work, self._request, steps, start)
 
 
 def _common_level(time: float, forced: Floats) -> float:

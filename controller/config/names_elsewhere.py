@@ -31,7 +31,6 @@ NAMES_ELSEWHERE = {
     "actor.optim.lr": "policy.optimizer.learning_rate",
     "grad_clip": "policy.optimizer.max_grad_norm",
     "rollout.n": "rollout.samples_per_prompt",
-    "rollout.overlap": "rollout.max_staleness",
     "max_head_offpolicyness": "rollout.max_staleness",
     "staleness_threshold": "rollout.max_staleness",
     "max_async_level": "rollout.max_staleness",

@@ -5,11 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from controller.observability.run_folder import RunFolder, step_file
+from controller.sample_files import read_samples
+from controller.step_samples import read_step
 from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment, settings_file
+
+PROMPTS, SAMPLES = 5, 3  # of a step, of a prompt
 
 
 def command(settings: list[str], workspace: Path, name: str) -> list[str]:
@@ -49,3 +57,44 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(settings: list[str], workspa
             assert first.get(name) == pytest.approx(second.get(name), abs=1e-6)
     checkpoints = workspace / "runs" / "killed" / "checkpoints" / "policy"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-3", "step-6"]
+
+
+@pytest.mark.slow  # tests/controller/test_continuous_collector.py has the rules
+def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_tokens_that_it_had(
+    settings: list[str], workspace: Path
+) -> None:
+    """Killed after step 5, it goes on from the checkpoint of step 3 with the samples that no step had trained on."""
+    environment, fit = marked_environment(), command(settings, workspace, "ahead-killed")
+    fit += ["rollout.max_staleness=2", "rollout.sampling.max_new_tokens=64", "run.record_samples=true"]
+    fit += ["policy.max_tokens=256", "policy.optimizer.learning_rate=1e-4"]
+    run = subprocess.Popen(fit, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
+    for line in run.stdout:
+        if line.startswith("step 5"):
+            break
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert all_end(environment[MARK], 60) == []
+    folder = workspace / "runs" / "ahead-killed"
+    cut = read_samples(folder / "checkpoints" / "samples" / "step-3.npz")
+    assert cut.finished
+    resumed = subprocess.run(fit, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on from" in resumed.stdout
+
+    recorded = RunFolder(folder)
+    trained = Counter(place for columns in recorded.columns.values() for place in columns["groups"])
+    assert trained == dict.fromkeys(range(6 * PROMPTS), SAMPLES)
+    later = {key: row for step in (4, 5, 6) for key, row in rows(folder, step)}
+    for sample in cut.finished:
+        np.testing.assert_array_equal(later[sample.result.key]["input_ids"], sample.row["input_ids"])
+        np.testing.assert_array_equal(later[sample.result.key]["weight_versions"], sample.row["weight_versions"])
+    responses = [tuple(row["input_ids"][row["loss_mask"]]) for row in later.values()]
+    for part in cut.partial.values():
+        assert tuple(part.ids) in [response[: len(part.ids)] for response in responses]
+
+
+def rows(folder: Path, step: int) -> Iterator[tuple[tuple[str, int], dict[str, np.ndarray]]]:
+    """The tokens of a step's samples, by (uid, sample)."""
+    samples = read_step(step_file(folder, step))
+    for row, key in enumerate(zip(samples.columns["uid"].tolist(), samples.columns["sample"].tolist(), strict=True)):
+        yield key, samples.tokens.row(row)
