@@ -31,7 +31,9 @@ RELATIVE = 0.125
 EFFORT = 500_000
 """Exchanges compare this many pairs of bundles over all orders, about 2 ms of compiled code,"""
 EFFORT_EACH = 1_000
-"""and this many more for each sequence."""
+"""and this many more for each sequence;"""
+FIRST = 4
+"""of which Karmarkar-Karp's schedule gets one in so many."""
 
 
 def fastest_of_groups(groups: Groups, request: Request) -> Schedule | None:
@@ -126,9 +128,9 @@ class _Search:
         """Exchange, and keep the schedule if it is the fastest. filled: int64 [n], micro-batches, heaviest first."""
         caps, steps, aim = self._request.caps, len(forced), self._levels(forced, bound * (1 + NEAR / 2))
         filled = _spread(filled, steps if self._request.allow_empty else len(aim), len(aim))
-        filled, self._effort = exchange_shared(
-            self._groups, filled, aim, caps.max_tokens, caps.max_sequences, self._effort
-        )
+        effort = self._effort // FIRST if start == "karmarkar_karp" else self._effort
+        filled, left = exchange_shared(self._groups, filled, aim, caps.max_tokens, caps.max_sequences, effort)
+        self._effort -= effort - left
         self._keep(self._dealt(filled, steps, start))
 
     def _keep(self, schedule: Schedule) -> None:
