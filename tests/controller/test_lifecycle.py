@@ -89,6 +89,13 @@ def test_engines_of_gpus_of_their_own_never_sleep(run: Run) -> None:
     assert {"receive", "generate"} <= set(events) and not {"sleep 2", "wake weights", "wake kv_cache"} & set(events)
 
 
+def test_engines_of_gpus_of_their_own_generate_ahead_and_take_weights_meanwhile(run: Run) -> None:
+    finished = run("rollout.placement=apart", "rollout.max_staleness=1", "run.steps=3", "data.validation=''")
+    assert [step["rollout/weight_version"] for step in finished.outcome.steps] == [1.0, 2.0, 3.0]
+    assert [step["rollout/samples"] for step in finished.outcome.steps] == [4.0] * 3
+    assert max(step["rollout/staleness_max"] for step in finished.outcome.steps) == 1.0
+
+
 def test_in_a_warm_up_of_the_critic_engines_wake_with_the_weights_that_they_had(run: Run) -> None:
     finished = run(*COLOCATED, *ROLES["warm-up"], "data.validation=''")
     assert [step["rollout/weight_version"] for step in finished.outcome.steps] == [0.0, 1.0]
