@@ -26,7 +26,7 @@ from controller.data.prompts import PromptDataset, Prompts
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
 from controller.observability.metrics import staleness, throughput, waiting
 from controller.observability.run_folder import step_file
-from controller.planner import with_group_tokens
+from controller.planner import group_numbers, with_group_tokens
 from controller.samples import Rollout
 from controller.session import Session
 from controller.step_samples import step_samples, write_step
@@ -124,8 +124,9 @@ class Trainer(TrainingLoop):
         """Plan, log-probs, advantages, update with `batch` of the rollout, weights to the engines."""
         record = self.record
         prefixes = self.planner.prefixes(batch, "policy.update")
-        places = batch["uid"].astype(np.int64)  # of their prompts in the stream
-        record.writer.lengths(step, lengths=batch["length"], groups=places, **prefixes)
+        prompts = batch["uid"].astype(np.int64)  # their places in the stream
+        columns = {"groups": group_numbers(batch), "prompts": prompts, **prefixes}
+        record.writer.lengths(step, lengths=batch["length"], **columns)
         batch = batch.with_meta(step=step, steps=self.config.run.steps)
         with record.phase("plan"):
             epochs = [self.planner.draw(batch, step, epoch) for epoch in range(self.config.batch.epochs)]

@@ -142,11 +142,13 @@ class Console:
             for name in metrics
             if name.startswith("reward/") and name not in SPREAD and shows_something(name, metrics)
         ]
+        age = (("age", "rollout/staleness_mean", ".1f"),) if metrics.get("rollout/staleness_max") else ()
         shown = (
             ("epoch", "data/epoch", ".2f"),
             ("reward", "reward/mean", ".3f"),
             *((name.removeprefix("reward/"), name, ".3f") for name in parts_of_reward),
             ("response", "rollout/response_tokens_mean", ".1f"),
+            *age,
             ("loss", "policy/loss", "+.4f"),
             ("accuracy", "preferences/accuracy", ".3f"),
             ("margin", "preferences/margin", "+.3f"),

@@ -73,6 +73,8 @@ PANELS = (
         ("rollout/samples_dropped", "rollout/samples_retried", "rollout/samples_without_signal"),
     ),
     Panel("Staleness", "short", ("rollout/staleness_mean", "rollout/staleness_max")),
+    Panel("Tokens by age", "percentunit", ("rollout/tokens_of_age_{age}",)),
+    Panel("Waiting", "percentunit", ("rollout/trainer_idle_share", "rollout/engine_idle_share")),
     Panel("Weight versions", "short", ("rollout/weight_version", "rollout/oldest_weight_version")),
     Panel(
         "Restarts and failures",

@@ -151,9 +151,13 @@ def balance(run: RunFolder) -> list[Panel | tuple[str, Draw]]:
 
 
 def policy(run: RunFolder) -> list[Panel]:
-    """Entropy and gradient norm of the policy."""
+    """Entropy and gradient norm of the policy, and the age of its samples where that is not 0 in all steps."""
     shown = (("Entropy of the policy", "entropy", VIOLET), ("Gradient norm, before clipping", "grad_norm", AMBER))
-    return [Panel(title, [Line("", run.curve(f"policy/{name}"), colour)]) for title, name, colour in shown]
+    panels = [Panel(title, [Line("", run.curve(f"policy/{name}"), colour)]) for title, name, colour in shown]
+    ages = [
+        Line(name, run.curve(f"rollout/staleness_{name}"), colour) for name, colour in (("mean", BLUE), ("max", GREY))
+    ]
+    return panels + ([Panel("Age of samples, versions", ages, from_zero=True)] if any(ages[-1].curve.values) else [])
 
 
 def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:

@@ -128,7 +128,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = soak(Path(folder), arguments.steps, arguments.every, arguments.max_staleness, watch)
         lines, last = RunFolder(run.config.run_folder).metrics, run.last
-        trained = [places["groups"] for _, places in sorted(RunFolder(run.config.run_folder).columns.items())]
+        trained = [columns["prompts"] for _, columns in sorted(RunFolder(run.config.run_folder).columns.items())]
     left = {"named actors": ray.util.list_named_actors()}
     ray.shutdown()
     _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)

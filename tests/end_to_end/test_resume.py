@@ -82,7 +82,7 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
     assert "going on from" in resumed.stdout
 
     recorded = RunFolder(folder)
-    trained = Counter(place for columns in recorded.columns.values() for place in columns["groups"])
+    trained = Counter(place for columns in recorded.columns.values() for place in columns["prompts"])
     assert trained == dict.fromkeys(range(6 * PROMPTS), SAMPLES)
     later = {key: row for step in (4, 5, 6) for key, row in rows(folder, step)}
     for sample in cut.finished:

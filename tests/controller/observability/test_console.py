@@ -49,6 +49,13 @@ def test_failed_rewards_are_told_where_there_are_some() -> None:
     assert "failures 3" in output.export_text()
 
 
+@pytest.mark.parametrize(("oldest", "told"), [(0.0, False), (2.0, True)])
+def test_the_age_of_samples_is_told_where_some_are_older_than_the_weights(oldest: float, told: bool) -> None:
+    output = recorded(terminal=False)
+    Console(output).step(1, 1, METRICS | {"rollout/staleness_mean": 1.2, "rollout/staleness_max": oldest})
+    assert ("age 1.2" in output.export_text()) == told
+
+
 def test_on_a_terminal_a_table_is_alive_while_a_phase_is_and_leaves_only_lines() -> None:
     output = recorded(terminal=True)
     console = Console(output)

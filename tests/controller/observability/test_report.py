@@ -13,7 +13,7 @@ import pytest
 
 from balancing import CostModel, plan_batch
 from controller.observability.report import write_report
-from controller.observability.report_charts import gantt
+from controller.observability.report_charts import gantt, policy
 from controller.observability.run_folder import RunFolder
 from controller.planner import Planner, draw_mini_batches
 from controller.report import main
@@ -193,3 +193,11 @@ def test_the_report_plans_with_the_arguments_of_the_run(tmp_path: Path, monkeypa
         assert of_the_run[name] == of_the_report[name], name
     for first, second in zip(of_the_run["mini_batches"], of_the_report["mini_batches"], strict=True):
         assert first.tolist() == second.tolist()
+
+
+@pytest.mark.parametrize(("oldest", "panels"), [(0.0, 2), (2.0, 3)])
+def test_the_age_of_samples_is_drawn_where_some_are_older_than_the_weights(
+    tmp_path: Path, oldest: float, panels: int
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "rollout/staleness_max": oldest}))
+    assert len(policy(RunFolder(tmp_path))) == panels
