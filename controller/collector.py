@@ -54,11 +54,13 @@ class Collector:
         """progress: the place in the stream of prompts to go on from."""
         self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
         self.position = progress.position
+        self._left = list(progress.active)
 
     @property
     def active(self) -> list[int]:
-        """Places of prompts before `position` whose samples no step has trained on."""
-        return []
+        """Places of prompts before `position` whose samples no step has trained on: those of a run that was resumed
+        from one that generated ahead."""
+        return self._left
 
     def begin(self) -> None:
         """Called once, when the engines have the policy's weights."""
@@ -77,8 +79,7 @@ class Collector:
         kept: list[RemoteBatch] = []
         by_uid: dict[str, Prompt] = {}
         while wanted and len(rounds) < limit:
-            prompts = self.prompts.take(self.position, wanted)
-            self.position += wanted
+            prompts = self._next(wanted)
             by_uid |= {prompt.uid: prompt for prompt in prompts}
             found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
             rounds.append(self.with_baseline(self.shaped(found), prompts, step))
@@ -88,6 +89,12 @@ class Collector:
             self.log_missing(step, wanted)
         batch = with_record_columns(RemoteBatch.concat(kept), by_uid, self.config.loss_columns)
         return Collected(Rollout.concat(rounds), batch)
+
+    def _next(self, count: int) -> list[Prompt]:
+        """The next prompts: those left over, then those from `position` on."""
+        first, self._left = self._left[:count], self._left[count:]
+        start, self.position = self.position, self.position + count - len(first)
+        return [prompt for place in (*first, *range(start, self.position)) for prompt in self.prompts.take(place, 1)]
 
     def log_missing(self, step: int, groups: int) -> None:
         """Say that a step trains on fewer groups because so many were not replaced."""

@@ -1,11 +1,12 @@
 """The samples of a step, rule by rule: the real collector over engines and rewards that answer at once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from controller.collector import Collected, overlong_penalty
+from controller.collector import Collected, Collector, overlong_penalty
 from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import RolloutError
 
@@ -39,6 +40,19 @@ def test_every_prompt_is_sampled_several_times_with_seeds_of_their_own(local_run
     assert [r.seed for r in again.engines.rounds[0][0]] == [r.seed for r in requests]
     collected(again, step=2)
     assert not {r.seed for r in again.engines.rounds[1][0]} & {r.seed for r in requests}
+
+
+def test_prompts_that_a_run_had_begun_ahead_come_first(local_run: Run) -> None:
+    found = local_run()
+    trainer = found.trainer
+    progress = replace(trainer.progress, position=9, active=[3, 5, 6])
+    collector = Collector(
+        found.config, trainer.roles, trainer.collector.prompts, trainer.planner, trainer.record, progress
+    )
+    assert uids(collector.collect(1)) == ["3", "5"]
+    assert (collector.position, collector.active) == (9, [6])
+    assert uids(collector.collect(2)) == ["6", "9"]
+    assert (collector.position, collector.active) == (10, [])
 
 
 # Groups without signal

@@ -31,16 +31,21 @@ def records(workspace: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(settings: list[str], workspace: Path) -> None:
-    """Killed after step 5, it goes on from the checkpoint of step 3: steps 4 and 5 come again and are the same."""
-    environment, fit = marked_environment(), command(settings, workspace, "killed")
+def kill_after(begin: str, fit: list[str], environment: dict[str, str]) -> None:
+    """Start the command, and kill its driver when it has said a line that begins so."""
     run = subprocess.Popen(fit, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
     for line in run.stdout:
-        if line.startswith("step 5"):
+        if line.startswith(begin):
             break
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     assert all_end(environment[MARK], 60) == []
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(settings: list[str], workspace: Path) -> None:
+    """Killed after step 5, it goes on from the checkpoint of step 3: steps 4 and 5 come again and are the same."""
+    environment, fit = marked_environment(), command(settings, workspace, "killed")
+    kill_after("step 5", fit, environment)
     before = records(workspace, "killed")[:6]
 
     resumed = subprocess.run(fit, cwd=ROOT, env=environment, text=True, capture_output=True)
@@ -67,13 +72,7 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
     environment, fit = marked_environment(), command(settings, workspace, "ahead-killed")
     fit += ["rollout.max_staleness=2", "rollout.sampling.max_new_tokens=64", "run.record_samples=true"]
     fit += ["policy.max_tokens=256", "policy.optimizer.learning_rate=1e-4"]
-    run = subprocess.Popen(fit, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
-    for line in run.stdout:
-        if line.startswith("step 5"):
-            break
-    os.kill(run.pid, signal.SIGKILL)
-    run.wait()
-    assert all_end(environment[MARK], 60) == []
+    kill_after("step 5", fit, environment)
     folder = workspace / "runs" / "ahead-killed"
     cut = read_samples(folder / "checkpoints" / "samples" / "step-3.npz")
     assert cut.finished
