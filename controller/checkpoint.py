@@ -30,11 +30,10 @@ class Progress:
 
     step: the last one that is complete. position: the next prompt's place in the stream. active: places of prompts
     before it whose samples no step has trained on. samples: the file that has these, as far as they are there; empty
-    where there is none. weight_version: of the policy's weights. best: highest value of
-    validation.keep_best so far. before, latest: validations. kl_coefficient: weight of the KL in the reward, where it
-    is adapted. trackers: the run's id in each tracker that has one. refit: the cost model fitted to this run, see
-    `CostModelFitter.state`. data: identity of the training data in which `position` is a place, see
-    `controller.data.identity`.
+    where there is none. weight_version: of the policy's weights. best: highest value of validation.keep_best so far.
+    before, latest: validations. kl_coefficient: weight of the KL in the reward, where it is adapted. trackers: the
+    run's id in each tracker that has one. refit: the cost model fitted to this run, see `CostModelFitter.state`. data:
+    identity of the training data in which `position` is a place, see `controller.data.identity`.
     """
 
     step: int = 0

@@ -27,7 +27,7 @@ WARM_UP = 3  # steps that are not counted
 WAYS = {
     "by hand, one process": None,
     "this system": (),
-    "this system, one step of overlap": ("rollout.max_staleness=1", "rollout.replicas=1"),
+    "this system, rollout.max_staleness=1": ("rollout.max_staleness=1", "rollout.replicas=1"),
 }
 HEADER = """# A step against a loop by hand
 

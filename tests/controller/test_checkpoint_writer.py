@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from controller.checkpoint import Progress, checkpoint_path, checkpoints_at
+from controller.checkpoint import Progress, checkpoint_path, checkpoints_at, remove_old_samples, samples_path
 from controller.checkpoint_writer import CheckpointWriter
 from tests.controller.stand_ins.roles import Saves
-from workers.errors import LostError
+from workers.errors import LostError, OutputError
 
 
 def names(folder: Path) -> list[str]:
@@ -49,3 +49,25 @@ def test_a_stopped_run_that_cannot_save_ends_all_the_same(tmp_path: Path) -> Non
     said: list[str] = []
     CheckpointWriter(Lost(), tmp_path, keep=2, log=said.append).at_stop(Progress(step=4))
     assert said[-1] == "no checkpoint of step 4: policy dp=0 was lost"
+
+
+def test_a_checkpoint_is_saved_though_what_is_beside_it_is_not(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = CheckpointWriter(Saves(), tmp_path, keep=2, log=said.append)
+
+    def full(path: Path, progress: Progress) -> None:
+        raise OutputError(f"{path.name} of step {progress.step} has no room.")
+
+    writer.begin(Progress(step=1), full)
+    assert (names(tmp_path), writer.failures) == (["step-1"], 1)
+    assert said == ["step-1 of step 1 has no room. The run goes on."]
+
+
+def test_samples_stay_with_the_checkpoints_that_they_belong_to(tmp_path: Path) -> None:
+    files = [samples_path(checkpoint_path(tmp_path, step)) for step in (1, 2, 3)]
+    files[0].parent.mkdir(parents=True)
+    for file in files:
+        file.touch()
+    CheckpointWriter(Saves(), tmp_path, keep=2, log=print).begin(Progress(step=2))
+    remove_old_samples(tmp_path, 3)
+    assert [file.exists() for file in files] == [False, True, True]
