@@ -39,13 +39,13 @@ test: lint
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu and not soak" $(ARGS)
 
-# Everything that can be killed is killed in turn; then 200 steps with a kill every few of them, and a shorter run of
-# the same with engines in processes of their own, as they are on GPUs.
+# Everything that can be killed is killed in turn; then 200 steps with kills at random moments of the first half, a run
+# that generates ahead with more of them, and a shorter run with engines in processes of their own, as they are on GPUs.
 soak: setup
 	$(BIN)/python -m pytest -m soak $(ARGS)
 	$(BIN)/python -m tests.benchmarks.soak --output docs/soak.md
-	$(BIN)/python -m tests.benchmarks.soak --max-staleness 2 --every 4 --output docs/soak-asynchronous.md
-	$(BIN)/python -m tests.benchmarks.soak --engine-processes --steps 40
+	$(BIN)/python -m tests.benchmarks.soak --max-staleness 2 --steps 160 --kills 20 --until 60 --output docs/soak-asynchronous.md
+	$(BIN)/python -m tests.benchmarks.soak --engine-processes --steps 40 --kills 4
 
 # Minutes each, on a machine that has nothing else to do; most write their page. Not among them:
 # tests.benchmarks.algorithms, which takes hours, and tests.gpu.benchmark, which needs a GPU.

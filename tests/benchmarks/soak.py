@@ -1,7 +1,7 @@
-"""A long run of a tiny model in which something is killed every few steps: `python -m tests.benchmarks.soak`.
+"""A long run of a tiny model in which processes are killed: `python -m tests.benchmarks.soak`.
 
-steps, seed --> run --every few steps--> SIGKILL of an engine, a rollout actor, a reward worker or a policy rank
-                 |--in the second half--> nothing: memory is seen of processes that live long
+steps, seed --> run --at some moments--> SIGKILL of an engine, a rollout actor, a reward worker or a policy rank
+                 |--in the last steps--> nothing: memory is seen of processes that live long
                  |--every step--> memory of every process, named actors
                  '--end--> each step once, slopes, what is left behind --> a table, exit code 1 if anything is wrong
 
@@ -15,8 +15,10 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ SAMPLES, PROMPTS = 9, 3  # of a step
 SHARED_FILE = re.compile(r"/dev/shm/\S+")
 MIB = 2**20
 LEAST_STEPS = 80  # of a process's life, of which the first half goes to filling caches
-QUIET = 1 / 2  # of the steps
+MOMENTS_S = 1.0  # after the beginning of a step, within which a process is killed: about as long as one lasts
 # oneDNN, with which vLLM multiplies on a CPU, keeps what it compiled for the last 1,024 shapes. Until these have come
 # an engine grows, for hundreds of steps; with 64 of them a leak would show.
 SHAPES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
@@ -81,12 +83,22 @@ class Watch:
             except (psutil.Error, OSError):
                 continue
 
-    def kill(self, trainer: Any) -> None:
-        """One of the processes of the run, drawn by role."""
+    def look_and_kill(self, trainer: Any) -> None:
+        """Kill a process in a moment, whatever the run then does."""
+        self.look(trainer)
+        threading.Timer(self.rng.uniform(0.0, MOMENTS_S), self.kill).start()
+
+    def kill(self) -> None:
+        """One of the processes of the run, drawn by role, as soon as there is one."""
         found = defaultdict(list)
-        for role, pid in self.memory:
-            if role in ("engine", "rollout", "reward", "policy") and psutil.pid_exists(pid):
-                found[role].append(pid)
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                role = role_of(" ".join(process.cmdline()))
+                if role in ("engine", "rollout", "reward", "policy"):
+                    found[role].append(process.pid)
+        if not found:  # the run is about to go on from its last checkpoint
+            threading.Timer(MOMENTS_S, self.kill).start()
+            return
         # A policy rank costs a start of everything, so it is drawn less often.
         role = self.rng.choices(sorted(found), [1 if name == "policy" else 2 for name in sorted(found)])[0]
         self.killed[role] += 1
@@ -116,17 +128,19 @@ def main() -> int:
     """Run, print the table, return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--every", type=int, default=8, help="steps between two kills, on average")
+    parser.add_argument("--kills", type=int, default=12, help="processes to kill, one in a step")
+    parser.add_argument("--until", type=int, help="the last step in which one is killed; half of --steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine-processes", action="store_true", help="engines in processes of their own")
     parser.add_argument("--max-staleness", type=int, default=0, help="steps for which groups are generated ahead")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    arguments.until = arguments.until or arguments.steps // 2
     os.environ.update(SHAPES | (PROCESSES if arguments.engine_processes else {}))
     watch, begun = Watch(random.Random(arguments.seed)), time.monotonic()
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=512 * MIB)
     with tempfile.TemporaryDirectory() as folder:
-        run = soak(Path(folder), arguments.steps, arguments.every, arguments.max_staleness, watch)
+        run = soak(Path(folder), arguments, watch)
         lines, last = RunFolder(run.config.run_folder).metrics, run.last
         trained = [columns["prompts"] for _, columns in sorted(RunFolder(run.config.run_folder).columns.items())]
     left = {"named actors": ray.util.list_named_actors()}
@@ -148,16 +162,16 @@ def holds_memory(path: str) -> bool:
     return Path(path).exists() and Path(path).stat().st_blocks * 512 >= MIB
 
 
-def soak(folder: Path, steps: int, every: int, max_staleness: int, watch: Watch) -> RunWithFaults:
+def soak(folder: Path, arguments: argparse.Namespace, watch: Watch) -> RunWithFaults:
     """The run, at its end."""
+    steps, ahead = arguments.steps, arguments.max_staleness
     create_model(folder / "model", seed=0)
     data.write(folder / "train.jsonl", 64, seed=1, held_out=False)
     overrides = [*SETTINGS, f"run.steps={steps}", f"run.dir={folder}", f"model.path={folder / 'model'}"]
-    overrides += [f"rollout.max_staleness={max_staleness}"] if max_staleness else []
+    overrides += [f"rollout.max_staleness={ahead}"] if ahead else []
     # A step that is repeated is not disturbed again: what follows it is another step's.
     faults: dict[int, Fault] = dict.fromkeys(range(1, steps + 1), watch.look)
-    for step in range(every, round(steps * (1 - QUIET)), every):
-        faults[step + watch.rng.randrange(-2, 3)] = lambda trainer: (watch.look(trainer), watch.kill(trainer))
+    faults |= dict.fromkeys(watch.rng.sample(range(2, arguments.until + 1), arguments.kills), watch.look_and_kill)
     return run_with([*overrides, f"data.train={folder / 'train.jsonl'}"], faults)
 
 
@@ -206,10 +220,11 @@ def report(
         [
             "# Soak",
             "",
-            f"Made by `python -m tests.benchmarks.soak --steps {arguments.steps} --every {arguments.every}{option}` "
-            f"(`make soak`), seed {arguments.seed}: {arguments.steps} steps of a tiny random model on CPU with two "
-            f"engines{kind}, rollout.max_staleness={ahead}. In the first half something was killed every "
-            f"{arguments.every} steps or so. It took {seconds / 60:.0f} minutes.",
+            f"Made by `python -m tests.benchmarks.soak --steps {arguments.steps} --kills {arguments.kills} --until "
+            f"{arguments.until}{option}` (`make soak`), seed {arguments.seed}: {arguments.steps} steps of a tiny "
+            f"random model on CPU with two engines{kind}, rollout.max_staleness={ahead}. In {arguments.kills} of the "
+            f"first {arguments.until} steps, at a random moment of each, a process was killed with SIGKILL. It took "
+            f"{seconds / 60:.0f} minutes.",
             "",
             f"- Killed: {killed}. Engines started anew: {last['restarts/engines']:.0f}; goings-on from the last "
             f"checkpoint: {last['restarts/recoveries']:.0f}. Reward workers are started anew by Ray.",

@@ -137,6 +137,13 @@ def measured_run(steps: int, overrides: tuple[str, ...]) -> dict[str, list[float
     return {"seconds": seconds, "tokens": [line["time/step_s"] * line["throughput/tokens_per_s"] for line in found]}
 
 
+def pause_of_updates() -> str:
+    """The section of `tests.benchmarks.update_pause`."""
+    command = [sys.executable, "-m", "tests.benchmarks.update_pause"]
+    page = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return page[page.index("## ") :].rstrip() + "\n"
+
+
 def main() -> None:
     """Measure all ways in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -161,6 +168,7 @@ def main() -> None:
         tokens = statistics.median(count for turn in turns for count in turn["tokens"])
         ratio = medians[way] / next(iter(medians.values()))
         page += f"| {way} | {each} | {medians[way]:.2f} | {ratio:.2f} | {tokens:,.0f} |\n"
+    page += "\n" + pause_of_updates()
     print(page)
     if arguments.output:
         arguments.output.write_text(page)

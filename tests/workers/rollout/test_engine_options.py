@@ -1,5 +1,6 @@
 """`rollout.engine`: what is passed through to vLLM, and what is refused and why."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -10,6 +11,7 @@ from workers.config import ModelConfig, RolloutConfig
 from workers.errors import ConfigError
 from workers.rollout.engine import PREFILL_TOKENS, engine_arguments
 from workers.rollout.engine_options import OWNED, REFUSED, check_engine_options, vllm_fields
+from workers.rollout.worker import RolloutWorker
 
 REQUIRED = ["model.path=model", "data.train=train.jsonl", "reward.function=reward.py:reward"]
 
@@ -59,6 +61,30 @@ def test_options_go_from_the_configuration_to_vllms_arguments() -> None:
     found = arguments(config.rollout)
     assert (found.kv_cache_dtype, found.quantization, found.enable_expert_parallel) == ("fp8", "fp8", True)
     assert found.speculative_config == {"method": "ngram", "num_speculative_tokens": 4}
+
+
+class PausedEngine:
+    """What an update first asks of vLLM; remembers how requests were held."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.held: list[tuple[str, bool]] = []
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.held.append((mode, clear_cache))
+
+    async def start_weight_update(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("setting", "cleared"), [("recompute", True), ("keep", False)])
+def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting: str, cleared: bool) -> None:
+    config = load(None, [*REQUIRED, "rollout.max_staleness=1", f"rollout.kv_cache_after_update={setting}"])
+    worker, engine = RolloutWorker.__new__(RolloutWorker), PausedEngine()
+    worker.index, worker.config, worker._engine = 0, config.rollout, engine
+    asyncio.run(worker.begin_update())
+    assert engine.held == [("keep", cleared)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""What an update of weights costs the requests that an engine has in flight.
+
+    python -m tests.benchmarks.update_pause [--rounds 5]        its table is part of docs/step-benchmark.md
+
+    the same requests, seeds and weights:   |---- sample -------------------------------------| without updates
+                                            |- sample -||- sample -||- sample -||- sample ----| with some
+                                                      held      held      held
+    lost by an update = (seconds with - seconds without) / updates: held, and keys and values made again
+
+The updates bring the weights that the engine has, so that all runs sample the same tokens. The model is random, of the
+quickstart's size, and ends a response one time in 64.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.rollout.requests import SampleRequest, SampleResult, sample_seed
+from workers.rollout.weight_transfer import pack_weights
+from workers.rollout.worker import RolloutWorker
+
+LONGEST, PROMPT_TOKENS, IN_FLIGHT = 256, 26, (32, 256)
+UPDATES, FIRST_S, BETWEEN_S = 3, 0.5, 0.5
+KEPT = ("recompute", "keep")
+HEADER = """## What an update costs requests in flight
+
+Written by `python -m tests.benchmarks.update_pause` (part of `tests.benchmarks.step`): one engine on {cores} cores, a
+random model of 3M parameters, prompts of {prompt} tokens, responses of 64 on average and {longest} at most, all sent at
+once; {updates} updates, {between} s apart, bring the weights that it has. `held`: seconds from the moment an engine is
+asked to hold its requests until they go on. `lost`: what the whole takes longer, for an update; medians of {rounds}
+rounds in turns. `tokens not sampled`: those that the engine would have sampled in this time.
+
+| requests | `rollout.kv_cache_after_update` | seconds without updates | held, s | lost, s | tokens not sampled |
+| ---: | --- | ---: | ---: | ---: | ---: |
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """seconds, tokens: of all responses. held: seconds of each update."""
+
+    seconds: float
+    tokens: int
+    held: tuple[float, ...]
+
+
+def make_model(folder: Path) -> None:
+    """A random model in the folder."""
+    from examples.addition.warm_start import create_model
+
+    create_model(folder, seed=0)
+    config = AutoConfig.from_pretrained(folder)
+    config.vocab_size, config.max_position_embeddings = 64, 2 * LONGEST
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def requests(count: int) -> list[SampleRequest]:
+    """One sample each of `count` prompts that nothing shares."""
+    rng = np.random.default_rng(count)
+    prompts = rng.integers(3, 64, (count, PROMPT_TOKENS)).astype(np.int32)
+    return [SampleRequest(str(i), 0, ids, sample_seed(0, 0, str(i), 0)) for i, ids in enumerate(prompts)]
+
+
+async def sample(worker: RolloutWorker, count: int) -> int:
+    """Sample all; returns the tokens of the responses."""
+    tokens = 0
+    async for part in worker.generate(requests(count), SamplingConfig(max_new_tokens=LONGEST)):
+        results: Sequence[SampleResult] = part if isinstance(part, list) else ()
+        tokens += sum(result.response_tokens for result in results)
+    return tokens
+
+
+async def measured(worker: RolloutWorker, count: int, payload: np.ndarray | None) -> Run:
+    """One run, with updates while requests are in flight if there is a payload."""
+    await worker.take_weight_loads()
+    start = time.perf_counter()
+    sampling = asyncio.create_task(sample(worker, count))
+    await asyncio.sleep(FIRST_S)
+    for _ in range(UPDATES if payload is not None else 0):
+        if sampling.done():
+            raise SystemExit("the responses ended before the last update; make them longer")
+        await worker.update_weights(payload, 1)
+        await asyncio.sleep(BETWEEN_S)
+    tokens = await sampling
+    return Run(time.perf_counter() - start, tokens, tuple(load.seconds for load in await worker.take_weight_loads()))
+
+
+async def in_turns(worker: RolloutWorker, payload: np.ndarray, rounds: int) -> dict[int, list[tuple[Run, Run]]]:
+    """By requests: (without, with updates), round by round."""
+    await worker.start()
+    found: dict[int, list[tuple[Run, Run]]] = {count: [] for count in IN_FLIGHT}
+    try:
+        for turn in range(rounds + 1):  # the first one is not counted
+            for count in IN_FLIGHT:
+                pair = await measured(worker, count, None), await measured(worker, count, payload)
+                found[count] += [pair] if turn else []
+    finally:
+        await worker.stop()
+    return found
+
+
+def row(count: int, kept: str, pairs: Sequence[tuple[Run, Run]]) -> str:
+    """A line of the table."""
+    without = statistics.median(one.seconds for one, _ in pairs)
+    held = statistics.median(seconds for _, other in pairs for seconds in other.held)
+    lost = statistics.median((other.seconds - one.seconds) / len(other.held) for one, other in pairs)
+    speed = statistics.median(one.tokens / one.seconds for one, _ in pairs)
+    return f"| {count} | {kept} | {without:.2f} | {held:.3f} | {lost:.3f} | {max(0.0, lost) * speed:,.0f} |\n"
+
+
+def table(rounds: int, cores: int) -> str:
+    """Measure, and write the section of the page."""
+    facts: dict[str, Any] = {"prompt": PROMPT_TOKENS, "longest": LONGEST, "updates": UPDATES, "between": BETWEEN_S}
+    lines = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        # In a process of its own: an engine in a thread does not start where Numba has been imported.
+        subprocess.run([sys.executable, "-m", "tests.benchmarks.update_pause", "--make-model", folder], check=True)
+        payload = pack_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
+        for kept in KEPT:
+            settings = RolloutConfig(max_staleness=1, kv_cache_after_update=kept)
+            worker = RolloutWorker(
+                ModelConfig(path=str(folder)),
+                settings,
+                index=0,
+                placement="shared_memory",
+                max_model_tokens=PROMPT_TOKENS + LONGEST,
+                seed=0,
+            )
+            found = asyncio.run(in_turns(worker, payload, rounds))
+            lines += [row(count, kept, pairs) for count, pairs in found.items()]
+    return HEADER.format(cores=cores, rounds=rounds, **facts) + "".join(lines)
+
+
+def main() -> None:
+    """Print the section."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--make-model", type=Path, help="only the model, in this folder")
+    arguments = parser.parse_args()
+    if arguments.make_model:
+        make_model(arguments.make_model)
+        return
+    print(table(arguments.rounds, len(os.sched_getaffinity(0))))
+
+
+if __name__ == "__main__":
+    main()
