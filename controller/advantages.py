@@ -245,6 +245,11 @@ def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
     return (highest > lowest)[index]
 
 
+def share_without_signal(rewards: np.ndarray, uids: np.ndarray) -> float:
+    """Share of the groups whose rewards are all equal, as TRL's `frac_reward_zero_std`."""
+    return len(np.unique(uids[~has_signal(rewards, uids)])) / len(np.unique(uids))
+
+
 class _Groups:
     """Sums over groups, at each of their members again."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from balancing import CostModel, Plan, plan_statistics
+from controller import advantages
 from controller.actors.roles import Roles
 from controller.actors.worker_group import WorkerGroup
 from controller.advantage_computer import AdvantageComputer
@@ -105,7 +106,8 @@ class Trainer(TrainingLoop):
             if self.config.run.record_samples:
                 with record.phase("record"):
                     write_step(step_file(self.folder, step), step_samples(collected))
-            metrics["rollout/samples_without_signal"] = float(len(rollout.batch) - len(batch))
+            metrics["rollout/samples_left_out"] = float(len(rollout.batch) - len(batch))
+            metrics |= self.signal(rollout)
             if len(batch):
                 metrics |= self.learn(rollout, batch, step)
             else:
@@ -153,6 +155,13 @@ class Trainer(TrainingLoop):
         # Of a separate log-prob pass and the updates, only the pass compares sampler and trainer at equal weights.
         statistics = mean_statistics(plans, self.config.longest_sequence)
         return metrics | prefixed("balance", statistics) | prefixed("policy", results(updated | mismatch))
+
+    def signal(self, rollout: Rollout) -> dict[str, float]:
+        """Metric of the groups that teach nothing, where advantages compare groups and nothing comes to the rewards."""
+        if not self.config.algorithm.compares_groups or self.config.algorithm.kl_in_reward.coefficient:
+            return {}
+        share = advantages.share_without_signal(rollout.batch["reward"], rollout.batch["uid"])
+        return {"rollout/groups_without_signal": share}
 
     def staleness(self, rollout: Rollout) -> dict[str, float]:
         """Metrics of the samples' age."""

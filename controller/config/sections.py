@@ -199,6 +199,11 @@ class AlgorithmConfig:
     kl_in_reward: KlInRewardConfig = field(default_factory=KlInRewardConfig)
     loss: LossConfig = field(default_factory=LossConfig)
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether advantages are 0 in a group of equal rewards."""
+        return self.advantage not in ("reinforce_plus_plus", "gae", "remax")
+
 
 @dataclass
 class BalanceConfig:

@@ -70,7 +70,7 @@ PANELS = (
     Panel(
         "Samples dropped, retried, without signal",
         "short",
-        ("rollout/samples_dropped", "rollout/samples_retried", "rollout/samples_without_signal"),
+        ("rollout/samples_dropped", "rollout/samples_retried", "rollout/samples_left_out"),
     ),
     Panel("Staleness", "short", ("rollout/staleness_mean", "rollout/staleness_max")),
     Panel("Tokens by age", "percentunit", ("rollout/tokens_of_age_{age}",)),

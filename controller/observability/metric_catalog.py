@@ -108,9 +108,16 @@ ROLLOUT = (
         Kind.COUNTER,
     ),
     Declaration(
-        "rollout/samples_without_signal",
+        "rollout/groups_without_signal",
+        "share",
+        "Groups whose rewards are all equal, so that their advantages are 0.",
+        "mean over groups",
+        when="advantages that compare a group's rewards",
+    ),
+    Declaration(
+        "rollout/samples_left_out",
         "samples",
-        "Samples not trained on, because all rewards of their group are equal.",
+        "Samples not trained on: those of groups without signal, unless algorithm.groups_without_signal=keep.",
         "adds up",
         Kind.COUNTER,
     ),

@@ -18,6 +18,7 @@ from markupsafe import Markup
 from controller.config import Config, TrainingConfig
 from controller.config.recorded import load_recorded
 from controller.observability import report_charts as charts
+from controller.observability.health import warnings
 from controller.observability.run_folder import Row, RunFolder
 from controller.observability.shown_text import redacted, shortened
 
@@ -85,6 +86,7 @@ def page(run: RunFolder, config: TrainingConfig) -> str:
         name=redacted(config.run.name),
         lead=redacted(config.headline),
         cards=_cards(run),
+        warnings=warnings(run.metrics),
         sections=_sections(run, config),
         tables=[table for table in (_slowest(run), _longest(run), _validation(run)) if table.rows],
         command="`--settings` behind the command explains every key",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from balancing import CostModel
 from controller.observability.console import Console
+from controller.observability.health import Health
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
 from controller.observability.spans import TimelineRecorder
@@ -30,6 +31,7 @@ class RunRecord:
     def __init__(self, console: Console, live: LiveMetrics, writer: RunWriter) -> None:
         self.console, self.live, self.writer = console, live, writer
         self.timeline = TimelineRecorder()
+        self._health = Health()
         self.seconds: dict[str, float] = {}
         """Seconds by phase since the step began, in the order in which phases ended."""
 
@@ -71,6 +73,8 @@ class RunRecord:
         """The metrics of a step. They are written before they are shown: what the terminal showed is in the file."""
         self.writer.step(step, metrics)
         self.console.step(step, steps, metrics)
+        for told in self._health.see(step, metrics):
+            self.console.log(told)
 
     def write_timeline(self, step: int) -> None:
         """Write what happened since the last call as the timeline of `step`."""

@@ -10,8 +10,7 @@ from workers.model import loss_rules
 def check_advantage(config: Config) -> None:
     """Raise ConfigError for an advantage estimator or a KL in the reward that the other settings contradict."""
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
-    compares_groups = algorithm.advantage not in ("reinforce_plus_plus", "gae", "remax")
-    if compares_groups and samples == 1:
+    if algorithm.compares_groups and samples == 1:
         raise ConfigError(
             f"rollout.samples_per_prompt=1 leaves algorithm.advantage={algorithm.advantage} nothing to compare: every "
             "advantage is 0; set it to 2 or more."
@@ -21,7 +20,7 @@ def check_advantage(config: Config) -> None:
             f"algorithm.pass_k={algorithm.pass_k} is not below rollout.samples_per_prompt={samples}: every advantage "
             "is 0; lower it, or sample more."
         )
-    if algorithm.groups_without_signal != "keep" and not compares_groups:
+    if algorithm.groups_without_signal != "keep" and not algorithm.compares_groups:
         raise ConfigError(
             f"algorithm.groups_without_signal={algorithm.groups_without_signal} with algorithm.advantage="
             f"{algorithm.advantage} leaves out sequences that have an advantage; remove it."

@@ -196,9 +196,23 @@ def test_a_step_without_signal_updates_nothing_and_counts(local_run: Run) -> Non
     found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < 2 else 1)
     outcome = found.trainer.fit()
     assert found.of("policy.update") == ["policy.update"]
-    assert [step["rollout/samples_without_signal"] for step in outcome.steps] == [0, 4, 4]
+    assert [step["rollout/samples_left_out"] for step in outcome.steps] == [0, 4, 4]
     assert [step["rollout/weight_version"] for step in outcome.steps] == [1, 1, 1]
     assert ["policy/loss" in step for step in outcome.steps] == [True, False, False]
+
+
+@pytest.mark.parametrize("rule", ["keep", "drop"])
+def test_a_run_without_signal_counts_its_groups_and_says_so(local_run: Run, rule: str) -> None:
+    found = local_run(f"algorithm.groups_without_signal={rule}")
+    found.rewards.reward = lambda uid, sample, greedy: 1.0
+    outcome = found.trainer.fit()
+    assert [step["rollout/groups_without_signal"] for step in outcome.steps] == [1, 1, 1]
+    assert "steps 1 to 3: all rewards were equal in 100% of the groups" in found.said
+
+
+def test_groups_are_not_counted_where_a_critic_makes_the_advantages(local_run: Run) -> None:
+    outcome = local_run("algorithm.advantage=gae").trainer.fit()
+    assert "rollout/groups_without_signal" not in outcome.steps[0]
 
 
 # What is saved when

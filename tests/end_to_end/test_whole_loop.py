@@ -108,9 +108,9 @@ def test_samples_are_made_ahead_and_groups_without_signal_replaced(ray_session, 
     assert max(step["rollout/staleness_max"] for step in steps) > 0
     assert set(run.versions) == {3}
     for step in steps:
-        assert step["rollout/samples"] - step["rollout/samples_without_signal"] > 0
+        assert step["rollout/samples"] - step["rollout/samples_left_out"] > 0
         assert "policy/loss" in step
-    assert sum(step["rollout/samples_without_signal"] for step in steps) > 0
+    assert sum(step["rollout/samples_left_out"] for step in steps) > 0
 
 
 @pytest.mark.slow

@@ -195,6 +195,16 @@ def test_the_report_plans_with_the_arguments_of_the_run(tmp_path: Path, monkeypa
         assert first.tolist() == second.tolist()
 
 
+def test_a_run_that_does_not_learn_says_so_at_the_top_of_its_report(tmp_path: Path) -> None:
+    folder = tmp_path / "stuck"
+    write_run(folder, steps=3)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    stuck = [line | {"rollout/groups_without_signal": 1.0} for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in stuck))
+    page = write_report(folder).read_text()
+    assert page.index("all rewards were equal in 100% of the groups") < page.index("<h2>")
+
+
 @pytest.mark.parametrize(("oldest", "panels"), [(0.0, 2), (2.0, 3)])
 def test_the_age_of_samples_is_drawn_where_some_are_older_than_the_weights(
     tmp_path: Path, oldest: float, panels: int
