@@ -1,4 +1,4 @@
-"""Interrupts: Ctrl-C, and the SIGTERM of `ray job stop`, stop a run at a point from which it can resume.
+"""Interrupts: Ctrl-C, the SIGTERM of `ray job stop`, a terminal that is closed stop a run where it can resume.
 
 rollout, log-probs | update, weights, metrics, checkpoint |
   stops at once    |       hold: stops at its end         | release      a second interrupt always stops at once
@@ -10,7 +10,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heeded() -> list[signal.Signals]:
+    """Those of `SIGNALS` that this process was not told to ignore, as `nohup` does with SIGHUP."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Interrupts:
@@ -39,7 +44,7 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            self._handlers = {number: signal.signal(number, self._handle) for number in heeded()}
         return self
 
     def __exit__(

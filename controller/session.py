@@ -16,6 +16,7 @@ from balancing import BalancingError
 from controller.actors.cluster_address import cluster_address
 from controller.actors.layout import reserved
 from controller.config import TrainingConfig, to_yaml
+from controller.interrupts import heeded
 from controller.observability.run_folder import RunFolder
 from controller.recovery import what_is_left
 from workers.errors import (
@@ -43,7 +44,8 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
 
     prepare: reads and checks, and returns what starts the run; None where there is nothing to start.
     """
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in heeded():
+        signal.signal(number, interrupt)
     try:
         try:
             start = prepare()
@@ -53,8 +55,8 @@ def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
             start()
     except (BallastError, BalancingError, OSError) as error:
         return _fail(error, 1)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(": ".join(["stopped", *map(str, stop.args)]), file=sys.stderr)
         return 1
     return 0
 
@@ -111,11 +113,13 @@ def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
 
 @contextmanager
 def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
-    """Add to an OutputError of the block what the run leaves behind."""
+    """Add to an OutputError of the block, and to an interrupt, what the run leaves behind."""
     try:
         yield
     except OutputError as error:
         raise OutputError(f"{clause(error)}; {what_is_left(config)}.") from error
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(what_is_left(config)) from stop
 
 
 def report(config: TrainingConfig, console: "Console") -> None:
@@ -166,6 +170,6 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def interrupt(signum: int, frame: Any) -> None:
-    """SIGTERM (what `ray job stop` sends) ends a run as Ctrl-C does."""
+    """SIGTERM (what `ray job stop` sends) and SIGHUP (of a terminal that is closed) end a run as Ctrl-C does."""
     del signum, frame
     raise KeyboardInterrupt

@@ -2,14 +2,23 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from controller.interrupts import SIGNALS, Interrupts
 
 
+@pytest.fixture
+def heeds_sighup() -> Iterator[None]:
+    """Whatever started the tests may have it ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
-def test_an_interrupt_stops_at_once_unless_held(number: signal.Signals) -> None:
+def test_an_interrupt_stops_at_once_unless_held(number: signal.Signals, heeds_sighup: None) -> None:
     with Interrupts(print), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
 
@@ -33,6 +42,17 @@ def test_a_second_one_stops_at_once_and_says_that_the_step_is_torn() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert interrupts.held
+
+
+def test_a_closed_terminal_is_ignored_where_the_process_was_told_to() -> None:
+    """As `nohup` does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts(print):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_handlers_of_before_are_put_back() -> None:
