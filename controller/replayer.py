@@ -41,6 +41,10 @@ class Replayer(Trainer):
         """One that makes nothing ahead, and is asked for nothing."""
         return Collector(self.config, self.roles, prompts, self.planner, self.record, self.progress)
 
+    def asked(self, uid: str) -> dict[str, str]:
+        """The uid alone: the prompts are not read again."""
+        return {"prompt": uid}
+
     def replay(self, path: Path, step: int) -> dict[str, float]:
         """Train `step` on the samples in the file; returns its metrics, none where the step trained on nothing.
 

@@ -4,7 +4,7 @@ RolloutRound (light results, block references) + scores --assemble--> Rollout
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
@@ -14,14 +14,14 @@ import numpy as np
 
 from controller.data.prompts import Prompt
 from controller.generation.rounds import RolloutRound
-from controller.observability.shown_text import shortened
+from controller.observability.shown_text import shortened, shown_prompt
 from controller.validation_metrics import ScoredResponse
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.rollout.requests import LENGTH, TURNS
 from workers.score import Score
 
-LONGEST_TEXT = 2_000  # characters of a response that the record of a sample keeps
+LONGEST_TEXT = 2_000  # characters of a prompt, or a response, that the record of a sample keeps
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 COUNTS = (
     "prompt_tokens",
@@ -120,19 +120,23 @@ class Rollout:
                 prompts[uid].source,
                 {"reward": score.reward} | score.parts,
                 score.answer,
-                {"prompt": str(prompts[uid].columns[prompt_key]), "response": score.response},
+                {"prompt": shown_prompt(prompts[uid].columns[prompt_key]), "response": score.response},
             )
             for (uid, _), score in self.by_sample.items()
         ]
 
-    def examples(self, count: int) -> list[dict[str, Any]]:
-        """The first `count` samples, the slowest and the longest, each once, with the texts shortened, for a record."""
+    def examples(self, count: int, asked: Callable[[str], dict[str, str]]) -> list[dict[str, Any]]:
+        """The first `count` samples, the slowest and the longest, each once, with the texts shortened, for a record.
+
+        asked: the texts of what a prompt's uid asks, of which `prompt` is one.
+        """
         rows = len(self.batch)
         slowest, longest = (np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens"))
         scores = list(self.by_sample.values())
         names = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
         return [
             {name: self.batch[name][row].item() for name in names}
+            | {name: shortened(text, LONGEST_TEXT) for name, text in asked(self.batch["uid"][row].item()).items()}
             | {"response": shortened(scores[row].response, LONGEST_TEXT)}
             for row in dict.fromkeys([*range(rows)[:count], *slowest[:count].tolist(), *longest[:count].tolist()])
         ]

@@ -27,6 +27,7 @@ from controller.data.prompts import PromptDataset, Prompts
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
 from controller.observability.metrics import staleness, throughput, waiting
 from controller.observability.run_folder import step_file
+from controller.observability.shown_text import shown_prompt
 from controller.planner import group_numbers, with_group_tokens
 from controller.samples import Rollout
 from controller.session import Session
@@ -102,7 +103,7 @@ class Trainer(TrainingLoop):
                 collected = self.collector.collect(step)
                 rollout, batch = collected.rollout, collected.batch
             metrics = rollout.metrics() | self.staleness(rollout)
-            record.samples(step, rollout)
+            record.samples(step, rollout, self.asked)
             if self.config.run.record_samples:
                 with record.phase("record"):
                     write_step(step_file(self.folder, step), step_samples(collected))
@@ -111,7 +112,7 @@ class Trainer(TrainingLoop):
             if len(batch):
                 metrics |= self.learn(rollout, batch, step)
             else:
-                record.console.completions(rollout, self.config.run.log_completions, batch)
+                self.show_completions(rollout, batch)
             self.collector.published()
             self.progress.position, self.progress.active = self.collector.position, self.collector.active
         record.timeline.weight_loads(self.roles.take_weight_loads())
@@ -139,7 +140,7 @@ class Trainer(TrainingLoop):
             batch, mismatch = self.with_log_probs(batch, step)
         with record.phase("advantages"):
             batch, metrics = self.advantages.compute(batch)
-        record.console.completions(rollout, self.config.run.log_completions, batch)
+        self.show_completions(rollout, batch)
         self.interrupts.hold()
         with record.phase("update"):
             metrics |= self.update_critic(batch, drawn)
@@ -155,6 +156,17 @@ class Trainer(TrainingLoop):
         # Of a separate log-prob pass and the updates, only the pass compares sampler and trainer at equal weights.
         statistics = mean_statistics(plans, self.config.longest_sequence)
         return metrics | prefixed("balance", statistics) | prefixed("policy", results(updated | mismatch))
+
+    def show_completions(self, rollout: Rollout, trained_on: RemoteBatch) -> None:
+        """Some samples on the terminal, where run.log_completions asks for them."""
+        self.record.console.completions(rollout, self.config.run.log_completions, trained_on, self.asked)
+
+    def asked(self, uid: str) -> dict[str, str]:
+        """What samples of training with this uid answer, as text: `prompt`, and `record`, its other columns."""
+        key = self.config.data.prompt_key
+        (found,) = self.collector.prompts.take(int(uid), 1)
+        others = [f"{name}: {value}" for name, value in found.columns.items() if name != key]
+        return {"prompt": shown_prompt(found.columns[key]), "record": "\n".join(others)}
 
     def signal(self, rollout: Rollout) -> dict[str, float]:
         """Metric of the groups that teach nothing, where advantages compare groups and nothing comes to the rewards."""

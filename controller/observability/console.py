@@ -168,10 +168,13 @@ class Console:
         """The line of one validation."""
         self.log(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
-    def completions(self, rollout: "Rollout", count: int, trained_on: "RemoteBatch") -> None:
+    def completions(
+        self, rollout: "Rollout", count: int, trained_on: "RemoteBatch", asked: Callable[[str], dict[str, str]]
+    ) -> None:
         """A table of the first `count` samples: prompt, response, reward, and advantage where each has one of its own.
 
-        trained_on: those of the samples that are trained on, with a column `advantages` [B]; others show none.
+        trained_on: those of the samples that are trained on, with a column `advantages` [B]; others show none. asked:
+        the texts of what a prompt's uid asks.
         """
         if not count:
             return
@@ -183,7 +186,7 @@ class Console:
             numbers = [f"{score.reward:.3f}"]
             if advantages:
                 numbers.append(f"{advantages[key]:+.3f}" if key in advantages else "-")
-            table.add_row(escape(key[0]), str(key[1]), escape(score.response), *numbers)
+            table.add_row(escape(asked(key[0])["prompt"]), str(key[1]), escape(score.response), *numbers)
         self._console.print(table, soft_wrap=False)
 
 

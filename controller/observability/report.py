@@ -23,10 +23,10 @@ from controller.observability.run_folder import Row, RunFolder
 from controller.observability.shown_text import redacted, shortened
 
 FILE = "report.html"
-TEXT = 600  # characters of a response in a table
+TEXT = 600  # characters of a prompt, or a response, in a table
 SHOWN_SAMPLES = 12
-NUMBER, WORDS, CODE = "n", "", "t"
-"""Formats of a column: right-aligned number, running text, code."""
+NUMBER, CODE = "n", "t"
+"""Formats of a column: right-aligned number, code."""
 BALANCE_NOTE = (
     "All ranks wait for the heaviest micro-batch of a micro-step. Imbalance: how much longer the micro-steps of an "
     "update take than if no rank waited, by the cost model: in the given order, after Karmarkar-Karp alone (largest "
@@ -139,7 +139,7 @@ def _chart(panels: Sequence[Any]) -> Markup:
 
 
 SAMPLE_COLUMNS = (
-    Column("step"), Column("prompt", WORDS), Column("sample"), Column("tokens"), Column("seconds"), Column("reward"),
+    Column("step"), Column("sample"), Column("tokens"), Column("seconds"), Column("reward"), Column("prompt", CODE),
     Column("response", CODE),
 )  # fmt: skip
 
@@ -163,12 +163,11 @@ def _sample_rows(samples: Iterable[Row], by: str) -> list[list[str]]:
     return [
         [
             f"{row['step']:,}",
-            redacted(str(row["uid"])),
-            f"{row['sample']}",
+            f"{row['uid']}/{row['sample']}",
             f"{row['response_tokens']:,}",
             f"{row['seconds']:.2f}",
             f"{row['reward']:.3f}",
-            redacted(shortened(row["response"], TEXT)),
+            *(redacted(shortened(row.get(name, ""), TEXT)) for name in ("prompt", "response")),
         ]
         for row in chosen
     ]

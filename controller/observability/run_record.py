@@ -1,13 +1,13 @@
 """RunRecord: where a training loop reports what it does; everything that shows or keeps a run gets it from here.
 
 with record.phase("update"):   terminal, Prometheus, timeline.jsonl, and the seconds in `time/update_s`
-record.samples(step, rollout)  samples.jsonl, Prometheus
+record.samples(step, ...)      samples.jsonl, Prometheus
 record.micro_steps(times)      timeline.jsonl, Prometheus
 record.end_step(step, ...)     trackers, terminal
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -59,9 +59,9 @@ class RunRecord:
         """`seconds` under the names that a run logs."""
         return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
 
-    def samples(self, step: int, rollout: "Rollout") -> None:
-        """The samples of a step."""
-        self.writer.samples(step, rollout.examples(RECORDED_SAMPLES))
+    def samples(self, step: int, rollout: "Rollout", asked: Callable[[str], dict[str, str]]) -> None:
+        """The samples of a step. asked: the texts of what a prompt's uid asks."""
+        self.writer.samples(step, rollout.examples(RECORDED_SAMPLES, asked))
         self.live.samples(rollout.batch)
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:

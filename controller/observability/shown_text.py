@@ -43,6 +43,13 @@ def shortened(text: str, longest: int) -> str:
     return text if rest <= 0 else f"{text[:longest]} ... ({rest:,} more characters)"
 
 
+def shown_prompt(prompt: Any) -> str:
+    """A prompt, text or chat messages, as text: a paragraph for each message."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
 def counted(count: int, what: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"

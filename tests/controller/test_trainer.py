@@ -1,5 +1,6 @@
 """The rules of a step, one by one: the real trainer over roles that answer at once (`stand_ins.roles`)."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,20 @@ def test_a_run_goes_on_with_the_groups_that_it_had_begun(local_run: Run) -> None
     found.trainer.begin()
     found.trainer.step(1)
     assert (found.trainer.progress.position, found.trainer.progress.active) == (6, [2, 3, 4, 5])
+
+
+# What is recorded of samples
+
+
+def test_samples_are_recorded_and_shown_with_what_they_were_asked(local_run: Run) -> None:
+    found = local_run("run.log_completions=1", "run.steps=1")
+    found.trainer.fit()
+    rows = [json.loads(line) for line in (found.folder / "samples.jsonl").read_text().splitlines()]
+    assert {(row["uid"], row["prompt"], row["record"]) for row in rows} == {
+        ("0", "0", "level: 0"),
+        ("1", "1", "level: 1"),
+    }
+    assert "completions" in found.said
 
 
 # A step without anything to learn from

@@ -68,6 +68,7 @@ def samples(step: int, rng: np.random.Generator) -> list[dict]:
         {
             "uid": f"{step}-{number}",
             "sample": number,
+            "prompt": f"what is {step} + {number}? {text}",
             "response_tokens": int(count),
             "seconds": count / 300,
             "weight_version": step,

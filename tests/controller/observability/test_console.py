@@ -106,32 +106,36 @@ def test_phases_of_two_threads_end_in_any_order() -> None:
     assert "rollout" in drawn
 
 
+def asked(uid: str) -> dict[str, str]:
+    return {"prompt": f"[b]{uid}"}
+
+
 def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> None:
     scores = {("a", 0): Score(1.0, "[bold]4[/bold] \\boxed"), ("b", 0): Score(0.0, "5"), ("b", 1): Score(0.0, "6")}
     trained_on = RemoteBatch(
         {"uid": np.array(["a"]), "sample": np.array([0]), "advantages": np.array([0.75], np.float32)}, {}
     )
     output = recorded(terminal=False)
-    Console(output).completions(Rollout(trained_on, scores, 0, 0), 2, trained_on)
+    Console(output).completions(Rollout(trained_on, scores, 0, 0), 2, trained_on, asked)
     text = output.export_text()
     assert "[bold]4[/bold] \\boxed" in text
     assert "+0.750" in text
-    (without,) = [line for line in text.splitlines() if "│ b " in line]
-    assert [cell.strip() for cell in without.split("│")][1:-1] == ["b", "0", "5", "0.000", "-"]
+    (without,) = [line for line in text.splitlines() if "│ [b]b " in line]
+    assert [cell.strip() for cell in without.split("│")][1:-1] == ["[b]b", "0", "5", "0.000", "-"]
 
 
 def test_with_a_critic_there_is_no_column_of_advantages() -> None:
     """They are of tokens then, and stay where these are."""
     batch = RemoteBatch({"uid": np.array(["a"]), "sample": np.array([0])}, {})
     output = recorded(terminal=False)
-    Console(output).completions(Rollout(batch, {("a", 0): Score(1.0, "4")}, 0, 0), 1, batch)
+    Console(output).completions(Rollout(batch, {("a", 0): Score(1.0, "4")}, 0, 0), 1, batch, asked)
     assert "advantage" not in output.export_text()
 
 
 def test_no_completions_are_shown_unless_asked_for() -> None:
     output = recorded(terminal=False)
     batch = RemoteBatch({"uid": np.array(["a"])}, {})
-    Console(output).completions(Rollout(batch, {("a", 0): Score(1.0, "4")}, 0, 0), 0, batch)
+    Console(output).completions(Rollout(batch, {("a", 0): Score(1.0, "4")}, 0, 0), 0, batch, asked)
     assert output.export_text() == ""
 
 
