@@ -55,7 +55,7 @@ def improved(
     order: Integers,
     simulations: int,
 ) -> Integers:
-    """`order` after moves and exchanges, each of which shortens the makespan, until none does or the limit is reached."""
+    """`order` after moves and exchanges that each shorten the makespan, until none does or the limit is reached."""
     best = ends_of(before, needed, sent, micro_batch, cost, times[order]).max()
     steps, moved = len(order), True
     while moved and simulations > 0:

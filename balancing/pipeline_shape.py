@@ -13,7 +13,7 @@ Proof of the bound: for every t the longest path is at least as long as the mean
 `makespan(t) >= mean(a) . t + mean(d) >= min over t of mean(a) . t + mean(d)`, whichever paths were picked.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +27,10 @@ ROUNDS = 3_000
 """Rounds of the game, about 5 ms of compiled code for 4 stages and 32 micro-steps."""
 RATE = 0.5
 """How fast t moves: the weight of a path falls with the square root of the round."""
+STEP = 16
+"""Ratios to the mean micro-step are rounded to 1 / STEP, so that shapes are found once and kept."""
+NO_LIMIT = 2.0
+"""A most of a micro-step above so many times the mean counts as none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +112,7 @@ def _longest(
 def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
     """Times in proportion to `weights`, within floor and limits, whose mean is 1."""
     free, left = np.ones(len(weights)), float(len(weights))
-    times = weights / weights.sum() * left
+    times: Floats = weights / weights.sum() * left
     for _ in range(len(weights)):
         moved = False
         for step in range(len(weights)):
@@ -126,9 +130,42 @@ def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
 @compiled
 def _least(path: Floats, floor: Floats, limits: Floats) -> float:
     """The least of `path . t` over all t within floor and limits whose mean is 1."""
-    value, left = (path * floor).sum(), len(path) - floor.sum()
+    value, left = float((path * floor).sum()), len(path) - floor.sum()
     for step in np.argsort(path):
         taken = min(left, limits[step] - floor[step])
         value += taken * path[step]
         left -= taken
     return value
+
+
+def least_makespan(
+    pipeline: Pipeline, micro_steps: int, work: float, time: float, most: float = np.inf, longest: float = 0.0
+) -> float:
+    """A lower bound on the makespan of all plans with so many micro-steps, in the unit of `work`, `time`, `longest`.
+
+    work: workload / ranks, which `micro_steps` micro-steps of at most `most` each share. time: no plan has micro-steps
+    whose times add up to less. longest: nor one whose longest micro-step takes less.
+    The greater of two bounds. The mean over the ranks of each micro-step adds up to `work`, is at most `most`, and is
+    no longer than the time of the micro-step. And the times add up to `time` at least, of which one, whichever, is at
+    least `longest`: the least of the bounds over its place.
+    """
+    evenly = work / micro_steps
+    relaxed = best_shape(in_units(pipeline, evenly), micro_steps, rounded_limit(most / evenly))
+    bound = evenly * relaxed.bound
+    mean = time / micro_steps
+    scaled, least = in_units(pipeline, mean), float(np.floor(longest / mean * STEP) / STEP)
+    free = best_shape(scaled, micro_steps)
+    if least <= free.times.max():
+        return max(bound, mean * free.bound)
+    return max(bound, mean * min(best_shape(scaled, micro_steps, np.inf, k, least).bound for k in range(micro_steps)))
+
+
+def in_units(pipeline: Pipeline, mean: float) -> Pipeline:
+    """The pipeline with transfer and overhead in units of the mean micro-step, rounded down."""
+    transfer, overhead = (np.floor(value / mean * 1000) / 1000 for value in (pipeline.transfer, pipeline.overhead))
+    return replace(pipeline, transfer=float(transfer), overhead=float(overhead))
+
+
+def rounded_limit(most: float) -> float:
+    """A limit of micro-steps over their mean, rounded up; infinite where it hardly limits a shape."""
+    return float(np.ceil(most * STEP) / STEP) if most < NO_LIMIT else float("inf")

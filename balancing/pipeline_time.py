@@ -5,10 +5,10 @@
                                  the end of the pass before it on its stage
                                  the arrival of what it needs from another stage  --> makespan, bubble, timeline
 
-A micro-step of time t costs `share * t / (1 + backward)` forward in a part of the model, and `backward` times that back.
-Data-parallel ranks of a stage gather its parameters together for every pass, so that a pass lasts as long as that of the
-heaviest rank: the time of a micro-step is the most over its ranks, as in plans without pipelines (schedule.py).
-Sequences whose cost is quadratic are taken to spread over the parts like all others.
+A micro-step of time t takes `share * t / (1 + backward)` forward in a part of the model, and `backward` times that
+back. Data-parallel ranks of a stage gather its parameters together for every pass, so that a pass lasts as long as that
+of the heaviest rank: the time of a micro-step is the most over its ranks, as in plans without pipelines (schedule.py).
+The cost of attention is taken to spread over the parts like everything else.
 """
 
 from dataclasses import dataclass
@@ -70,9 +70,15 @@ def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
     forward = np.array([action.kind == "forward" for _, action in done])
     part = np.array([action.chunk * pipeline.stages + stage for stage, action in done])
     cost = np.array(pipeline.shares)[part] * np.where(forward, 1.0, pipeline.backward) / (1.0 + pipeline.backward)
-    micro_batch, stage = (np.array(column) for column in zip(*((a.micro_batch, s) for s, a in done), strict=True))
     return Passes(
-        np.array(before), np.array(needed), np.array(sent), micro_batch, stage, part, cost, forward.astype(np.int64)
+        before=np.array(before),
+        needed=np.array(needed),
+        sent=np.array(sent),
+        micro_batch=np.array([action.micro_batch for _, action in done]),
+        stage=np.array([stage for stage, _ in done]),
+        part=part,
+        cost=cost,
+        forward=forward.astype(np.int64),
     )
 
 
