@@ -1,6 +1,7 @@
 """How good and how fast partitions and plans are.
 
-    python -m tests.benchmarks.balancing [--output docs/balancing-benchmark.md] [--only partitions|plans|shared_prompts|pipelines]
+    python -m tests.benchmarks.balancing [--output docs/balancing-benchmark.md]
+                                         [--only partitions|plans|shared_prompts|pipelines]
 
 Prints the tables, and writes them with the command and the machine they were measured on. `make bench` does it.
 """
