@@ -10,6 +10,7 @@ from balancing.analysis.advice import measured, replan
 from balancing.analysis.distributions import draw
 from balancing.analysis.explain import explain
 from balancing.errors import CountError, OptionError
+from balancing.padded import deal_padded
 from balancing.pipeline import Pipeline
 from balancing.pipeline_time import makespan
 
@@ -18,23 +19,16 @@ EXAMPLE = [7, 6, 8, 5, 1, 3, 8, 6]
 """The published lengths of dynamic batching; two ranks, cap 12, multiple 2."""
 
 
-def padded_example(**changes):
-    how = {"ranks": 2, "max_tokens": 12, "layout": "padded", "length_multiple": 2, "algorithm": "roll"}
-    return plan_batch(EXAMPLE, **how, **changes)
-
-
-def widths(plan) -> list[int]:
-    """The padded lengths of the micro-steps."""
-    longest = [max(plan.lengths[rows].max() for rows in step.ranks) for step in plan.mini_batches[0].micro_steps]
-    return sorted(int(-(-length // 2) * 2) for length in longest)
-
-
-def test_d5_the_published_example_is_split_until_the_count_divides():
-    """6, 8, 8 without; 6, 6, 8, 8 for two or four interleaved stages."""
-    assert widths(padded_example()) == [6, 8, 8]
-    assert widths(padded_example(pipeline=Pipeline(4))) == [6, 8, 8]  # 1F1B takes any number
-    for stages in (2, 4):
-        assert widths(padded_example(pipeline=Pipeline(stages, 2))) == [6, 6, 8, 8]
+@pytest.mark.parametrize(
+    ("pipeline", "expected"),
+    [(Pipeline(4), [6, 8, 8]), (Pipeline(2, 2), [6, 6, 8, 8]), (Pipeline(4, 2), [6, 6, 8, 8])],
+)
+def test_d5_the_published_example_is_split_until_the_count_divides(pipeline: Pipeline, expected: list[int]):
+    """Padded lengths 6, 8, 8, and 6, 6, 8, 8 for two or four interleaved stages; 1F1B takes any number."""
+    how = {"ranks": 2, "max_tokens": 12, "length_multiple": 2}
+    assert deal_padded(EXAMPLE, **how, multiple_of=pipeline.count_multiple).widths.tolist() == expected
+    plan = plan_batch(EXAMPLE, **how, layout="padded", algorithm="roll", pipeline=pipeline)
+    assert plan.mini_batches[0].steps == len(expected)
 
 
 def test_v6_counts_are_multiples_and_impossible_ones_are_refused():
