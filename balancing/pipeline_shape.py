@@ -26,7 +26,9 @@ from balancing.pipeline_time import ends_of, passes_of
 ROUNDS = 3_000
 """Rounds of the game, about 5 ms of compiled code for 4 stages and 32 micro-steps."""
 RATE = 0.5
-"""How fast t moves: the weight of a path falls with the square root of the round."""
+"""How fast t moves; the step falls with the square root of the round. A slow t comes nearer to the best shape."""
+RATE_OF_BOUND = 2.0
+"""The same where only the bound of a micro-step that is forced to be long counts, to which a fast t leads sooner."""
 STEP = 16
 """Ratios to the mean micro-step are rounded to 1 / STEP, so that shapes are found once and kept."""
 NO_LIMIT = 2.0
@@ -44,12 +46,18 @@ class Shape:
 
 @lru_cache(maxsize=256)
 def best_shape(
-    pipeline: Pipeline, micro_steps: int, most: float = np.inf, place: int = -1, least: float = 0.0
+    pipeline: Pipeline,
+    micro_steps: int,
+    most: float = np.inf,
+    place: int = -1,
+    least: float = 0.0,
+    rate: float = RATE,
 ) -> Shape:
     """The best split of `micro_steps` units of work over as many micro-steps.
 
     pipeline: with transfer and overhead in these units. most: of any micro-step, at least 1. place, least: micro-step
-    number `place` has at least `least` (which may be above `most`); -1 is none. Raises CountError as `actions`.
+    number `place` has at least `least` (which may be above `most`); -1 is none. rate: how fast t moves.
+    Raises CountError as `actions`.
     """
     passes = passes_of(pipeline, micro_steps)
     graph = (passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost)
@@ -58,7 +66,7 @@ def best_shape(
     if place >= 0:
         floor[place] = min(least, float(micro_steps))
         limits[place] = max(limits[place], floor[place])
-    times, makespan, bound = _play(*graph, floor, limits, pipeline.overhead, ROUNDS)
+    times, makespan, bound = _play(*graph, floor, limits, pipeline.overhead, ROUNDS, rate)
     return Shape(times, float(makespan), float(bound))
 
 
@@ -73,6 +81,7 @@ def _play(
     limits: Floats,
     overhead: float,
     rounds: int,
+    rate: float,
 ) -> tuple[Floats, float, float]:
     """The best times found, their makespan, and the bound."""
     steps = len(floor)
@@ -87,7 +96,7 @@ def _play(
         mean, path, total = mean + played * times, path + played * weight, total + played
         fixed += played * (length - (weight * times).sum())
         bound = max(bound, (_least(path, floor, limits) + fixed) / total)
-        disliked += weight * (RATE * steps / length / np.sqrt(played))
+        disliked += weight * (rate * steps / length / np.sqrt(played))
     return best, lowest, bound
 
 
@@ -157,7 +166,8 @@ def least_makespan(
     free = best_shape(scaled, micro_steps)
     if least <= free.times.max():
         return max(bound, mean * free.bound)
-    return max(bound, mean * min(best_shape(scaled, micro_steps, np.inf, k, least).bound for k in range(micro_steps)))
+    at = (best_shape(scaled, micro_steps, np.inf, k, least, RATE_OF_BOUND).bound for k in range(micro_steps))
+    return max(bound, mean * max(free.bound, min(at)))
 
 
 def in_units(pipeline: Pipeline, mean: float) -> Pipeline:

@@ -8,8 +8,10 @@ plan --> times of micro-steps --> each stage, a process: its actions in order --
 
 import argparse
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
@@ -72,7 +74,9 @@ def _table(seconds: float, repeats: int) -> Table:
         "The plans of the first mini-batch of 8,192 sequences on 64 ranks (docs/balancing-benchmark.md), scaled to a "
         f"predicted time of {seconds:g} s. Each stage waits on a pipe for what a pass needs, sleeps for as long as the "
         f"plan predicts of its heaviest rank, and sends the result on. {repeats} runs of each; worst: the run whose "
-        "time is farthest from the prediction. Sleeping passes, unlike computing ones, do not slow each other down.",
+        "time is farthest from the prediction. Stages have real-time priority where the system "
+        "grants it, so that other programs do not delay them. Sleeping passes, unlike computing ones, do not slow each "
+        "other down.",
     )
 
 
@@ -117,6 +121,8 @@ def _stage(
     after, before = pipes[stage][0], pipes[stage - 1][1]
     plan = list(_durations(pipeline, stage, times))
     arrived: set[Key] = set()
+    with suppress(AttributeError, PermissionError):  # other programs then do not delay its waking; it only sleeps
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ready.wait()
     start = monotonic()
     for action, duration in plan:
