@@ -26,7 +26,7 @@ EXAMPLE = [7, 6, 8, 5, 1, 3, 8, 6]
 def test_d5_the_published_example_is_split_until_the_count_divides(pipeline: Pipeline, expected: list[int]):
     """Padded lengths 6, 8, 8, and 6, 6, 8, 8 for two or four interleaved stages; 1F1B takes any number."""
     how = {"ranks": 2, "max_tokens": 12, "length_multiple": 2}
-    assert deal_padded(EXAMPLE, **how, multiple_of=pipeline.count_multiple).widths.tolist() == expected
+    assert deal_padded(EXAMPLE, **how, multiple_of=pipeline.count_multiple).padded_lengths.tolist() == expected
     plan = plan_batch(EXAMPLE, **how, layout="padded", algorithm="roll", pipeline=pipeline)
     assert plan.mini_batches[0].steps == len(expected)
 
