@@ -52,6 +52,7 @@ soak: setup
 bench: setup
 	$(BIN)/python -m tests.benchmarks.dispatch
 	$(BIN)/python -m tests.benchmarks.balancing --output docs/balancing-benchmark.md
+	$(BIN)/python -m tests.benchmarks.pipeline --output docs/pipeline-benchmark.md
 	$(BIN)/python -m tests.benchmarks.engine
 	$(BIN)/python -m tests.benchmarks.families
 	$(BIN)/python -m tests.benchmarks.families --engines --output docs/models.md

@@ -10,6 +10,8 @@ packing       sequences into micro-batches under caps: filling, exchange, padded
 partition     k sets of equal weight: differencing, exchange, resplitting
 workload      cost models, counted (model_config) or fitted (fitting)
 alignment     padding and chunks for context parallelism
+pipeline      what each stage of a pipeline computes, in order; pipeline_plan: plans for the least makespan, from the
+              exact time (pipeline_time) of orders (pipeline_order) and shapes (pipeline_shape, pipeline_dealing)
 published     the algorithms of other systems; redeal moves groups between mini-batches
 analysis      statistics and explanations of plans, comparisons, charts, `python -m balancing`
 """
@@ -19,6 +21,7 @@ from balancing.analysis.statistics import plan_statistics
 from balancing.errors import BalancingError
 from balancing.packing import pack
 from balancing.partition import partition
+from balancing.pipeline import Pipeline
 from balancing.plan import Plan, RankMiniBatch, RankPlan, plan_batch
 from balancing.workload import CostFit, CostModel
 
@@ -26,6 +29,7 @@ __all__ = [
     "BalancingError",
     "CostFit",
     "CostModel",
+    "Pipeline",
     "Plan",
     "RankMiniBatch",
     "RankPlan",

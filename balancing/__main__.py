@@ -3,6 +3,7 @@
 python -m balancing lengths.jsonl --ranks 8 --max-tokens 32768 --png gantt.png --html page.html
 python -m balancing runs/addition --ranks 2
 python -m balancing --distribution reasoning --count 4096 --ranks 32
+python -m balancing --distribution reasoning --count 4096 --ranks 32 --pipeline 4 --virtual-stages 2
 """
 
 import argparse
@@ -18,10 +19,13 @@ from rich.console import Console
 from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
 from balancing.analysis.explain import explain
 from balancing.analysis.lengths_file import read_column, read_json, read_lengths, read_prefixes
-from balancing.analysis.report import terminal_table, write_html, write_png
+from balancing.analysis.pipeline_comparison import compare_on_pipeline
+from balancing.analysis.pipeline_gantt import save_pipeline_png
+from balancing.analysis.report import pipeline_table, terminal_table, write_html, write_pipeline_html, write_png
 from balancing.analysis.strategies import GIVEN, OURS, STRATEGIES, Batch, compare
 from balancing.errors import BalancingError, LengthFileError, OptionError
 from balancing.model_config import SEVEN_BILLION
+from balancing.pipeline import Pipeline
 from balancing.workload import CostModel
 
 
@@ -44,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    batch = _batch(options)
+    batch, pipeline = _batch(options), _pipeline(options)
+    if pipeline is not None:
+        _run_on_pipeline(options, batch, pipeline)
+        return
     outcomes, plan = compare(batch)
     explanation = explain(plan)
     console = Console()
@@ -52,9 +59,31 @@ def _run(options: argparse.Namespace) -> None:
     console.print(f"\n{explanation}", markup=False, highlight=False)
     by_name = {outcome.name: outcome for outcome in outcomes}
     if options.png:
-        write_png(batch, by_name[options.before], by_name[OURS], options.png)
+        write_png(batch, by_name[options.before or GIVEN], by_name[OURS], options.png)
     if options.html:
         write_html(batch, outcomes, explanation, options.html)
+
+
+def _run_on_pipeline(options: argparse.Namespace, batch: Batch, pipeline: Pipeline) -> None:
+    outcomes = compare_on_pipeline(batch, pipeline)
+    explanation = explain(outcomes[-1].plan)
+    console = Console()
+    console.print(pipeline_table(batch, pipeline, outcomes))
+    console.print(f"\n{explanation}", markup=False, highlight=False)
+    if options.png:
+        save_pipeline_png(outcomes[1:], pipeline, options.png)
+    if options.html:
+        write_pipeline_html(batch, pipeline, outcomes, explanation, options.html)
+
+
+def _pipeline(options: argparse.Namespace) -> Pipeline | None:
+    if options.pipeline is None:
+        if options.virtual_stages is not None:
+            raise OptionError("--virtual-stages cuts the stages of a pipeline; give --pipeline too")
+        return None
+    if options.before is not None:
+        raise OptionError("--before names a strategy without a pipeline; with --pipeline the picture has small ends")
+    return Pipeline(options.pipeline, options.virtual_stages or 1)
 
 
 def _batch(options: argparse.Namespace) -> Batch:
@@ -116,7 +145,7 @@ def _default_cap(options: argparse.Namespace, lengths: NDArray[np.int64]) -> int
 
 
 def _check_counts(options: argparse.Namespace) -> None:
-    for name in ("ranks", "mini_batches", "max_tokens", "group_size"):
+    for name in ("ranks", "mini_batches", "max_tokens", "group_size", "pipeline", "virtual_stages"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise OptionError(f"--{name.replace('_', '-')} {value} must be at least 1")
@@ -160,13 +189,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--max-tokens", type=int, metavar="N", help="cap of a micro-batch (twice the longest sequence)")
     how.add_argument("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")
+    how.add_argument("--pipeline", type=int, metavar="P", help="stages of a pipeline; each rank is one (no pipeline)")
+    how.add_argument("--virtual-stages", type=int, metavar="V", help="chunks of layers on each stage (1)")
     pictures = parser.add_argument_group("pictures")
     pictures.add_argument("--png", type=Path, help="Gantt charts before and after")
     pictures.add_argument("--html", type=Path, help="a page with the table, all charts and the explanation")
     pictures.add_argument(
         "--before",
         choices=STRATEGIES,
-        default=GIVEN,
         metavar="NAME",
         help=f"strategy in the upper chart: {', '.join(STRATEGIES[:-2])}",
     )

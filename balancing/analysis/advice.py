@@ -71,7 +71,11 @@ def replan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
 
 def measured(plan: Plan, measure: Measure, context_parallel: int = 1) -> float:
     """Step time or padding of a plan."""
-    return step_time(predicted_grids(plan)) / context_parallel if measure == "step time" else padding_share(plan)
+    if measure == "padding":
+        return padding_share(plan)
+    on_pipeline = plan.settings.pipeline is not None
+    time = float(plan.predicted_makespans().sum()) if on_pipeline else step_time(predicted_grids(plan))
+    return time / context_parallel
 
 
 def tried(plan: Plan, candidates: Iterable[Candidate], measure: Measure = "step time") -> list[Advice]:
@@ -96,8 +100,12 @@ def less_padded(plan: Plan) -> Iterator[Candidate]:
 
 def faster(plan: Plan) -> Iterator[Candidate]:
     """Candidates that may shorten the step."""
+    best = None if plan.settings.pipeline is None else "makespan"
     if plan.settings.algorithm != "karmarkar_karp":
-        yield Candidate('algorithm="karmarkar_karp"', {"algorithm": "karmarkar_karp"})
+        changes = {"algorithm": "karmarkar_karp", "order": best}
+        yield Candidate('algorithm="karmarkar_karp"', changes)
+    elif best and plan.settings.order != best:
+        yield Candidate('order="makespan"', {"order": best})
     yield from _higher_caps(plan)
     if plan.settings.min_count > 1 or plan.settings.multiple_of > 1:
         yield Candidate("min_count=1, multiple_of=1", {"min_count": 1, "multiple_of": 1})

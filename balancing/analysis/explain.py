@@ -65,7 +65,22 @@ def _headline(plan: Plan, result: Explanation) -> str:
         f"{_count(len(plan.mini_batches), 'mini-batch')}, {_count(steps, 'micro-step')}.\n"
         f"{_three_imbalances(plan)}\n"
         f"The step takes {result.over_ideal:.2%} longer than if no rank ever waited{_compared(plan, result)}; ranks "
-        f"wait {result.waiting:.2%} of the time."
+        f"wait {result.waiting:.2%} of the time.{_on_pipeline(plan)}"
+    )
+
+
+def _on_pipeline(plan: Plan) -> str:
+    """What the stages of a pipeline wait for; empty without one."""
+    pipeline = plan.settings.pipeline
+    if pipeline is None:
+        return ""
+    numbers = plan_statistics(plan)
+    virtual = f" of {pipeline.virtual_stages} virtual stages each" if pipeline.virtual_stages > 1 else ""
+    return (
+        f"\nOn a pipeline of {_count(pipeline.stages, 'stage')}{virtual}: bubble {numbers['pipeline/bubble']:.2%} of "
+        f"the stages' time; predicted time {numbers['pipeline/over_bound']:.2%} above a lower bound for all plans with "
+        f"as many micro-steps. With light micro-steps at both ends, the published order, these would take "
+        f"{numbers['pipeline/small_ends']:.2%} longer."
     )
 
 
@@ -161,6 +176,8 @@ def _about_count(finding: Finding, plan: Plan) -> str:
         reason = f"as {asks} ask; the caps need {needed}"
     else:
         reason = f"where the caps need at least {needed}"
+    if plan.settings.order == "makespan" and steps > max(needed, asked):
+        reason += ", because more of them fill and drain the pipeline sooner"
     return (
         f"Mini-batch {numbers['mini_batch']:.0f} takes {_count(steps, 'micro-step')}, {reason}; "
         f"its micro-batches fill {numbers['fill']:.1%} of the cap on average."

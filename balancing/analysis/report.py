@@ -5,7 +5,7 @@ outcomes (strategies.py) --> table          --> terminal (rich), page (HTML)
 plan --> explain.py      --> text           --> terminal, page
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from balancing.analysis.gantt import Chart, save_png, to_svg
+from balancing.analysis.pipeline_comparison import PIPELINE_COLUMNS, PipelineOutcome
+from balancing.analysis.pipeline_gantt import pipeline_svg
 from balancing.analysis.strategies import OURS, Batch, Outcome
+from balancing.pipeline import Pipeline
 
 COLUMNS = ("strategy", "over ideal", "over cap", "padding", "micro-steps", "idle, mean", "idle, worst", "to plan")
 NOTE = (
@@ -22,6 +25,12 @@ NOTE = (
     "heaviest. Over cap: micro-batches above the cap. Padding: share of computed tokens; it takes time. "
     "Idle: share of a rank's time. To plan: planning time on this machine, with warm compiled code. The published "
     "systems form mini-batches of their own."
+)
+
+PIPELINE_NOTE = (
+    "Over ideal: predicted time compared with workload / ranks / stages. Bubble: share of the stages' time that they "
+    "wait. Over bound: above a lower bound for all plans with as many micro-steps. Small ends: the published order, "
+    "light micro-steps first and last. To plan: planning time on this machine, with warm compiled code."
 )
 
 
@@ -41,22 +50,41 @@ def cells(outcome: Outcome) -> list[str]:
 
 def terminal_table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
     """The comparison as a rich table; violations of the cap are red, our strategies are bold."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        title=headline(batch),
-        caption=NOTE,
-        title_justify="left",
-        caption_justify="left",
-    )
-    for name in COLUMNS:
-        justify: Literal["left", "right"] = "left" if name == COLUMNS[0] else "right"
-        table.add_column(name.replace(" ", "\n").replace("-", "-\n"), justify=justify, no_wrap=True)
+    table = _empty_table(headline(batch), COLUMNS, NOTE)
     for outcome in outcomes:
         row = cells(outcome)
         row[2] = f"[red]{row[2]}[/red]" if outcome.violations else row[2]
         table.add_row(*row, style="bold" if outcome.name.startswith(OURS) else None)
     return table
+
+
+def _empty_table(title: str, columns: Sequence[str], note: str) -> Table:
+    table = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title=title,
+        caption=note,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in columns:
+        justify: Literal["left", "right"] = "left" if name == columns[0] else "right"
+        table.add_column(name.replace(" ", "\n").replace("-", "-\n"), justify=justify, no_wrap=True)
+    return table
+
+
+def pipeline_table(batch: Batch, pipeline: Pipeline, outcomes: Sequence[PipelineOutcome]) -> Table:
+    """The comparison of plans for a pipeline as a rich table; ours is bold."""
+    table = _empty_table(pipeline_headline(batch, pipeline), PIPELINE_COLUMNS, PIPELINE_NOTE)
+    for outcome in outcomes:
+        table.add_row(*outcome.cells(), style="bold" if outcome.name == OURS else None)
+    return table
+
+
+def pipeline_headline(batch: Batch, pipeline: Pipeline) -> str:
+    """One line that describes the batch and the pipeline."""
+    virtual = f" of {pipeline.virtual_stages} virtual stages" if pipeline.virtual_stages > 1 else ""
+    return f"{headline(batch)}; stages: {pipeline.stages}{virtual}"
 
 
 def headline(batch: Batch) -> str:
@@ -76,11 +104,27 @@ def write_png(batch: Batch, before: Outcome, after: Outcome, path: Path) -> None
 def write_html(batch: Batch, outcomes: Sequence[Outcome], explanation: str, path: Path) -> None:
     """Write the page: table, a chart of every strategy on one time axis, and the explanation of the plan."""
     charts = to_svg([Chart(outcome.name, outcome.grids) for outcome in outcomes], batch.ideal)
+    table = _html_table(COLUMNS, map(_html_row, outcomes))
+    _write_page(path, headline(batch), table, NOTE, "Ranks over time", charts, explanation)
+
+
+def write_pipeline_html(
+    batch: Batch, pipeline: Pipeline, outcomes: Sequence[PipelineOutcome], explanation: str, path: Path
+) -> None:
+    """Write the page of plans for a pipeline, with a chart of the stages for each."""
+    rows = (_html_cells(outcome.cells(), outcome.name == OURS) for outcome in outcomes)
+    table, charts = _html_table(PIPELINE_COLUMNS, rows), pipeline_svg(outcomes, pipeline)
+    title = pipeline_headline(batch, pipeline)
+    _write_page(path, title, table, PIPELINE_NOTE, "Stages over time", charts, explanation)
+
+
+def _write_page(path: Path, title: str, table: str, note: str, heading: str, charts: str, explanation: str) -> None:
     page = _PAGE.format(
         style=_STYLE,
-        headline=escape(headline(batch)),
-        table=_html_table(outcomes),
-        note=escape(NOTE),
+        headline=escape(title),
+        table=table,
+        note=escape(note),
+        heading=heading,
         charts=charts,
         explanation=_html_blocks(explanation),
     )
@@ -99,9 +143,14 @@ def _duration(seconds: float) -> str:
     return f"{seconds * 1e3:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
-def _html_table(outcomes: Sequence[Outcome]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_html_row, outcomes))}</tbody></table>"
+def _html_table(columns: Sequence[str], rows: Iterable[str]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _html_cells(texts: Sequence[str], ours: bool) -> str:
+    opening = '<tr class="ours">' if ours else "<tr>"
+    return f"{opening}{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
 
 
 def _html_row(outcome: Outcome) -> str:
@@ -151,7 +200,7 @@ _PAGE = """<!doctype html>
 <p class="lead">{headline}</p>
 {table}
 <p class="note">{note}</p>
-<h2>Ranks over time</h2>
+<h2>{heading}</h2>
 {charts}
 <h2>The plan explained</h2>
 {explanation}

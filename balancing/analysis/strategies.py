@@ -61,9 +61,9 @@ class Batch:
         }
         return plan_batch(self.lengths, **{**arguments, **changes})  # type: ignore[arg-type]
 
-    def shared_plan(self) -> Plan:
+    def shared_plan(self, **changes: object) -> Plan:
         """The plan in which a micro-batch computes what its sequences begin with once."""
-        return self.plan(prefix_groups=self.prefix_groups, prefix_lengths=self.prefix_lengths)
+        return self.plan(prefix_groups=self.prefix_groups, prefix_lengths=self.prefix_lengths, **changes)
 
 
 @dataclass(frozen=True, eq=False)

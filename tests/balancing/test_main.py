@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from balancing.__main__ import main
+from balancing.analysis.pipeline_comparison import ON_PIPELINES
 from balancing.analysis.strategies import STRATEGIES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,6 +58,19 @@ def test_the_page_needs_no_network_and_holds_table_charts_and_explanation(tmp_pa
     assert "What would help, planned and compared:" in text
 
 
+@pytest.mark.parametrize("virtual", [[], ["--virtual-stages", "2"]])
+def test_a_pipeline_has_a_table_a_picture_and_a_page_of_its_stages(tmp_path, capsys, virtual):
+    page, picture = tmp_path / "page.html", tmp_path / "stages.png"
+    assert main([*SMALL, "--pipeline", "4", *virtual, "--html", str(page), "--png", str(picture)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "stages: 4" in printed
+    assert "On a pipeline of 4 stages" in printed
+    parsed = Page()
+    parsed.feed(page.read_text())
+    assert [row[0] for row in parsed.rows if row] == list(ON_PIPELINES)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_same_seed_gives_the_same_figures(capsys):
     def figures(seed):
         assert main([*SMALL, "--seed", seed]) == 0
@@ -93,6 +107,11 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
         ([*SMALL, "--group-size", "33", "--mini-batches", "3"], "more than 64 sequences in groups of 33 fill"),
         ([*SMALL, "--count", "0"], "count=0"),
         (["none.jsonl", "--group-column", "uid"], "none.jsonl cannot be read"),
+        ([*SMALL, "--pipeline", "0"], "--pipeline 0 must be at least 1"),
+        ([*SMALL, "--virtual-stages", "2"], "give --pipeline too"),
+        ([*SMALL, "--pipeline", "1", "--virtual-stages", "2"], "virtual_stages=2 with stages=1 changes nothing"),
+        ([*SMALL, "--pipeline", "2", "--before", "verl"], "--before names a strategy without a pipeline"),
+        ([*SMALL, "--pipeline", "64", "--virtual-stages", "2"], "32 sequences cannot fill 64 micro-batches"),
         ([*SMALL, "--group-column", "uid"], "--group-column and --prefix-column go together"),
         ([*SMALL, "--group-column", "uid", "--prefix-column", "prompt"], "names a column of a file of lengths"),
         ([*SMALL, "--model", "none.json"], "none.json cannot be read"),

@@ -1,6 +1,7 @@
 """How good and how fast partitions and plans are.
 
-    python -m tests.benchmarks.balancing [--output docs/balancing-benchmark.md] [--only partitions|plans|shared_prompts]
+    python -m tests.benchmarks.balancing [--output docs/balancing-benchmark.md]
+                                         [--only partitions|plans|shared_prompts|pipelines]
 
 Prints the tables, and writes them with the command and the machine they were measured on. `make bench` does it.
 """
@@ -18,7 +19,7 @@ import numpy as np
 from balancing.compiled import COMPILED
 from tests.benchmarks.balancing.table import Table
 
-MODULES = ("partitions", "plans", "shared_prompts")
+MODULES = ("partitions", "plans", "shared_prompts", "pipelines")
 """Each offers `tables() -> list[Table]`."""
 INTRODUCTION = """# Balancing: how good, how fast
 
