@@ -28,6 +28,7 @@ from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
 from workers.model.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.compile import compile_layers
+from workers.model.expert_parallel import share_experts
 from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.input_checks import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
 from workers.model.layout import LaidOut, RowLayout
@@ -150,6 +151,7 @@ class TrainingEngine:
         """Divide the module's parameters between the ranks; compiled layers come before FSDP wraps them."""
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
+        experts = share_experts(self.module.model, self.parallel)
         if self.model_config.compile:
             compile_layers(self.module.layers)
         shard_model(
@@ -159,6 +161,7 @@ class TrainingEngine:
             compute_dtype=self.dtype,
             cpu_offload=cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
+            experts=experts,
         )
 
     @property

@@ -220,7 +220,7 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
 def keep_float64(case: Case, model: torch.nn.Module) -> None:
     """Norms and routers in float64 where tokens are shared. transformers' are in float32, also of a float64 model: then
     it shows in the gradients whether a token's parts are added before its norm, or after."""
-    if case.share_prefixes == "always":
+    if case.share_prefixes == "always" or model._can_set_experts_implementation():
         compute_in_float64(model)
 
 
