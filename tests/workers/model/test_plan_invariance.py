@@ -6,7 +6,6 @@ context parallelism by both methods, tensor parallelism, and the two together.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from controller.actors.roles import _model_arguments
 from controller.config import load
@@ -235,7 +235,8 @@ class Outcome:
 
 
 def reference_outcome(case: Case, path: str) -> Outcome:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+    attention = "eager" if case.family == "gpt_oss" else "sdpa"  # which leaves out sinks
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=attention)
     keep_float64(case, model)
     sequences = case.sequences
     outputs = unpacked_log_probs(model, sequences, case.temperature)
@@ -249,21 +250,8 @@ def reference_outcome(case: Case, path: str) -> Outcome:
         {index: (outputs[index][0] * masks[index]).detach() for index in range(len(sequences))},
         {**metrics, "loss": loss.item(), "grad_norm": float(norm), "skipped_steps": 0.0, "learning_rate": 0.5e-2},
         gradients,
-        dict(as_in_files(model.state_dict())),
+        revert_weight_conversion(model, dict(model.state_dict())),  # by the names of the files
     )
-
-
-def as_in_files(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Experts one by one, which transformers has in one tensor a layer."""
-    for name, weight in weights.items():
-        before, experts, kind = name.partition(".mlp.experts.")
-        if not experts:
-            yield name, weight
-            continue
-        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-        for number, expert in enumerate(weight):
-            for each, matrix in zip(kinds, expert.chunk(len(kinds)), strict=True):
-                yield f"{before}{experts}{number}.{each}.weight", matrix
 
 
 def reference_loss(outputs: list, sequences: Sequences, config: LossConfig) -> tuple[Tensor, dict[str, float]]:

@@ -1,0 +1,74 @@
+"""Experts shared between ranks: the same loss, gradients and weights as one process that holds them all.
+
+The reference is that of `test_plan_invariance`: transformers' own forward pass, one unpadded sequence at a time.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.test_plan_invariance import Case, Way, build_engine, check, has_empty, random_plan
+from tests.workers.model.tiny import save_tiny_model
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.engine import TrainingEngine
+
+CASES = {
+    "qwen3_moe": Case("qwen3_moe", tied=False),
+    "qwen3_moe float32": Case("qwen3_moe", dtype="float32", aggregation="sequence_mean_token_mean"),
+    "qwen3_moe checkpointed": Case("qwen3_moe", gradient_checkpointing=True, activation_offload=True),
+    "qwen3_moe gathered": Case("qwen3_moe", reshard_after_forward=False, layout="padded"),
+    "qwen3_moe shared": Case("qwen3_moe", tied=False, share_prefixes="always"),
+    "qwen3_moe of six": Case("qwen3_moe of six", tied=False),
+    "mixtral": Case("mixtral", tied=False),
+    "olmoe": Case("olmoe", tied=False),
+    "gpt_oss": Case("gpt_oss", tied=False),
+    "qwen2_moe": Case("qwen2_moe", tied=False),
+}
+
+
+def shared(ranks: int, ep: int, **parallel) -> Way:
+    return Way(ranks, ParallelConfig(expert_parallel=ep, **parallel))
+
+
+WAYS = {
+    "ep 2": shared(2, 2),
+    "ep 4": shared(4, 4),
+    "dp 4, ep 2": shared(4, 2),
+    "2 copies, ep 2": shared(4, 2, replicate=2),
+    "ulysses 2, ep 2": shared(2, 2, context_parallel=2),
+    "ring 2, ep 4": shared(4, 4, context_parallel=2, context_parallel_method="ring"),
+    "dp 2, ring 2, ep 2": shared(4, 2, context_parallel=2, context_parallel_method="ring"),
+    "ep 2, reduced at last": shared(2, 2, defer_gradient_reduction=True),
+}
+
+COMBINATIONS = [
+    *(("qwen3_moe", way) for way in WAYS),
+    ("qwen3_moe float32", "dp 4, ep 2"),
+    ("qwen3_moe checkpointed", "dp 4, ep 2"),
+    ("qwen3_moe gathered", "dp 4, ep 2"),
+    *(("qwen3_moe shared", way) for way in ("ep 2", "ring 2, ep 4")),
+    ("qwen3_moe of six", "dp 4, ep 2"),  # three experts of a rank do not divide over two
+    *(("mixtral", way) for way in ("ep 2", "dp 4, ep 2")),
+    ("olmoe", "ulysses 2, ep 2"),
+    *(("gpt_oss", way) for way in ("ep 2", "2 copies, ep 2")),
+    ("qwen2_moe", "ep 4"),
+]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("experts")
+    return {
+        name: save_tiny_model(folder / name.replace(" ", "-"), case.family, tie_word_embeddings=case.tied)
+        for name, case in CASES.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "way"), COMBINATIONS)
+def test_shared_experts_equal_one_process_that_holds_them_all(ranks: RankPool, paths, name, way):
+    """Under a plan in which some rank has no work in a micro-step."""
+    seed = next(seed for seed in range(100) if has_empty(random_plan(WAYS[way].dp, seed)) or WAYS[way].dp == 1)
+    check(ranks, CASES[name], paths[name], WAYS[way], seed)
