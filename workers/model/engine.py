@@ -47,7 +47,7 @@ from workers.model.losses import (
     to_metrics,
 )
 from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
-from workers.model.model_rules import check_tensor_parallel, check_value_head
+from workers.model.model_rules import check_expert_parallel, check_tensor_parallel, check_value_head
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.packing import ModelInput, Sequences
 from workers.model.parallel import (
@@ -145,6 +145,7 @@ class TrainingEngine:
             check_value_head(parallel, "value model")
         family, sizes = hf_config.model_type, hf_config.to_dict()
         check_tensor_parallel(parallel, self.model_config, self.module.name, family, sizes)
+        check_expert_parallel(parallel, self.model_config, self.module.name, hf_config.get_text_config().to_dict())
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
     def _distribute(self, cpu_offload: bool) -> None:

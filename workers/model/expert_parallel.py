@@ -11,8 +11,8 @@ No token is dropped and none waits for others: the experts of a token depend on 
 or none for its experts, takes part in every exchange. An expert sees the tokens of its whole ep group, so that its
 gradient is the sum over that group already, and FSDP adds up those of the ranks that hold the same expert.
 
-Dispatch and sharding are transformers' own (`EpDispatchExpertsParallel`), applied before FSDP2 as tensor parallelism is.
-A layer sends 2 T k H (ep - 1) / ep elements forward and as many backward.
+Dispatch and sharding are transformers' own (`EpDispatchExpertsParallel`), applied before FSDP2, as tensor parallelism
+is. A layer sends 2 T k H (ep - 1) / ep elements forward and as many backward.
 """
 
 from torch import nn
@@ -21,17 +21,28 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
+from workers.errors import UnsupportedModelError
+from workers.model.model import described
 from workers.model.parallel import Parallel
+
+DISPATCHED = {"ep_dispatch_experts", "grouped_gemm"}
+"""transformers' names of the two parts of a plan: modules that exchange tokens, parameters that are cut by expert."""
 
 
 def share_experts(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
     """Give each rank of an ep group its part of a model's experts, in place; before `shard_model`.
 
     Every rank passes the whole model, or its skeleton on the meta device. Returns the modules of experts, each with the
-    mesh over whose ranks FSDP2 shards it again; none without expert parallelism.
+    mesh over whose ranks FSDP2 shards it again; none without expert parallelism. Raises UnsupportedModelError for a
+    family whose experts transformers does not dispatch.
     """
     if parallel.config.expert_parallel == 1:
         return {}
+    if set(model.ep_plan.values()) != DISPATCHED:
+        raise UnsupportedModelError(
+            f"{described(model)} is not shared by policy.parallel.expert_parallel: transformers has no all-to-all for "
+            "its experts; set it to 1."
+        )
     mesh = _expert_mesh(parallel)
     apply_expert_parallelism(model, mesh["ep"], parallel.tensor, model.ep_plan)
     sharding = mesh["dp_replicate", "expert_shard"] if parallel.config.replicate > 1 else mesh["expert_shard"]

@@ -279,6 +279,14 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             ("policy.parallel.tensor_parallel=2", "model.layout=padded", "model.attention=eager"),
             "model.attention=eager is for padded rows that ranks do not share",
         ),
+        (
+            ("policy.parallel.expert_parallel=2", "policy.ranks=3"),
+            "policy.parallel.expert_parallel=2 does not divide policy.ranks / replicate * context_parallel = 3 ranks",
+        ),
+        (
+            ("policy.parallel.expert_parallel=2", "policy.ranks=2"),
+            "model.path: a model of type qwen2 has no experts, which policy.parallel.expert_parallel=2 would share",
+        ),
         (("policy.parallel.tensor_parallel=2", "model.lora.rank=8"), "adapters are not shared between ranks"),
         (
             ("policy.parallel.tensor_parallel=2", "model.compile=true", "resources.device=cuda"),

@@ -6,14 +6,11 @@ The reference is that of `test_plan_invariance`: transformers' own forward pass,
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.test_plan_invariance import Case, Way, build_engine, check, has_empty, random_plan
 from tests.workers.model.tiny import save_tiny_model
-from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.engine import TrainingEngine
+from workers.config import ParallelConfig
 
 CASES = {
     "qwen3_moe": Case("qwen3_moe", tied=False),
@@ -72,3 +69,36 @@ def test_shared_experts_equal_one_process_that_holds_them_all(ranks: RankPool, p
     """Under a plan in which some rank has no work in a micro-step."""
     seed = next(seed for seed in range(100) if has_empty(random_plan(WAYS[way].dp, seed)) or WAYS[way].dp == 1)
     check(ranks, CASES[name], paths[name], WAYS[way], seed)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank holds. experts: of the first layer, by name: global shape, local shape, the mesh's dimensions."""
+
+    experts: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]]
+    others: set[tuple[str, ...]]
+
+
+def shapes(path: str, parallel: ParallelConfig) -> Share:
+    engine = build_engine(CASES["qwen3_moe"], path, parallel)
+    experts, others = {}, set()
+    for name, weight in engine.module.model.state_dict().items():
+        if ".experts." not in name:
+            others.add(weight.device_mesh.mesh_dim_names)
+        elif ".layers.0." in name:
+            local = tuple(weight.to_local().shape)
+            experts[name.rpartition(".")[2]] = (tuple(weight.shape), local, weight.device_mesh.mesh_dim_names)
+    return Share(experts, others)
+
+
+def test_experts_are_cut_by_number_first_and_all_else_over_all_ranks(ranks: RankPool, paths):
+    """Four experts of two on a rank; two ranks that hold the same cut them again."""
+    for share in ranks.run(shapes, 4, paths["qwen3_moe"], ParallelConfig(expert_parallel=2)):
+        meshes = ("expert_shard", "ep")
+        assert share.experts == {
+            "gate_up_proj": ((4, 32, 32), (1, 32, 32), meshes),
+            "down_proj": ((4, 32, 16), (1, 32, 16), meshes),
+        }
+        assert share.others == {("dp_shard",)}
+    for share in ranks.run(shapes, 4, paths["qwen3_moe of six"], ParallelConfig(expert_parallel=2)):
+        assert share.experts["gate_up_proj"][:2] == ((6, 32, 32), (3, 16, 32))
