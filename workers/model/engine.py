@@ -28,6 +28,7 @@ from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
 from workers.model.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.compile import compile_layers
+from workers.model.expert_load import ExpertLoad
 from workers.model.expert_parallel import share_experts
 from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.input_checks import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
@@ -50,13 +51,7 @@ from workers.model.model import PackedModel, compute_dtype, load_model, load_tok
 from workers.model.model_rules import check_expert_parallel, check_tensor_parallel, check_value_head
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.packing import ModelInput, Sequences
-from workers.model.parallel import (
-    clip_gradients,
-    fsdp_modules,
-    make_parallel,
-    reshard,
-    shard_model,
-)
+from workers.model.parallel import clip_gradients, fsdp_modules, make_parallel, reshard, shard_model
 from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.skipping import SkipPolicy
 from workers.model.tensor_parallel import share_model
@@ -120,6 +115,7 @@ class TrainingEngine:
         if check_parity:
             probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
+        self.expert_load = ExpertLoad(self.module, self.parallel, self.device)
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
         self.checkpoint_weights = CheckpointWeights(self.module.model, source.rules, self._shards, self.device)
@@ -152,7 +148,6 @@ class TrainingEngine:
         """Divide the module's parameters between the ranks; compiled layers come before FSDP wraps them."""
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
-        experts = share_experts(self.module.model, self.parallel)
         if self.model_config.compile:
             compile_layers(self.module.layers)
         shard_model(
@@ -162,7 +157,7 @@ class TrainingEngine:
             compute_dtype=self.dtype,
             cpu_offload=cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
-            experts=experts,
+            experts=share_experts(self.module.model, self.parallel),
         )
 
     @property
@@ -304,7 +299,7 @@ class TrainingEngine:
                 self.skip_policy.watch(sequences, start, stop, loss)
                 loss.backward()
             statistics.append(measured)
-        return to_metrics(statistics)
+        return to_metrics([*statistics, self.expert_load.take()])
 
     def optimizer_step(self) -> Metrics:
         """Clip, update, advance the schedule, clear the gradients.
@@ -427,6 +422,7 @@ class TrainingEngine:
     def _lay_out(self, micro_batch: Sequences, *, forward: bool, last: bool = False) -> LaidOut:
         laid_out = self.layout.lay_out(micro_batch, forward=forward, last=last)
         self.clock.leave_out(laid_out.rows.shared)
+        self.expert_load.watch(laid_out.filled if len(micro_batch) and torch.is_grad_enabled() else None)
         return laid_out
 
     def _values(self, laid_out: LaidOut) -> Tensor:

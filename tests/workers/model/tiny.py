@@ -24,10 +24,6 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
         transformers.Qwen3MoeConfig,
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
-    "qwen3_moe of six": (
-        transformers.Qwen3MoeConfig,
-        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
     "qwen2_moe": (
         transformers.Qwen2MoeConfig,
         {
