@@ -164,7 +164,12 @@ def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
 def test_a_rank_gathers_its_own_experts_alone() -> None:
     """By hand: of 60 experts of 3 x 1024 x 512 weights, 15 are gathered, and wait for a reduction that is put off."""
     config = Qwen2MoeConfig(
-        hidden_size=1024, moe_intermediate_size=512, num_experts=60, num_experts_per_tok=4, num_hidden_layers=8
+        vocab_size=1024,  # so that the last layer is the fullest moment
+        hidden_size=1024,
+        moe_intermediate_size=512,
+        num_experts=60,
+        num_experts_per_tok=4,
+        num_hidden_layers=8,
     )
     shape = model_shape(json.loads(config.to_json_string(use_diff=False)))
     whole, shared = eight_gpus(), eight_gpus()
