@@ -45,7 +45,8 @@ class OptimizerConfig:
 class ParallelConfig:
     """Parallelism of a training role: ranks = dp * context_parallel * tensor_parallel.
 
-    `workers.model.context_parallel` and `workers.model.tensor_parallel` describe the methods and their costs.
+    `workers.model.context_parallel`, `workers.model.tensor_parallel` and `workers.model.expert_parallel` describe the
+    methods and their costs.
     """
 
     context_parallel: int = setting(
@@ -62,6 +63,12 @@ class ParallelConfig:
         1,
         "Copies of the sharded model (HSDP): parameters are gathered within dp / replicate ranks, and copies exchange "
         "gradients only. 1 shards over all ranks.",
+        minimum=1,
+    )
+    expert_parallel: int = setting(
+        1,
+        "Ranks that share the experts of each layer, out of those that hold different tokens (dp / replicate * "
+        "context_parallel); tokens travel to their experts and back by all-to-all. For mixtures of experts only.",
         minimum=1,
     )
     defer_gradient_reduction: bool = setting(

@@ -9,6 +9,7 @@ The bundles of a pool are equal, so that any of them can be any rank's: `placeme
 Ray has put them on nodes.
 """
 
+import math
 from dataclasses import dataclass
 
 from controller.config import Config, TrainingConfig
@@ -48,11 +49,12 @@ def training_pool(config: TrainingConfig) -> Pool:
     parallel, (engines, engine_ranks) = config.policy.parallel, config.colocated_engines
     # Every bundle has room for an engine's actor, though not each holds one: bundles must be equal.
     bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + (engines > 0))}
-    sharing = parallel.tensor_parallel, parallel.tensor_parallel * parallel.context_parallel
+    tensor, context, expert = parallel.tensor_parallel, parallel.context_parallel, parallel.expert_parallel
+    sharing_experts = (tensor * math.lcm(context, expert),) * (expert > 1)
     return Pool(
         "training",
         (bundle | ({"GPU": 1.0} if config.uses_gpus else {}),) * config.training_workers,
-        groups=(*sharing, config.training_workers // parallel.replicate),
+        groups=(tensor, tensor * context, *sharing_experts, config.training_workers // parallel.replicate),
         engines=engines,
         engine_ranks=engine_ranks,
     )

@@ -21,6 +21,7 @@ NAMES_ELSEWHERE = {
     "ppo_max_token_len_per_gpu": "policy.max_tokens",
     "log_prob_max_token_len_per_gpu": "policy.forward_max_tokens",
     "ulysses_sequence_parallel_size": "policy.parallel.context_parallel",
+    "expert_model_parallel_size": "policy.parallel.expert_parallel",
     "clip_ratio_low": "algorithm.loss.clip_low",
     "clip_ratio_high": "algorithm.loss.clip_high",
     "clip_ratio_c": "algorithm.loss.dual_clip",

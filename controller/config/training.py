@@ -117,6 +117,12 @@ class TrainingConfig:
         return self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks of one copy of the model that hold different tokens: those that may share experts."""
+        parallel = self.policy.parallel
+        return self.policy.ranks // parallel.replicate * parallel.context_parallel
+
+    @property
     def compute_dtype(self) -> str:
         """model.dtype with `auto` resolved, for trainer and engines."""
         automatic = "bfloat16" if self.uses_gpus else "float32"

@@ -235,11 +235,19 @@ CUSTOM_LOSS = Declaration(
     "as its Metric says",
     when="algorithm.loss.name=custom",
 )
+EXPERT_LOAD = "Tokens of the fullest expert over the mean of all, in the layer where that is most; 1 is even."
 POLICY = (
     Declaration("policy/loss", "loss", "Loss of the mini-batches.", "sum over ranks, mean over mini-batches"),
     Declaration("policy/entropy", "nats", "Entropy of the policy's next-token distribution.", MEAN_OVER_TOKENS),
     Declaration("policy/grad_norm", "norm", "Norm of the gradient before clipping.", "mean over mini-batches"),
     Declaration("policy/learning_rate", "rate", "Learning rate.", "mean over mini-batches"),
+    Declaration(
+        "policy/expert_load_max_over_mean",
+        "",
+        EXPERT_LOAD,
+        "mean over mini-batches",
+        when="a mixture of experts",
+    ),
     Declaration(
         "policy/skipped_steps", "steps", "Optimiser steps skipped for NaN or infinity.", "adds up", Kind.COUNTER
     ),
@@ -347,6 +355,13 @@ CRITIC = (
         "Tokens whose value the loss clips.",
         MEAN_OVER_TOKENS,
         when="critic.loss.clip above 0",
+    ),
+    Declaration(
+        "critic/expert_load_max_over_mean",
+        "",
+        EXPERT_LOAD,
+        "mean over mini-batches",
+        when="a critic that is a mixture of experts",
     ),
     Declaration("critic/learning_rate", "rate", "Learning rate.", "mean over mini-batches", when=WITH_CRITIC),
     Declaration(

@@ -29,6 +29,10 @@ gradient of M, L and R. A pass that goes forward alone has the larger of
     a layer                  b (R + 2 L) + T b (5 h + 3 f)
     the output layer         b (R + L) + 2 T b h + 12 V c
 
+With expert_parallel, L and P have the weights of 1 / expert_parallel of the experts, wherever they are gathered or wait
+for a reduction, and a token travels to its k experts: 6 T b k h more in the last layer going back, 3 T b k h in a layer
+going forward, 4 n T b k h without gradient checkpointing; as much on every rank, for a load that is even.
+
 Divided by tensor_parallel: L, R, M, V, f and the inputs. The terms were found, and are held, by measuring the engine on
 tensors without numbers (`measure.py`). While engines sample the states stay where they are, beside the engine's share,
 memory_fraction x GPU. Not counted: the CUDA context of each process, NCCL's buffers, what kernels take for themselves,
@@ -238,7 +242,9 @@ def gradients(config: Config, each: Pass) -> Parts:
     trained = trained_parameters(config, each.shape) if each.role == "policy" else each.shape.parameters
     parallel = config.policy.parallel
     if parallel.defer_gradient_reduction:
-        return {"gradients": 4 * trained / parallel.tensor_parallel / GIB}
+        is_whole = trained == each.shape.parameters  # adapters have no experts
+        elsewhere = is_whole * each.shape.layers * _experts_elsewhere(config, each.shape)
+        return {"gradients": 4 * (trained - elsewhere) / parallel.tensor_parallel / GIB}
     # Shards that wait for the sum over copies of the model do so on the GPU, wherever the parameters are.
     on_gpu = not is_offloaded(config, each.role) or parallel.replicate > 1
     return {"gradients": 4 * trained / _sharers(config) / GIB} if on_gpu else {}
@@ -258,7 +264,7 @@ def _forward_moments(config: Config, each: Pass) -> list[Parts]:
     """Bytes inside a layer, and at the output layer, of a pass that keeps nothing."""
     shape, sizes = each.shape, _sizes(config, each)
     row = each.tokens * sizes.width
-    layer = row * (5 * shape.hidden + 3 * sizes.feed_forward)
+    layer = row * (5 * shape.hidden + 3 * sizes.feed_forward) + 3 * _travelling(config, each)
     return [
         {"gathered": sizes.gathered(2), "activations": layer},
         {"gathered": sizes.gathered(1), "activations": 2 * row * shape.hidden, "log-probs": 12 * sizes.logits},
@@ -281,7 +287,10 @@ def _training_moments(config: Config, each: Pass) -> list[Parts]:
         },
         {
             "gathered": sizes.gathered(4) + width * (head + layer) + 8 * layer,
-            "activations": kept + again + 2 * row * (2 * shape.hidden + sizes.feed_forward),
+            "activations": kept
+            + again
+            + 2 * row * (2 * shape.hidden + sizes.feed_forward)
+            + 6 * _travelling(config, each),
         },
         {"gathered": sizes.gathered(1) + (width + 4) * root, "activations": 2 * row * shape.hidden},
     ]
@@ -314,12 +323,13 @@ def _sizes(config: Config, each: Pass) -> _Sizes:
     resharded = config.training_workers > 1 and (
         config.policy.reshard_after_forward or each.role not in ("policy", "critic")
     )
-    rest = max(0, shape.parameters - 2 * shape.layer_parameters - shape.root_parameters)
+    layer = shape.layer_parameters - _experts_elsewhere(config, shape)
+    rest = max(0, shape.layers - 2) * layer
     adapters = each.role == "policy" and config.model.lora.rank > 0
     return _Sizes(
         width=_width(config),
         tensor_parallel=tensor_parallel,
-        layer=shape.layer_parameters / tensor_parallel,
+        layer=layer / tensor_parallel,
         root=shape.root_parameters / tensor_parallel,
         head=has_head * shape.vocabulary * shape.hidden / tensor_parallel,
         logits=has_head * shape.vocabulary * config.model.chunk_tokens("cuda") / tensor_parallel,
@@ -327,6 +337,17 @@ def _sizes(config: Config, each: Pass) -> _Sizes:
         trained=not adapters,
         stays=0 if resharded else rest / tensor_parallel,
     )
+
+
+def _experts_elsewhere(config: Config, shape: ModelShape) -> float:
+    """Weights of a layer's experts that other ranks of the ep group compute."""
+    return shape.expert_parameters * (1 - 1 / config.policy.parallel.expert_parallel)
+
+
+def _travelling(config: Config, each: Pass) -> float:
+    """Bytes of a micro-batch's tokens at their experts, in one copy; 0 without expert parallelism."""
+    shared = config.policy.parallel.expert_parallel > 1 and each.shape.experts > 0
+    return each.tokens * _width(config) * each.shape.hidden * each.shape.chosen_experts if shared else 0.0
 
 
 def _width(config: Config) -> int:
@@ -338,7 +359,8 @@ def kept_activations(config: Config, each: Pass) -> float:
     """Bytes that the layers of a full micro-batch keep until its backward pass."""
     tensor_parallel, shape, width = config.policy.parallel.tensor_parallel, each.shape, _width(config)
     if not config.model.gradient_checkpointing:
-        return shape.layers * each.tokens * shape.activation_bytes_per_token(tensor_parallel) * width / 2
+        a_layer = each.tokens * shape.activation_bytes_per_token(tensor_parallel) * width / 2
+        return shape.layers * (a_layer + 4 * _travelling(config, each))
     if config.model.activation_offload:
         return 0.0
     return each.tokens * width * shape.hidden * shape.layers / tensor_parallel

@@ -55,6 +55,16 @@ class ModelShape:
         return count + 3 * h * (self.experts * self.feed_forward + self.shared_feed_forward) + h * self.experts + gate
 
     @property
+    def expert_parameters(self) -> int:
+        """Weights of all experts of one layer: those that expert parallelism divides; 0 for a dense model."""
+        return 3 * self.hidden * self.experts * self.feed_forward
+
+    @property
+    def chosen_experts(self) -> int:
+        """Experts that a token goes through in a layer."""
+        return self.active_feed_forward // self.feed_forward
+
+    @property
     def root_parameters(self) -> int:
         """Embedding, output layer where it is one of its own, last norm."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden

@@ -13,6 +13,7 @@ from workers.errors import ConfigError
 from workers.model.families import features_of_file, is_recurrent
 from workers.model.model_rules import (
     check_context_parallel,
+    check_expert_parallel,
     check_kernel_features,
     check_layout,
     check_tensor_parallel,
@@ -43,3 +44,4 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
     )
     family = text.get("model_type", description.get("model_type", ""))
     check_tensor_parallel(parallel, config.model, model, family, text)
+    check_expert_parallel(parallel, config.model, model, text)

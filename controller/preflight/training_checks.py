@@ -99,11 +99,18 @@ def check_attention(config: TrainingConfig) -> None:
 
 
 def check_replicate(config: TrainingConfig) -> None:
-    """Raise ConfigError unless the data-parallel ranks divide among policy.parallel.replicate copies of the model."""
+    """Raise ConfigError unless the data-parallel ranks divide among policy.parallel.replicate copies of the model, and
+    those of a copy by policy.parallel.expert_parallel."""
     if config.policy.ranks % config.policy.parallel.replicate:
         raise ConfigError(
             f"policy.parallel.replicate={config.policy.parallel.replicate} does not divide "
             f"policy.ranks={config.policy.ranks}."
+        )
+    shared, experts = config.expert_ranks, config.policy.parallel.expert_parallel
+    if shared % experts:
+        raise ConfigError(
+            f"policy.parallel.expert_parallel={experts} does not divide policy.ranks / replicate * context_parallel = "
+            f"{shared} ranks, which hold different tokens of one copy of the model."
         )
 
 

@@ -174,6 +174,12 @@ def test_the_training_pool_knows_its_groups_and_engines() -> None:
     assert training_pool(config).engines == 0
 
 
+def test_ranks_that_share_experts_are_a_group() -> None:
+    config = gpu_config(ranks=8, cp=2, replicate=2)
+    config.policy.parallel.expert_parallel = 4
+    assert training_pool(config).groups == (1, 2, 4, 8)
+
+
 def test_a_copy_of_the_sharded_model_stays_on_a_node() -> None:
     config = gpu_config(ranks=32, replicate=4)
     config.rollout.placement = "apart"

@@ -1,22 +1,28 @@
-"""A mixture of experts, from its configuration: the engine samples with the experts that the policy has learned."""
+"""Mixtures of experts, from their configuration: the engine samples with the experts that the policy has learned."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, OlmoeConfig, OlmoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from tests.end_to_end.test_whole_loop import run_loop
+from tests.end_to_end.test_whole_loop import assert_engine_equals_saved_model, run_loop
+
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "olmoe": (OlmoeConfig, {"intermediate_size": 64}),
+    "qwen3_moe": (Qwen3MoeConfig, {"intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 32}),
+}
 
 
-def create_experts(folder: Path, tokenizer: Path) -> None:
-    """A small random OLMoE, whose experts matter: without them the log-probs move by nats."""
+def create_experts(family: str, folder: Path, tokenizer: Path) -> None:
+    """A small random model whose experts matter: without them the log-probs move by nats."""
     torch.manual_seed(0)
     characters = AutoTokenizer.from_pretrained(tokenizer)
-    config = OlmoeConfig(
+    config_class, sizes = FAMILIES[family]
+    config = config_class(
         vocab_size=32,
         hidden_size=128,
-        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -29,19 +35,43 @@ def create_experts(folder: Path, tokenizer: Path) -> None:
         eos_token_id=characters.eos_token_id,
         pad_token_id=characters.pad_token_id,
         dtype="float32",
+        **sizes,
     )
-    OlmoeForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     characters.save_pretrained(folder)
 
 
 @pytest.mark.slow
-def test_samples_come_from_the_experts_that_were_trained(ray_session, settings: list[str], workspace: Path) -> None:
-    create_experts(workspace / "experts", workspace / "model")
-    overrides = [*settings, "run.name=experts", "run.steps=2", f"model.path={workspace / 'experts'}", "policy.ranks=1"]
+@pytest.mark.parametrize(
+    ("family", "sharing"),
+    [
+        ("olmoe", ["policy.ranks=1"]),
+        ("qwen3_moe", ["policy.ranks=2", "policy.parallel.expert_parallel=2"]),
+    ],
+    ids=["one rank", "expert parallel"],
+)
+def test_samples_come_from_the_experts_that_were_trained(
+    ray_session, settings: list[str], workspace: Path, family: str, sharing: list[str]
+) -> None:
+    create_experts(family, workspace / family, workspace / "model")
+    overrides = [*settings, f"run.name={family}", "run.steps=2", f"model.path={workspace / family}", *sharing]
     overrides += ["policy.optimizer.learning_rate=1e-2", "algorithm.advantage=reinforce_plus_plus"]
     overrides += ["data.validation=''", "validation.prompts=0", "batch.mini_batches=2"]
-    first, second = run_loop(overrides).outcome.steps
+    run = run_loop(overrides)
+    first, second = run.outcome.steps
     assert [first["rollout/weight_version"], second["rollout/weight_version"]] == [1.0, 2.0]
     assert abs(first["policy/approximate_kl"]) > 1e-3, "an update that changes nothing would not show old experts"
     for step in (first, second):
         assert step["policy/rollout_mismatch_max"] < 3e-5
+    assert set(run.versions) == {2}
+    assert_engine_equals_saved_model(run)
+    assert_every_weight_changed(workspace / family, run.folder / "model")
+
+
+def assert_every_weight_changed(before: Path, after: Path) -> None:
+    """Of the saved model every parameter, each expert's by itself, differs from the first."""
+    first, last = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (before, after))
+    assert first.keys() == last.keys()
+    for name, weight in first.items():
+        parts = zip(weight, last[name], strict=True) if ".experts." in name else [(weight, last[name])]
+        assert not any(torch.equal(old, new) for old, new in parts), name

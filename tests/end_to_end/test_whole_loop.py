@@ -245,10 +245,14 @@ def test_no_sample_is_lost_and_every_mini_batch_is_trained_on(finished: Run) -> 
 
 
 def test_weights_in_vllm_equal_the_trainers(finished: Run) -> None:
-    """The engine's log-probs of its own samples are those of the model that the trainer saved."""
     assert set(finished.versions) == {3}
-    model = AutoModelForCausalLM.from_pretrained(finished.folder / "model", dtype=torch.float32)
-    batch = finished.proto.batch
+    assert_engine_equals_saved_model(finished)
+
+
+def assert_engine_equals_saved_model(run: Run) -> None:
+    """The engine's log-probs of its own last samples are those of the model that the trainer saved."""
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
+    batch = run.proto.batch
     rows = zip(*(batch[name].unbind() for name in ("input_ids", "loss_mask", "rollout_log_probs")), strict=True)
     for ids, mask, sampled in rows:
         ids = ids.long()

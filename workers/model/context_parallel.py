@@ -39,13 +39,14 @@ from workers.model.packing import PackedRow
 class RowPart:
     """The part of a packed row that one context-parallel rank computes.
 
-    input_ids, position_ids: int64 [1, T/cp]; positions are those in the whole sequence.
+    input_ids, position_ids: int64 [1, T/cp]; positions are those in the whole sequence. filled: bool [1, T/cp].
     predicting: int64 [n], the cells of this part whose hidden states predict a token. targets: int64 [n], its id.
     selected: int64 [n], which of the row's N predicted tokens these are.
     """
 
     input_ids: Tensor
     position_ids: Tensor
+    filled: Tensor
     predicting: Tensor
     targets: Tensor
     selected: Tensor
@@ -61,6 +62,7 @@ def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
     return RowPart(
         input_ids=row.input_ids[:, positions],
         position_ids=row.position_ids[:, positions],
+        filled=row.filled[:, positions],
         predicting=cells[selected],
         targets=row.targets[selected],
         selected=selected,

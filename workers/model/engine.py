@@ -28,6 +28,8 @@ from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
 from workers.model.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.compile import compile_layers
+from workers.model.expert_load import ExpertLoad
+from workers.model.expert_parallel import share_experts
 from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.input_checks import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
 from workers.model.layout import LaidOut, RowLayout
@@ -46,16 +48,10 @@ from workers.model.losses import (
     to_metrics,
 )
 from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
-from workers.model.model_rules import check_tensor_parallel, check_value_head
+from workers.model.model_rules import check_expert_parallel, check_tensor_parallel, check_value_head
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.packing import ModelInput, Sequences
-from workers.model.parallel import (
-    clip_gradients,
-    fsdp_modules,
-    make_parallel,
-    reshard,
-    shard_model,
-)
+from workers.model.parallel import clip_gradients, fsdp_modules, make_parallel, reshard, shard_model
 from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.skipping import SkipPolicy
 from workers.model.tensor_parallel import share_model
@@ -119,6 +115,7 @@ class TrainingEngine:
         if check_parity:
             probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
+        self.expert_load = ExpertLoad(self.module, self.parallel, self.device)
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
         self.checkpoint_weights = CheckpointWeights(self.module.model, source.rules, self._shards, self.device)
@@ -144,6 +141,7 @@ class TrainingEngine:
             check_value_head(parallel, "value model")
         family, sizes = hf_config.model_type, hf_config.to_dict()
         check_tensor_parallel(parallel, self.model_config, self.module.name, family, sizes)
+        check_expert_parallel(parallel, self.model_config, self.module.name, hf_config.get_text_config().to_dict())
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
     def _distribute(self, cpu_offload: bool) -> None:
@@ -159,6 +157,7 @@ class TrainingEngine:
             compute_dtype=self.dtype,
             cpu_offload=cpu_offload,
             reshard_after_forward=self.reshard_after_forward,
+            experts=share_experts(self.module.model, self.parallel),
         )
 
     @property
@@ -300,7 +299,7 @@ class TrainingEngine:
                 self.skip_policy.watch(sequences, start, stop, loss)
                 loss.backward()
             statistics.append(measured)
-        return to_metrics(statistics)
+        return to_metrics([*statistics, self.expert_load.take()])
 
     def optimizer_step(self) -> Metrics:
         """Clip, update, advance the schedule, clear the gradients.
@@ -423,6 +422,7 @@ class TrainingEngine:
     def _lay_out(self, micro_batch: Sequences, *, forward: bool, last: bool = False) -> LaidOut:
         laid_out = self.layout.lay_out(micro_batch, forward=forward, last=last)
         self.clock.leave_out(laid_out.rows.shared)
+        self.expert_load.watch(laid_out.filled if len(micro_batch) and torch.is_grad_enabled() else None)
         return laid_out
 
     def _values(self, laid_out: LaidOut) -> Tensor:

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from workers.model import attention, engine, loading
 
@@ -191,6 +193,7 @@ def stand_in() -> None:
     engine.load_tokenizer = lambda path: None
     engine.check_tokenizer = lambda *_: None
     attention.kernel_problem = lambda *_, **__: ""
+    EpDispatchExpertsParallel._dispatch_tokens = _dispatch_evenly
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(propagator: ShardingPropagator, op_schema: Any) -> Any:
@@ -199,3 +202,15 @@ def stand_in() -> None:
             return propagate(propagator, op_schema)
 
     ShardingPropagator._propagate_tensor_meta_non_cached = outside
+
+
+def _dispatch_evenly(
+    _: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, num_local_experts: int, ep_group: Any, ep_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], list[int]]:
+    """transformers' dispatch where every expert gets as many tokens: how many it gets is a number."""
+    chosen = top_k_index.reshape(-1)
+    order = torch.argsort(chosen)
+    sent = hidden_states[order // top_k_index.size(-1)]
+    sizes = [len(part) for part in torch.arange(len(chosen), device="cpu").tensor_split(ep_size)]
+    received = all_to_all_single(sent, sizes, sizes, ep_group)
+    return received, order.new_zeros(len(received)), order, sizes, sizes

@@ -43,6 +43,9 @@ TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are built of the modules that `tensor_parallel` shares, and of nothing else that has
 parameters."""
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that families give the number of experts of a layer."""
+
 KERNEL_FEATURES = {
     "packed": {
         "flash3": frozenset({"sliding_window", "sinks"}),
@@ -77,6 +80,11 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
 def is_recurrent(features: Mapping[str, Any]) -> bool:
     """Whether a config.json names layers that carry a state from token to token."""
     return bool(_layer_kinds(features) & set(RECURRENT))
+
+
+def expert_count(features: Mapping[str, Any]) -> int:
+    """Experts of a layer by its configuration, each of a feed-forward block's shape; 0 for a dense model."""
+    return next((int(count) for name in EXPERT_COUNTS if (count := features.get(name))), 0)
 
 
 def _layer_kinds(features: Mapping[str, Any]) -> set[str]:

@@ -35,13 +35,15 @@ from workers.model.values import after_last
 
 @dataclass(frozen=True)
 class LaidOut:
-    """rows: the whole micro-batch. arguments: those of the model on this rank, on its device.
+    """rows: the whole micro-batch. arguments: those of the model on this rank, on its device. filled: bool [cells],
+    those of this rank that hold a token, there too.
 
     whole: values [n, ...] of this rank's predicted tokens -> [N, ...] of all, on every rank of the group.
     """
 
     rows: ModelInput
     arguments: dict[str, Any]
+    filled: Tensor
     whole: Callable[[Tensor], Tensor]
 
 
@@ -94,12 +96,13 @@ class RowLayout:
             rows = pad(micro_batch, multiple)
             rows = after_last(rows, micro_batch) if last else rows
             mask = {"attention": None, "attention_mask": rows.attention_mask.to(self._device)}
-            return LaidOut(rows, self._cells(rows) | mask, lambda values: values)
+            return LaidOut(rows, self._cells(rows) | mask, self._filled(rows), lambda values: values)
         row = self._row(micro_batch, multiple, to_longest=layout == "padded")
         row = after_last(row, micro_batch) if last else row
         if self._context is None:
             attention = self._attention(row)
-            return LaidOut(row, self._cells(row) | {"attention": attention}, lambda values: values)
+            arguments = self._cells(row) | {"attention": attention}
+            return LaidOut(row, arguments, self._filled(row), lambda values: values)
         return self._part_of(row, self._context)
 
     def _row(self, micro_batch: Sequences, multiple: int, *, to_longest: bool) -> PackedRow:
@@ -125,7 +128,10 @@ class RowLayout:
         else:
             attention = Ulysses(self._attention(row), row, group, self._device)
         arguments = self._cells(part) | {"attention": attention}
-        return LaidOut(row, arguments, lambda values: gather_tokens(values, selected, size, group))
+        return LaidOut(row, arguments, self._filled(part), lambda values: gather_tokens(values, selected, size, group))
+
+    def _filled(self, cells: Any) -> Tensor:
+        return cells.filled.flatten().to(self._device)
 
     def _cells(self, cells: Any) -> dict[str, Tensor]:
         names = ("input_ids", "position_ids", "predicting", "targets")

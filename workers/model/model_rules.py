@@ -11,7 +11,7 @@ from typing import Any
 
 from workers.config import ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.families import KERNEL_FEATURES, TENSOR_PARALLEL_FAMILIES, uncomputed_features
+from workers.model.families import KERNEL_FEATURES, TENSOR_PARALLEL_FAMILIES, expert_count, uncomputed_features
 from workers.model_config import CUDA_KERNELS, ModelConfig
 
 
@@ -160,6 +160,33 @@ def check_value_head(parallel: ParallelConfig, role: str) -> None:
         raise ConfigError(
             f"policy.parallel.tensor_parallel={parallel.tensor_parallel} would share the {role}'s layers between "
             "ranks, too, which a value head cannot; set it to 1, or use context_parallel."
+        )
+
+
+def check_expert_parallel(
+    parallel: ParallelConfig, settings: ModelConfig, model: str, features: Mapping[str, Any]
+) -> None:
+    """Raise if ranks cannot share the experts of a model.
+
+    features: the keys of config.json. UnsupportedModelError for a dense model, and for experts that do not divide;
+    ConfigError for compiled layers: how many tokens a rank receives is only known when they run.
+    """
+    ep, experts = parallel.expert_parallel, expert_count(features)
+    if ep == 1:
+        return
+    if not experts:
+        raise UnsupportedModelError(
+            f"{model} has no experts, which policy.parallel.expert_parallel={ep} would share; set it to 1."
+        )
+    if experts % ep:
+        raise UnsupportedModelError(
+            f"{model} has {experts} experts a layer, which policy.parallel.expert_parallel={ep} does not divide; set "
+            "it to a divisor."
+        )
+    if settings.compile:
+        raise ConfigError(
+            "model.compile does not take layers whose experts ranks share; set model.compile=false or "
+            "policy.parallel.expert_parallel=1."
         )
 
 

@@ -12,14 +12,16 @@ gives the gradient of its own tokens alone.
 
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from workers.config import ParallelConfig
 from workers.errors import ConfigError
@@ -89,6 +91,12 @@ def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int]:
         )
     if dp % config.replicate:
         raise ConfigError(f"parallel.replicate={config.replicate} does not divide the {dp} data-parallel ranks")
+    sharing_experts = dp // config.replicate * config.context_parallel
+    if sharing_experts % config.expert_parallel:
+        raise ConfigError(
+            f"parallel.expert_parallel={config.expert_parallel} does not divide dp / replicate * context_parallel = "
+            f"{sharing_experts} ranks, which hold different tokens of one copy of the model"
+        )
     return config.replicate, dp // config.replicate, config.context_parallel, config.tensor_parallel
 
 
@@ -112,8 +120,11 @@ def shard_model(
     compute_dtype: torch.dtype,
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
+    experts: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> None:
     """Shard the parameters of `root` over `mesh` (`Parallel.sharding`), in place: each layer, then all else.
+
+    experts: modules that ranks share already, each with the mesh to shard it over (`expert_parallel.share_experts`).
 
     Parameters keep their type and are cast to `compute_dtype` when gathered; gradients are reduced in the parameters'
     type and summed, not averaged, since every loss is already divided by global denominators.
@@ -121,6 +132,17 @@ def shard_model(
     mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(root.parameters()).dtype)
     # On the CPU the parameters are in host memory as it is.
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
+    # A router may give its weights in float32; inputs of experts are not cast, as inside a layer.
+    uncast = replace(mixed_precision, cast_forward_inputs=False)
+    for module, own_mesh in (experts or {}).items():
+        fully_shard(
+            module,
+            mesh=own_mesh,
+            mp_policy=uncast,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward and own_mesh.size() > 1,
+            shard_placement_fn=partial(_even_placement, ranks=own_mesh.size(-1)),
+        )
     reshard = reshard_after_forward and mesh.size() > 1
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload, reshard_after_forward=reshard)
@@ -129,6 +151,12 @@ def shard_model(
     for module in fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _even_placement(parameter: nn.Parameter, ranks: int) -> Shard:
+    """Over a rank's experts if they divide, else over the next dimension, so that no rank is left without a share."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return Shard(1) if local.shape[0] % ranks and local.shape[1] % ranks == 0 else Shard(0)
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:

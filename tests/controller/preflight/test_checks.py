@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.config import load
+from controller.config import Config, load
 from controller.preflight.checks import check
+from controller.preflight.training_checks import check_replicate
 from tests.controller.config_workspace import refusal, write_model
 from workers.errors import ConfigError
 
@@ -279,6 +280,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             ("policy.parallel.tensor_parallel=2", "model.layout=padded", "model.attention=eager"),
             "model.attention=eager is for padded rows that ranks do not share",
         ),
+        (
+            ("policy.parallel.expert_parallel=2", "policy.ranks=2"),
+            "model.path: a model of type qwen2 has no experts, which policy.parallel.expert_parallel=2 would share",
+        ),
         (("policy.parallel.tensor_parallel=2", "model.lora.rank=8"), "adapters are not shared between ranks"),
         (
             ("policy.parallel.tensor_parallel=2", "model.compile=true", "resources.device=cuda"),
@@ -449,6 +454,17 @@ def test_a_reference_of_another_vocabulary_or_length_is_refused(workspace: Path)
     assert refusal(*overrides).startswith("reference.path=other has 33 tokens and model.path=model 32")
     write_model(workspace / "other", max_position_embeddings=64)
     assert refusal(*overrides).startswith("sequences may reach 96 tokens, but reference.path=other takes 64")
+
+
+def test_ranks_that_share_experts_must_divide() -> None:
+    config = Config()
+    config.policy.ranks, config.policy.parallel.replicate, config.policy.parallel.context_parallel = 6, 2, 2
+    for divisor in (1, 2, 3, 6):
+        config.policy.parallel.expert_parallel = divisor
+        check_replicate(config)
+    config.policy.parallel.expert_parallel = 4
+    with pytest.raises(ConfigError, match=r"expert_parallel=4 does not divide .* = 6 ranks"):
+        check_replicate(config)
 
 
 def test_key_value_heads_must_go_with_tensor_parallel(workspace: Path) -> None:

@@ -161,6 +161,30 @@ def test_offload_adapters_and_sharing_take_their_parts_away() -> None:
     assert gpu_memory(apart, shape, 80.0).generating == {"engine": 40.0}
 
 
+def test_a_rank_gathers_its_own_experts_alone() -> None:
+    """By hand: of 60 experts of 3 x 1024 x 512 weights, 15 are gathered, and wait for a reduction that is put off."""
+    config = Qwen2MoeConfig(
+        vocab_size=1024,  # so that the last layer is the fullest moment
+        hidden_size=1024,
+        moe_intermediate_size=512,
+        num_experts=60,
+        num_experts_per_tok=4,
+        num_hidden_layers=8,
+    )
+    shape = model_shape(json.loads(config.to_json_string(use_diff=False)))
+    whole, shared = eight_gpus(), eight_gpus()
+    whole.policy.parallel.defer_gradient_reduction = shared.policy.parallel.defer_gradient_reduction = True
+    shared.policy.parallel.expert_parallel = 4
+    (before, *_), (after, *_) = gpu_memory(whole, shape, 80.0).phases, gpu_memory(shared, shape, 80.0).phases
+    elsewhere = 45 * 3 * 1024 * 512
+    assert after.parts["weights"] == before.parts["weights"]
+    assert before.parts["gradients"] - after.parts["gradients"] == pytest.approx(4 * 8 * elsewhere / GIB)
+    saved = before.parts["gathered"] - after.parts["gathered"]
+    assert saved == pytest.approx((2 * 4 + 2 + 8) * elsewhere / GIB)  # four layers', and a gradient in both types
+    travelling = 6 * 2 * shared.policy.max_tokens * 4 * 1024 / GIB
+    assert after.parts["activations"] - before.parts["activations"] == pytest.approx(travelling)
+
+
 def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> None:
     """By hand: P without the output layer, 4 P / 8 of it; 2 (2 L + R) gathered, T 2 (5 h + 3 f) of the layer."""
     small, scorer = model_shape(qwen_description("0.5B")), model_shape(qwen_description("32B")).with_value_head()

@@ -13,6 +13,7 @@ from workers.errors import ConfigError
 RING = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring")
 CONTEXT = ("policy.parallel.context_parallel=2",)
 HYBRID = {"layers_block_type": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4}
+EXPERTS = ("policy.parallel.expert_parallel=2",)
 TENSOR = ("policy.parallel.tensor_parallel=2",)
 GPU = "resources.device=cuda"
 
@@ -39,6 +40,8 @@ def check(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> None:
         ({"model_type": "mistral", "sliding_window": 64}, RING, "mistral with sliding_window, and ring"),
         ({"attn_logit_softcapping": 50.0}, (GPU, "model.attention=varlen"), "with softcap, which model.attention=varl"),
         ({"attn_logit_softcapping": 50.0}, ("model.layout=padded", "model.attention=sdpa"), "model.layout=padded; set"),
+        ({"model_type": "mixtral", "num_local_experts": 3}, EXPERTS, "mixtral has 3 experts a layer, which"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, (*EXPERTS, *TENSOR), "qwen3_moe is not shared by .*tensor_par"),
         ({"model_type": "gemma2"}, TENSOR, "of type gemma2 is not shared by policy.parallel.tensor_parallel"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},

@@ -73,6 +73,9 @@ def leave(path: str, keepers: list[int | None], parallel: dict[str, int]) -> lis
         ("gpt_oss", 3, {}),  # shards of unequal size
         ("qwen3", 4, {"tensor_parallel": 2}),
         ("qwen3_moe", 4, {"context_parallel": 2, "replicate": 2}),
+        ("qwen3_moe", 4, {"expert_parallel": 2}),
+        ("mixtral", 4, {"expert_parallel": 2, "replicate": 2}),
+        ("gpt_oss", 2, {"expert_parallel": 2}),
     ],
 )
 def test_ranks_that_share_a_model_give_out_what_is_in_its_files(tmp_path, ranks: RankPool, family, count, parallel):

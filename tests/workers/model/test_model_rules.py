@@ -7,6 +7,7 @@ from workers.config import LoraConfig, ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.model_rules import (
     check_context_parallel,
+    check_expert_parallel,
     check_ring_settings,
     check_tensor_parallel,
     check_value_head,
@@ -69,6 +70,26 @@ def test_models_that_tensor_parallelism_cannot_share_are_refused(config, setting
     with pytest.raises(error, match=message):
         check_tensor_parallel(SHARED, settings, "it", config.model_type, config.to_dict())
     check_tensor_parallel(ParallelConfig(), settings, "it", config.model_type, config.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "error", "message"),
+    [
+        (tiny_config(), ModelConfig(), UnsupportedModelError, "it has no experts, which .*expert_parallel=3 would"),
+        (tiny_config("mixtral"), ModelConfig(), UnsupportedModelError, "it has 4 experts a layer, which .* not divide"),
+        (
+            tiny_config("mixtral", num_local_experts=6),
+            ModelConfig(compile=True),
+            ConfigError,
+            "layers whose experts ranks share",
+        ),
+    ],
+)
+def test_models_whose_experts_cannot_be_shared_are_refused(config, settings, error, message):
+    with pytest.raises(error, match=message):
+        check_expert_parallel(ParallelConfig(expert_parallel=3), settings, "it", config.to_dict())
+    check_expert_parallel(ParallelConfig(), settings, "it", config.to_dict())
+    check_expert_parallel(ParallelConfig(expert_parallel=3), ModelConfig(), "it", {"num_local_experts": 6})
 
 
 def test_a_value_head_is_not_shared():

@@ -32,6 +32,11 @@ def test_ranks_fill_the_mesh(ranks, config, shape):
     [
         (6, ParallelConfig(context_parallel=2, tensor_parallel=2), "6 ranks are not a multiple of .* = 4"),
         (2, ParallelConfig(context_parallel=4), "2 ranks are not a multiple of .* = 4"),
+        (
+            8,
+            ParallelConfig(expert_parallel=8, replicate=2),
+            r"expert_parallel=8 does not divide dp / replicate \* context_parallel = 4 ranks",
+        ),
         (4, ParallelConfig(replicate=3), "replicate=3 does not divide the 4 data-parallel ranks"),
     ],
 )

@@ -183,6 +183,12 @@ def test_every_way_of_sharing_is_proved_and_refused_by_all_ranks_alike(ranks, pa
     assert ranks.run(refusals, 2, path, parallel) == ["", ""]
 
 
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_shared_experts_are_proved(ranks, tmp_path, head):
+    path = save_tiny_model(tmp_path / "experts", "qwen3_moe")
+    assert ranks.run(refusals, 2, path, ParallelConfig(expert_parallel=2), head) == ["", ""]
+
+
 def test_a_value_head_is_proved_over_ranks_too(ranks, path):
     assert ranks.run(refusals, 2, path, ParallelConfig(context_parallel=2), "value") == ["", ""]
 

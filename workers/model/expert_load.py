@@ -1,0 +1,67 @@
+"""How evenly a router spreads the tokens of a mini-batch over the experts of each layer.
+
+    router's choice [T, k] --cells that hold a token--> tokens of each expert [layers, E] --over all ranks--> sums
+        --largest over mean, of the worst layer--> expert_load_max_over_mean: 1 is even, E / k is one set for all
+
+Counted where experts are called, with or without expert parallelism. Padding and rows without work do not count; a
+token that sequences share counts once, since it is computed once.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workers.metrics import Reduction
+from workers.model.losses import Statistic, Statistics
+from workers.model.parallel import Parallel
+
+
+class ExpertLoad:
+    """Counts the tokens that each expert of a model computes while it is trained.
+
+    model: before its experts are shared between ranks. device: that of the passes.
+    """
+
+    def __init__(self, model: nn.Module, parallel: Parallel, device: torch.device) -> None:
+        modules = find_experts(model)
+        sizes = [next(module.parameters()).shape[0] for module in modules]
+        self._counts = torch.zeros(len(modules), max(sizes, default=0), dtype=torch.int64, device=device)
+        self._sizes = torch.tensor(sizes, dtype=torch.float64, device=device)
+        # A sum over these, one after the other, is one over all ranks that hold different tokens.
+        self._groups = [parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp")]
+        self._filled: Tensor | None = None
+        for layer, module in enumerate(modules):
+            module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+
+    def watch(self, filled: Tensor | None) -> None:
+        """Count the next passes. filled: bool [T], the cells that hold a token, of this rank; None counts nothing."""
+        self._filled = filled
+
+    def take(self) -> Statistics:
+        """Metrics of what was counted since the last call; collective. Nothing for a dense model."""
+        if not len(self._sizes):
+            return {}
+        for group in self._groups:
+            dist.all_reduce(self._counts, group=group)
+        counts = self._counts.double()
+        # A layer that saw no token, or a stage of none, counts as even.
+        load = counts.amax(1) * self._sizes / counts.sum(1)
+        self._counts.zero_()
+        worst = load.nan_to_num(nan=1.0).max()
+        return {"expert_load_max_over_mean": Statistic(Reduction.MEAN, worst, 1)}
+
+    def _hook(self, layer: int) -> Any:
+        def count(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            chosen = (named["top_k_index"] if "top_k_index" in named else given[1]).flatten(0, -2)
+            if self._filled is not None:
+                taken = self._filled[:, None].expand_as(chosen).reshape(-1)
+                self._counts[layer].index_add_(0, chosen.reshape(-1), taken.to(torch.int64))
+
+        return torch.compiler.disable(count)
+
+
+def find_experts(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold all experts of a layer in 3-D parameters, as transformers marks them."""
+    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "num_experts")]
