@@ -43,9 +43,9 @@ class OptimizerConfig:
 
 @dataclass
 class ParallelConfig:
-    """Parallelism of a training role: ranks = dp * context_parallel * tensor_parallel.
+    """Parallelism of a training role: ranks = pipeline_parallel * dp * context_parallel * tensor_parallel.
 
-    `workers.model.context_parallel` and `workers.model.tensor_parallel` describe the methods and their costs.
+    `workers.model.context_parallel`, `tensor_parallel` and `pipeline` describe the methods and their costs.
     """
 
     context_parallel: int = setting(
@@ -69,6 +69,12 @@ class ParallelConfig:
         "Reduce gradients over ranks only in the last micro-step of a mini-batch: less traffic, but every rank then "
         "keeps whole gradients in float32, 4 bytes a parameter / tensor_parallel. Copies (replicate) always reduce "
         "over one another in the last micro-step only.",
+    )
+    pipeline_parallel: int = setting(
+        1,
+        "Stages, each a group of ranks with a part of the layers; micro-batches go through them one after another "
+        "(1F1B). policy.ranks counts the data-parallel ranks of a stage.",
+        minimum=1,
     )
 
 

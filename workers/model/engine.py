@@ -48,7 +48,7 @@ from workers.model.losses import (
 from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
 from workers.model.model_rules import check_tensor_parallel, check_value_head
 from workers.model.optimizer import make_optimizer, make_schedule
-from workers.model.packing import ModelInput, Sequences
+from workers.model.packing import Sequences
 from workers.model.parallel import (
     clip_gradients,
     fsdp_modules,
@@ -57,7 +57,10 @@ from workers.model.parallel import (
     shard_model,
 )
 from workers.model.parity import make_probe, own_outputs, prove
+from workers.model.passes import Passes, Work
+from workers.model.pipeline import Stage, add_tied_gradients
 from workers.model.skipping import SkipPolicy
+from workers.model.stage_layers import Passing
 from workers.model.tensor_parallel import share_model
 from workers.model.timing import MicroStepClock
 from workers.model.values import load_value_model
@@ -110,6 +113,7 @@ class TrainingEngine:
         self.positions = max_positions(self.module.model.config)
         self._check_model()
         self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
+        self.stage = Stage(self.module, self.parallel, checkpointing=model_config.gradient_checkpointing)
         self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.module.requires_grad_(optimizer is not None)
         # A frozen engine is a reference: the base model, which adapters leave as it is.
@@ -119,9 +123,13 @@ class TrainingEngine:
         if check_parity:
             probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
+        weights = {name: shard.weight for name, shard in self._shards().items()}
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
-        self.checkpoint_weights = CheckpointWeights(self.module.model, source.rules, self._shards, self.device)
+        self.passes = Passes(self.stage, self.layout, self.clock, self.device, self.dtype, self.prepare_backward)
+        self.checkpoint_weights = CheckpointWeights(
+            self.module.model, source.rules, weights, self._shards, self.device, self.stage
+        )
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         if optimizer is not None:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
@@ -150,6 +158,7 @@ class TrainingEngine:
         """Divide the module's parameters between the ranks; compiled layers come before FSDP wraps them."""
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
+        self.stage.keep(self.module)
         if self.model_config.compile:
             compile_layers(self.module.layers)
         shard_model(
@@ -202,12 +211,16 @@ class TrainingEngine:
         """
         self._check_head("lm")
         result = torch.zeros(len(sequences), dtype=torch.float64)
-        for start, stop in self._forward_passes("log_probs", sequences, micro_batches):
-            predictions, _ = self._predict(sequences.slice(start, stop))
+
+        def finish(index: int, laid_out: LaidOut, outputs: Any) -> None:
+            start, stop = micro_batches[index]
+            predictions = self._predictions(sequences.slice(start, stop), laid_out, outputs)
             summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
             summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
             result[start:stop] = summed.cpu()
-        return result
+
+        self._forward_passes("log_probs", sequences, micro_batches, finish)
+        return self.stage.from_last(result)
 
     @torch.no_grad()
     def values(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
@@ -229,10 +242,13 @@ class TrainingEngine:
         """
         self._check_head("value")
         result = torch.zeros(len(sequences), dtype=torch.float32)
-        for start, stop in self._forward_passes("scores", sequences, micro_batches):
-            laid_out = self._lay_out(sequences.slice(start, stop), forward=True, last=True)
-            result[start:stop] = self._values(laid_out).float().cpu()
-        return result
+
+        def finish(index: int, laid_out: LaidOut, outputs: Any) -> None:
+            start, stop = micro_batches[index]
+            result[start:stop] = laid_out.whole(outputs).float().cpu()
+
+        self._forward_passes("scores", sequences, micro_batches, finish, forward=True, last=True)
+        return self.stage.from_last(result)
 
     def _forward_only(
         self,
@@ -245,23 +261,31 @@ class TrainingEngine:
         """Returns the columns `kept` of the predictions, float32 [T] each, and metrics of what `measure` gives."""
         results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
-        for start, stop in self._forward_passes(name, sequences, micro_batches):
-            predictions, row = self._predict(sequences.slice(start, stop), forward=True)
+
+        def finish(index: int, laid_out: LaidOut, outputs: Any) -> None:
+            start, stop = micro_batches[index]
+            predictions = self._predictions(sequences.slice(start, stop), laid_out, outputs)
             first = int(sequences.lengths[:start].sum())
             for result, column in zip(results, kept, strict=True):
-                result[first + row.loss_positions] = getattr(predictions, column).float().cpu()
+                result[first + laid_out.rows.loss_positions] = getattr(predictions, column).float().cpu()
             statistics.append(measure(predictions))
-        return results, to_metrics(statistics)
+
+        self._forward_passes(name, sequences, micro_batches, finish, forward=True)
+        return self.stage.from_last((results, to_metrics(statistics)))
 
     def _forward_passes(
-        self, name: str, sequences: Sequences, micro_batches: Sequence[MicroBatch]
-    ) -> Iterator[MicroBatch]:
-        """The micro-batches, each timed as a micro-step `name` until the next is asked for."""
+        self,
+        name: str,
+        sequences: Sequences,
+        micro_batches: Sequence[MicroBatch],
+        finish: Callable[[int, LaidOut, Any], None],
+        **layout: bool,
+    ) -> None:
+        """Each micro-batch forward, timed as a micro-step `name`. layout: see `Work`."""
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=True)
-        for start, stop in micro_batches:
-            with self.clock.micro_step(name, sequences.lengths[start:stop]):
-                yield start, stop
+        slices = [sequences.slice(*rows) for rows in micro_batches]
+        self.passes.run(Work(name, slices, finish, **layout), self._outputs)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
 
     def _check_head(self, head: str) -> None:
@@ -292,15 +316,15 @@ class TrainingEngine:
         slices = [sequences.slice(*rows) for rows in micro_batches]
         parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
-        for index, (start, stop) in enumerate(micro_batches):
-            self.prepare_backward(last=index == len(micro_batches) - 1)
-            with self.clock.micro_step("update", sequences.lengths[start:stop]):
-                predictions, _ = self._predict(parts[index])
-                loss, measured = loss_function(predictions, denominators)
-                self.skip_policy.watch(sequences, start, stop, loss)
-                loss.backward()
+
+        def finish(index: int, laid_out: LaidOut, outputs: Any) -> Tensor:
+            loss, measured = loss_function(self._predictions(parts[index], laid_out, outputs), denominators)
+            self.skip_policy.watch(sequences, *micro_batches[index], loss)
             statistics.append(measured)
-        return to_metrics(statistics)
+            return loss
+
+        self.passes.run(Work("update", parts, finish, trains=True), self._outputs)
+        return self.stage.from_last(to_metrics(statistics))
 
     def optimizer_step(self) -> Metrics:
         """Clip, update, advance the schedule, clear the gradients.
@@ -313,7 +337,13 @@ class TrainingEngine:
         """
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
-        norm = clip_gradients(list(self.module.parameters()), self.optimizer_config.max_grad_norm)
+        add_tied_gradients(self.stage, self.module.model)
+        norm = clip_gradients(
+            list(self.module.parameters()),
+            self.optimizer_config.max_grad_norm,
+            self.parallel.pipeline.get_group() if self.stage.stages > 1 else None,
+            counted_elsewhere=self.stage.copies(self.module.model),
+        )
         finite = self.skip_policy.takes_step(norm, self.device)
         learning_rate = self.schedule.get_last_lr()[0]
         if finite:
@@ -367,8 +397,9 @@ class TrainingEngine:
         """
         self._check_adapters("save adapters")
         reshard(self.module)
-        every, keep = adapter_weights(self.module.model, self.device), dist.get_rank() == 0
-        weights = {name: weight.cpu() for name, weight in every if keep}
+        every, keep = adapter_weights(self.module.model, self.device), self.parallel.is_place_zero
+        parts = self.stage.of_all({name: weight.cpu() for name, weight in every if keep})
+        weights = {name: weight for part in parts for name, weight in part.items()}
         write_folder(Path(path), lambda folder: write_adapters(self.module.model, weights, folder))
 
     def _check_adapters(self, what: str) -> None:
@@ -380,7 +411,7 @@ class TrainingEngine:
         """Saves and loads the training state; creating it is collective. Raises ConfigError if frozen."""
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer and has no state to save")
-        return Checkpointer(self.module, self.optimizer, self.schedule, self.device)
+        return Checkpointer(self.module, self.optimizer, self.schedule, self.device, self.stage)
 
     def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
         """Begin to save the training state in the background; see `Checkpointer.save`. Collective.
@@ -411,24 +442,19 @@ class TrainingEngine:
         reshard(self.module)
         write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
 
-    def _predict(self, micro_batch: Sequences, *, forward: bool = False) -> tuple[Any, ModelInput]:
-        """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
-        laid_out = self._lay_out(micro_batch, forward=forward)
+    def _outputs(self, laid_out: LaidOut, passing: Passing) -> Any:
+        """The model's outputs for this rank's part of a micro-batch; see `Compute`."""
+        arguments = {**laid_out.arguments, "temperature": self.temperature}
         if self.head == "value":
-            return ValuePredictions.gather(self._values(laid_out), micro_batch, laid_out.rows), laid_out.rows
-        outputs = self.module(**laid_out.arguments, temperature=self.temperature)
+            del arguments["temperature"], arguments["targets"]
+        return self.module(**arguments, passing=passing)
+
+    def _predictions(self, micro_batch: Sequences, laid_out: LaidOut, outputs: Any) -> Any:
+        """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
+        if self.head == "value":
+            return ValuePredictions.gather(laid_out.whole(outputs), micro_batch, laid_out.rows)
         log_probs, entropy = laid_out.whole(torch.stack(outputs, dim=-1)).unbind(-1)
-        return Predictions.gather(log_probs, entropy, micro_batch, laid_out.rows), laid_out.rows
-
-    def _lay_out(self, micro_batch: Sequences, *, forward: bool, last: bool = False) -> LaidOut:
-        laid_out = self.layout.lay_out(micro_batch, forward=forward, last=last)
-        self.clock.leave_out(laid_out.rows.shared)
-        return laid_out
-
-    def _values(self, laid_out: LaidOut) -> Tensor:
-        """[N], on every rank of a context-parallel group those of the whole micro-batch."""
-        arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
-        return laid_out.whole(self.module(**arguments))
+        return Predictions.gather(log_probs, entropy, micro_batch, laid_out.rows)
 
     def prepare_backward(self, last: bool) -> None:
         """Set up the next backward pass; last: whether it is that of the mini-batch's last micro-batch.

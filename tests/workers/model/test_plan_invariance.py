@@ -115,11 +115,12 @@ class Way:
 
     @property
     def dp(self) -> int:
-        return self.ranks // (self.parallel.context_parallel * self.parallel.tensor_parallel)
+        parallel = self.parallel
+        return self.ranks // (parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel)
 
 
-def shared(ranks: int, cp: int = 1, method: str = "ulysses", tp: int = 1, replicate: int = 1) -> Way:
-    return Way(ranks, ParallelConfig(cp, method, tp, replicate))
+def shared(ranks: int, cp: int = 1, method: str = "ulysses", tp: int = 1, replicate: int = 1, pp: int = 1) -> Way:
+    return Way(ranks, ParallelConfig(cp, method, tp, replicate, pipeline_parallel=pp))
 
 
 WAYS = {
@@ -138,6 +139,7 @@ WAYS = {
     "2 copies, tp 2": shared(4, tp=2, replicate=2),
     "ulysses 2, tp 2": shared(4, cp=2, tp=2),
     "ring 2, tp 2": shared(4, cp=2, method="ring", tp=2),
+    "pp 2": shared(2, pp=2),
 }
 
 
@@ -325,14 +327,24 @@ def engine_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]
     log_probs, _ = engine.log_probs(mine, share.micro_batches)
     denominators = Denominators.of(whole, GROUPS)
     metrics = engine.forward_backward(mine, share.micro_batches, make_policy_loss(case.loss), denominators)
-    gradients = {
-        name: full_tensor(parameter.grad).clone() for name, parameter in engine.module.model.named_parameters()
-    }
+    gradients = whole_gradients(engine)
     metrics |= engine.optimizer_step()
     weights = {name: weight.clone() for name, weight in engine.named_weights()}
     by_row = dict(zip(share.rows, log_probs.split(mine.lengths.tolist()), strict=True))
     leads = engine.parallel.leads_dp_group
     return {"leads": leads, "log_probs": by_row, "metrics": metrics, "gradients": gradients, "weights": weights}
+
+
+def whole_gradients(engine: TrainingEngine) -> dict[str, Tensor]:
+    """Of the whole model by name, on every rank; a weight that two stages hold has the sum of its gradients."""
+    stage, model = engine.stage, engine.module.model
+    mine = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    whole: dict[str, Tensor] = {}
+    for part in stage.of_all(mine):
+        for name, gradient in part.items():
+            name = stage.tied[0] if stage.tied and name == stage.tied[1] else name
+            whole[name] = whole[name] + gradient if name in whole else gradient
+    return whole
 
 
 def join_ranks(parts: list[dict[str, Any]]) -> Outcome:

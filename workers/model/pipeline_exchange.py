@@ -1,0 +1,72 @@
+"""Hidden states to the next stage and their gradients back, without the computation waiting for what it sends.
+
+    stage s --hidden states, in the order of its forward passes--> stage s + 1       group `forward`
+            <--gradients, in the order of its backward passes-----                   group `backward`
+
+NCCL computes all transfers of two ranks in one group in the order of their calls, whatever their direction: with one
+group, two stages that send to each other would each wait for the other to receive. So each direction has its own.
+"""
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from balancing.pipeline import Kind
+from workers.model.parallel import Parallel
+
+
+class Exchange:
+    """Transfers of one rank with its place's ranks in the stages before and after; creating it is collective."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        pipeline = parallel.pipeline
+        self._index, self._stages = pipeline.get_local_rank(), pipeline.size()
+        self._groups = {"forward": pipeline.get_group(), "backward": _same_groups_again(parallel)}
+        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, kind: Kind, tensor: Tensor) -> None:
+        """Begin to send to the stage that takes the result of a pass of `kind`."""
+        while self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, group=self._groups[kind], group_dst=self._place(kind, 1))
+        self._leaving.append((work, tensor))
+
+    def receive(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Arrival":
+        """Begin to receive what a pass of `kind` takes."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        work = dist.irecv(tensor, group=self._groups[kind], group_src=self._place(kind, -1))
+        return Arrival(work, tensor)
+
+    def finish(self) -> None:
+        """Return when all that was sent has left."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()
+
+    def _place(self, kind: Kind, steps: int) -> int:
+        return (self._index + (steps if kind == "forward" else -steps)) % self._stages
+
+
+class Arrival:
+    """A tensor that is being received."""
+
+    def __init__(self, work: dist.Work, tensor: Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._tensor
+
+
+def _same_groups_again(parallel: Parallel) -> dist.ProcessGroup:
+    """This rank's group of a second set over the same ranks as the mesh's dimension `pp`."""
+    columns = parallel.mesh.mesh.flatten(1).T.tolist()  # of every place, its rank in each stage
+    found = None
+    for ranks in columns:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            found = group
+    assert found is not None
+    return found
