@@ -52,7 +52,7 @@ def training_pool(config: TrainingConfig) -> Pool:
     return Pool(
         "training",
         (bundle | ({"GPU": 1.0} if config.uses_gpus else {}),) * config.training_workers,
-        groups=(*sharing, config.training_workers // parallel.replicate),
+        groups=(*sharing, config.training_workers // (parallel.pipeline_parallel * parallel.replicate)),
         engines=engines,
         engine_ranks=engine_ranks,
     )

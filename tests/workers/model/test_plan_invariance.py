@@ -60,6 +60,7 @@ class Case:
     layout: str = "packed"
     forward_layout: str = "same"
     share_prefixes: str = "never"
+    layers: int = 2
 
     @property
     def tolerance(self) -> float:
@@ -103,6 +104,13 @@ CASES = {
     "qwen2 shared, by group": Case(aggregation="group_mean_token_mean", share_prefixes="always"),
     "qwen3_moe shared": Case("qwen3_moe", tied=False, share_prefixes="always"),
     "mistral offloaded": Case("mistral", tied=False, gradient_checkpointing=True, activation_offload=True),
+    "qwen2 of 5 layers": Case(layers=5),
+    "qwen3 of 4 layers, untied": Case(
+        "qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7, layers=4
+    ),
+    "qwen3_moe of 3 layers": Case(
+        "qwen3_moe", tied=False, reshard_after_forward=False, share_prefixes="always", layers=3
+    ),
 }
 
 
@@ -140,12 +148,26 @@ WAYS = {
     "ulysses 2, tp 2": shared(4, cp=2, tp=2),
     "ring 2, tp 2": shared(4, cp=2, method="ring", tp=2),
     "pp 2": shared(2, pp=2),
+    "pp 4": shared(4, pp=4),
+    "pp 2, dp 2": shared(4, pp=2),
+    "pp 2, 2 copies": shared(4, pp=2, replicate=2),
+    "pp 2, ulysses 2": shared(4, cp=2, pp=2),
+    "pp 2, ring 2": shared(4, cp=2, method="ring", pp=2),
+    "pp 2, tp 2": shared(4, tp=2, pp=2),
 }
+IN_STAGES = [way for way in WAYS if way.startswith("pp")]
 
 
 # One model in every way, and every other model in those that could treat it differently.
 COMBINATIONS = [
-    *(("qwen2", way) for way in WAYS),
+    *(("qwen2", way) for way in WAYS if way not in IN_STAGES),
+    *(("qwen2 of 5 layers", way) for way in IN_STAGES),
+    *(("qwen3 of 4 layers, untied", way) for way in ("pp 4", "pp 2, ring 2", "pp 2, tp 2")),
+    ("qwen3_moe of 3 layers", "pp 2, dp 2"),
+    *(("qwen2 padded", way) for way in ("pp 2", "pp 2, 2 copies")),
+    ("qwen2 shared", "pp 2, ulysses 2"),
+    ("llama checkpointed", "pp 2, 2 copies"),
+    ("mistral offloaded", "pp 2"),
     *(("qwen2 float32", way) for way in ("2 ranks", "ring 2, tp 2")),
     *(("qwen2 padded", way) for way in ("1 rank", "4 ranks", "ulysses 2", "ring 2", "tp 2")),
     ("qwen2 packed, padded forward", "1 rank"),
@@ -387,7 +409,12 @@ def cached_reference(case: Case, path: str) -> Outcome:
 def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     return {
-        name: save_tiny_model(folder / name.replace(" ", "-"), case.family, tie_word_embeddings=case.tied)
+        name: save_tiny_model(
+            folder / name.replace(" ", "-"),
+            case.family,
+            tie_word_embeddings=case.tied,
+            num_hidden_layers=case.layers,
+        )
         for name, case in CASES.items()
     }
 
