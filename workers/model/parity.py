@@ -265,11 +265,13 @@ def check_weights(packed: PackedModel) -> None:
 def row_values(packed: nn.Module, laid_out: LaidOut, temperature: float, passing: Passing | None = None) -> Tensor:
     """Outputs [N, C] of the engine's path, on every rank of a context-parallel group: log-probs, or values and the
     inputs of the value head. For a part of the layers that others follow, what these take."""
-    if passing is not None and not passing.part.last:
-        return packed(**laid_out.arguments, passing=passing)
+    arguments, sends = laid_out.arguments | {"passing": passing}, passing is not None and not passing.part.last
     if not isinstance(packed, PackedValueModel):
-        return laid_out.whole(packed(**laid_out.arguments, temperature=temperature)[0])[:, None]
-    arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
+        outputs = packed(**arguments, temperature=temperature)
+        return outputs if sends else laid_out.whole(outputs[0])[:, None]
+    del arguments["targets"]
+    if sends:
+        return packed(**arguments)
     with _head_inputs(packed) as seen:
         values = packed(**arguments)
     return laid_out.whole(torch.cat([values[:, None], seen[0].to(values.dtype)], dim=1))

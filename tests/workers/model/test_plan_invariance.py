@@ -445,6 +445,7 @@ def test_random_plans_of_sequences_that_share_change_nothing(ranks: RankPool, pa
         ("llama checkpointed", "2 copies, ring 2", True),
         ("qwen2", "2 copies, tp 2", True),
         ("qwen2", "2 ranks", True),
+        ("qwen2 of 5 layers", "pp 2, 2 copies", True),
     ],
 )
 def test_gradients_are_the_same_in_whichever_micro_step_they_are_reduced(ranks: RankPool, paths, name, way, defer):
@@ -518,7 +519,7 @@ def save_and_compare(path: str, target: str, parallel: ParallelConfig) -> list[s
     return sorted(entry.name for entry in folder.parent.iterdir())
 
 
-@pytest.mark.parametrize("way", ["2 copies, ring 2", "dp 2, tp 2"])
+@pytest.mark.parametrize("way", ["2 copies, ring 2", "dp 2, tp 2", "pp 2, tp 2"])
 def test_saved_weights_are_whole_under_every_sharding(ranks: RankPool, paths, tmp_path, way):
     target = tmp_path / "exported"
     parallel = WAYS[way].parallel
@@ -544,7 +545,7 @@ def step_with_nan(path: str, way: Way) -> tuple[Metrics, bool]:
     return metrics, all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
 
 
-@pytest.mark.parametrize("way", ["2 ranks", "dp 2, ulysses 2"])
+@pytest.mark.parametrize("way", ["2 ranks", "dp 2, ulysses 2", "pp 2, dp 2"])
 def test_nan_on_one_rank_makes_all_skip_the_step_which_counts_once(ranks: RankPool, paths, way):
     parts = ranks.run(step_with_nan, WAYS[way].ranks, paths["qwen2"], WAYS[way])
     assert all(unchanged for _, unchanged in parts)
@@ -577,7 +578,16 @@ def take_step(engine: TrainingEngine, way: Way, seed: int) -> None:
     engine.optimizer_step()
 
 
-@pytest.mark.parametrize(("before", "after"), [("dp 2, tp 2", "ring 2"), ("2 copies, ring 2", "tp 2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp 2, tp 2", "ring 2"),
+        ("2 copies, ring 2", "tp 2"),
+        ("pp 2, dp 2", "1 rank"),
+        ("pp 2, tp 2", "pp 2, ring 2"),
+        ("2 ranks", "pp 2"),
+    ],
+)
 def test_training_goes_on_from_a_checkpoint_under_another_sharding(ranks: RankPool, paths, tmp_path, before, after):
     folder = str(tmp_path / "checkpoint")
     expected = ranks.run(train_and_save, WAYS[before].ranks, paths["qwen2"], WAYS[before], folder)[0]
