@@ -28,10 +28,11 @@ from balancing.packing import (
     pack_into,
 )
 
-Order = Literal["descending", "small_ends"]
+Order = Literal["descending", "small_ends", "makespan"]
 Start = Literal[
-    "karmarkar_karp", "longest_first", "longest_with_others", "shared_prefixes", "none", "verl", "roll", "mindspeed_rl"
-]
+    "karmarkar_karp", "longest_first", "longest_with_others", "pipeline_shape", "shared_prefixes",
+    "none", "verl", "roll", "mindspeed_rl",
+]  # fmt: skip
 """The initial assignment that a schedule was refined from, or the algorithm of a plan that is not refined."""
 
 STEPS_TRIED = 8

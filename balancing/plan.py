@@ -16,7 +16,9 @@ Invariants:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
+from math import lcm
 from typing import Literal
 
 import numpy as np
@@ -27,6 +29,9 @@ from balancing.dealing import Order, Request, Schedule, Start
 from balancing.errors import LengthError, OptionError
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.packing import Caps, CountRule, Layout
+from balancing.pipeline import Pipeline
+from balancing.pipeline_plan import Work, computed_alone, schedule_on_pipeline
+from balancing.pipeline_time import makespan
 from balancing.published import PUBLISHED, schedule_rank_locally
 from balancing.redeal import redealt
 from balancing.schedule import schedule_evenly, schedule_in_order
@@ -139,6 +144,7 @@ class Settings:
     allow_empty: bool
     layout: Layout
     length_multiple: int
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         """Convert counts to plain ints; OptionError for the first argument with an invalid value."""
@@ -150,14 +156,17 @@ class Settings:
         if self.algorithm == "load_balance":
             object.__setattr__(self, "algorithm", "karmarkar_karp")
         one_of(self.algorithm, "algorithm", ("karmarkar_karp", "none", *PUBLISHED))
-        one_of(self.order, "order", ("descending", "small_ends"))
+        one_of(self.order, "order", ("descending", "small_ends", "makespan"))
+        if self.order == "makespan" and (self.pipeline is None or self.algorithm != "karmarkar_karp"):
+            raise OptionError("order='makespan' plans for a pipeline; pass pipeline and algorithm='karmarkar_karp'")
 
     def request(self, sequences: int) -> Request:
         """The constraints of a schedule, for a global batch of `sequences` sequences."""
+        multiple_of = lcm(self.multiple_of, self.pipeline.count_multiple if self.pipeline else 1)
         return Request(
             ranks=self.ranks,
             caps=Caps(self.max_tokens, self.max_sequences or sequences, self.layout == "padded"),
-            count=CountRule(self.min_count, self.multiple_of),
+            count=CountRule(self.min_count, multiple_of),
             allow_empty=self.allow_empty,
             order=self.order,
         )
@@ -247,6 +256,15 @@ class Plan:
         """
         return [part.predicted_times(self.computed_workloads, self.layout).max(axis=1) for part in self.mini_batches]
 
+    def predicted_makespans(self) -> Floats:
+        """float64 [mini_batches]: the time of each on the pipeline, or without one the sum over its micro-steps.
+
+        In the unit of `predicted_times`, which are those of the whole model.
+        """
+        pipeline = self.settings.pipeline
+        times = self.predicted_times()
+        return np.array([each.sum() if pipeline is None else makespan(pipeline, each) for each in times])
+
 
 def plan_batch(
     lengths: ArrayLike,
@@ -260,10 +278,11 @@ def plan_batch(
     multiple_of: int = 1,
     cost_model: CostModel | None = None,
     algorithm: PlanAlgorithm = "karmarkar_karp",
-    order: Order = "descending",
+    order: Order | None = None,
     allow_empty: bool = True,
     layout: Layout = "packed",
     length_multiple: int = 1,
+    pipeline: Pipeline | None = None,
     groups: ArrayLike | None = None,
     redeal_groups: ArrayLike | None = None,
     prefix_groups: ArrayLike | None = None,
@@ -281,9 +300,13 @@ def plan_batch(
     algorithm: `karmarkar_karp` (or `load_balance`) is largest differencing over ranks and micro-batches, refined under
     the caps (schedule.py). `none` keeps the given order, with equal counts of sequences for all ranks, cut at the caps.
     `verl`, `roll` and `mindspeed_rl` plan rank by rank as these systems do, but keep the caps (published.py).
-    order: micro-steps of `karmarkar_karp` by descending workload, or with small ones at both ends (for pipelines).
+    order: micro-steps of `karmarkar_karp` by `descending` workload, or with small ones at both ends (`small_ends`), or,
+    with a pipeline, so that its `makespan` is short: then their number and weights are chosen for it too
+    (pipeline_plan.py). None is `makespan` with a pipeline, else `descending`.
     allow_empty: a rank may have an empty micro-batch if there are fewer sequences than micro-batches over all ranks.
     layout, length_multiple: as in `pack`.
+    pipeline: `ranks` are data-parallel ranks, each a pipeline of stages; the number of micro-batches is then also a
+    multiple of its `count_multiple`. None is no pipeline.
     groups: n whole numbers >= 0, the group of each sequence; the plan counts them for losses that divide by groups.
     redeal_groups: n whole numbers >= 0, the group of each sequence. CHANGES WHICH SEQUENCES SHARE AN OPTIMISER STEP:
     whole groups move between mini-batches until all have equal workload (redeal.py). None keeps mini-batches.
@@ -295,8 +318,8 @@ def plan_batch(
     CountError if the counts cannot be kept or groups cannot be re-dealt.
     """
     settings = Settings(
-        ranks, max_tokens, max_sequences, min_count, multiple_of, cost_model or CostModel.tokens(), algorithm, order,
-        allow_empty, layout, length_multiple,
+        ranks, max_tokens, max_sequences, min_count, multiple_of, cost_model or CostModel.tokens(), algorithm,
+        order or _default_order(pipeline, algorithm), allow_empty, layout, length_multiple, pipeline,
     )  # fmt: skip
     tokens = sequence_lengths(lengths)
     sizes = round_up(tokens, settings.length_multiple)
@@ -316,6 +339,10 @@ def plan_batch(
     for part in planned:
         shared[part.rows] = beginnings.select(part.rows).shared_tokens(part.micro_batch_of_rows())
     return Plan(tuple(planned), tokens, workloads, settings, beginnings.group, beginnings.tokens, shared)
+
+
+def _default_order(pipeline: Pipeline | None, algorithm: PlanAlgorithm) -> Order:
+    return "makespan" if pipeline is not None and algorithm in ("karmarkar_karp", "load_balance") else "descending"
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,7 +405,23 @@ def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedu
     if settings.algorithm in PUBLISHED:
         return schedule_rank_locally(settings.algorithm, tokens[rows], sizes[rows], workloads[rows], request), rows
     ordered = rows[np.lexsort((rows, -sizes[rows], -workloads[rows]))]  # the given order does not matter
-    if batch.beginnings is not None:
-        beginnings = batch.beginnings.select(ordered)
-        return schedule_shared(sizes[ordered], workloads[ordered], beginnings, request), ordered
-    return schedule_evenly(sizes[ordered], workloads[ordered], request), ordered
+    work = _work(ordered, batch, settings)
+    if settings.order == "makespan" and settings.pipeline is not None:
+        return schedule_on_pipeline(work, request, settings.pipeline), ordered
+    return work.plan(request), ordered
+
+
+def _work(ordered: Integers, batch: _Batch, settings: Settings) -> Work:
+    """The sequences of one mini-batch, in descending order of workload, and how they are planned."""
+    sizes, workloads = batch.sizes[ordered], batch.workloads[ordered]
+    if batch.beginnings is None:
+        computed = computed_alone(workloads, settings.request(len(batch.sizes)))
+        packed = settings.layout == "packed"
+        return Work(sizes, workloads, partial(schedule_evenly, sizes, workloads), computed, divisible=packed)
+    beginnings = batch.beginnings.select(ordered)
+
+    def computed_once(schedule: Schedule) -> Floats:
+        return beginnings.computed(workloads, schedule.grouping.group_of)
+
+    plan = partial(schedule_shared, sizes, workloads, beginnings)
+    return Work(sizes, workloads, plan, computed_once, divisible=False)

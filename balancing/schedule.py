@@ -18,6 +18,7 @@ import numpy as np
 from balancing.dealing import Order, Request, Schedule, Start, checked_steps, computed_weights, deal, from_longest_first
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.packing import CountRule, pack_in_order
+from balancing.pipeline_order import small_ends
 from balancing.step_exchange import exchange_between_steps
 from balancing.step_filling import GOOD_ENOUGH, fill_long_steps_first, time_bound
 
@@ -47,7 +48,7 @@ def arranged(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
 
     weights: float64 [n], as computed.
     """
-    return _to_ranks(_in_order(schedule, weights, order), weights)
+    return to_ranks(_in_order(schedule, weights, order), weights)
 
 
 def _or_faster(first: Schedule, sizes: Integers, weights: Floats, request: Request) -> Schedule:
@@ -101,14 +102,18 @@ def side_by_side(columns: Sequence[Sequence[Integers]], steps: int, sequences: i
 
 def _in_order(schedule: Schedule, weights: Floats, order: Order) -> Schedule:
     """Heaviest step first; `small_ends` puts light ones at both ends, which shortens the bubbles of a pipeline."""
-    descending = np.argsort(-schedule.loads(weights).max(axis=1), kind="stable")
-    steps = descending if order == "descending" else np.concatenate([descending[1::2][::-1], descending[0::2]])
+    times = schedule.loads(weights).max(axis=1)
+    return with_steps(schedule, small_ends(times) if order == "small_ends" else np.argsort(-times, kind="stable"))
+
+
+def with_steps(schedule: Schedule, steps: Integers) -> Schedule:
+    """The schedule whose i-th micro-step is number `steps[i]` of the given one; steps: int64 [steps]."""
     ranks = schedule.grouping.count // schedule.steps
     numbers = np.argsort(steps)[:, None] * ranks + np.arange(ranks)
     return replace(schedule, grouping=schedule.grouping.renumbered(numbers.ravel(), schedule.grouping.count))
 
 
-def _to_ranks(schedule: Schedule, weights: Floats) -> Schedule:
+def to_ranks(schedule: Schedule, weights: Floats) -> Schedule:
     """Within each step, give the heaviest micro-batch to the rank with the least work so far."""
     loads = schedule.loads(weights)
     steps, ranks = loads.shape

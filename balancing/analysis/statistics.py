@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from balancing.alignment import round_up
+from balancing.analysis.pipelines import pipeline_statistics
 from balancing.grouping import Floats, Integers
 from balancing.initial_assignment import karmarkar_karp_twice
 from balancing.lower_bounds import step_time_bound
@@ -38,6 +39,7 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     padding_removed/width: the same for rows of `width` tokens, omitted if that is None.
     shared_tokens: share of all tokens that are computed with those of another sequence, which begins with them.
     micro_batches: on each rank. empty_micro_batches: over all ranks.
+    pipeline/...: with a pipeline, those of `pipelines.pipeline_statistics`.
     """
     after = [rows_of(mini_batch) for mini_batch in plan.mini_batches]
     before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
@@ -51,7 +53,15 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
         "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
         **_filling(after, plan),
         **_padding_removed(after, plan, width),
+        **_on_pipeline(plan),
     }
+
+
+def _on_pipeline(plan: Plan) -> dict[str, float]:
+    pipeline = plan.settings.pipeline
+    if pipeline is None:
+        return {}
+    return pipeline_statistics(plan, pipeline, [_lower_bound(part, plan) for part in plan.mini_batches])
 
 
 def predicted_grids(plan: Plan) -> list[Floats]:

@@ -1,0 +1,171 @@
+"""The shape of a pipeline's mini-batch: how work is best split over its micro-steps, and a bound on all splits.
+
+    t, the shares of the micro-steps <------ less where the longest path has weight -----+
+      --> longest path of passes --> its weight on each micro-step --> mean of all paths -+--> lower bound
+
+Micro-steps of equal time are not the fastest: a pipeline fills and drains faster with light ones at the ends, and light
+ones in front give heavier ones time to arrive. With the order of passes fixed, the makespan of times t is the longest
+path through the passes, max over paths of `a . t + d` (a: share of each micro-step's time on the path; d: transfers and
+overheads). The least over all t >= 0 that add up to the work is a game of two players: one splits the work, the other
+picks a path. Multiplicative weights solve it (Freund and Schapire 1999): t moves away from the paths picked so far, and
+the mean t and the mean path both approach the optimum.
+Proof of the bound: for every t the longest path is at least as long as the mean of any paths, so that
+`makespan(t) >= mean(a) . t + mean(d) >= min over t of mean(a) . t + mean(d)`, whichever paths were picked.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from balancing.compiled import compiled
+from balancing.grouping import Floats, Integers
+from balancing.pipeline import Pipeline
+from balancing.pipeline_time import ends_of, passes_of
+
+ROUNDS = 3_000
+"""Rounds of the game, about 5 ms of compiled code for 4 stages and 32 micro-steps."""
+RATE = 0.5
+"""How fast t moves: the weight of a path falls with the square root of the round."""
+STEP = 16
+"""Ratios to the mean micro-step are rounded to 1 / STEP, so that shapes are found once and kept."""
+NO_LIMIT = 2.0
+"""A most of a micro-step above so many times the mean counts as none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """times: float64 [m], the best split found, their mean 1. makespan: of these. bound: no split takes less."""
+
+    times: Floats
+    makespan: float
+    bound: float
+
+
+@lru_cache(maxsize=256)
+def best_shape(
+    pipeline: Pipeline, micro_steps: int, most: float = np.inf, place: int = -1, least: float = 0.0
+) -> Shape:
+    """The best split of `micro_steps` units of work over as many micro-steps.
+
+    pipeline: with transfer and overhead in these units. most: of any micro-step, at least 1. place, least: micro-step
+    number `place` has at least `least` (which may be above `most`); -1 is none. Raises CountError as `actions`.
+    """
+    passes = passes_of(pipeline, micro_steps)
+    graph = (passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost)
+    limits = np.full(micro_steps, max(1.0, most))
+    floor = np.zeros(micro_steps)
+    if place >= 0:
+        floor[place] = min(least, float(micro_steps))
+        limits[place] = max(limits[place], floor[place])
+    times, makespan, bound = _play(*graph, floor, limits, pipeline.overhead, ROUNDS)
+    return Shape(times, float(makespan), float(bound))
+
+
+@compiled
+def _play(
+    before: Integers,
+    needed: Integers,
+    sent: Floats,
+    micro_batch: Integers,
+    cost: Floats,
+    floor: Floats,
+    limits: Floats,
+    overhead: float,
+    rounds: int,
+) -> tuple[Floats, float, float]:
+    """The best times found, their makespan, and the bound."""
+    steps = len(floor)
+    disliked, mean, path, fixed, total = np.zeros(steps), np.zeros(steps), np.zeros(steps), 0.0, 0.0
+    best, lowest, bound = np.ones(steps), np.inf, 0.0
+    for played in range(1, rounds + 1):
+        # The last of them is the mean, which is often better than all others.
+        times = mean / total if played == rounds else _within(np.exp(disliked.min() - disliked), floor, limits)
+        length, weight = _longest(before, needed, sent, micro_batch, cost, times + overhead, steps)
+        if length < lowest:
+            lowest, best = length, times
+        mean, path, total = mean + played * times, path + played * weight, total + played
+        fixed += played * (length - (weight * times).sum())
+        bound = max(bound, (_least(path, floor, limits) + fixed) / total)
+        disliked += weight * (RATE * steps / length / np.sqrt(played))
+    return best, lowest, bound
+
+
+@compiled
+def _longest(
+    before: Integers, needed: Integers, sent: Floats, micro_batch: Integers, cost: Floats, times: Floats, steps: int
+) -> tuple[float, Floats]:
+    """The length of the longest path, and its share of each micro-step's time: float64 [steps]."""
+    ends = ends_of(before, needed, sent, micro_batch, cost, times)
+    weight, at = np.zeros(steps), int(np.argmax(ends))
+    length = ends[at]
+    while at >= 0:
+        weight[micro_batch[at]] += cost[at]
+        previous, source = before[at], needed[at]
+        if source >= 0 and (previous < 0 or ends[source] + sent[at] > ends[previous]):
+            previous = source
+        at = previous
+    return length, weight
+
+
+@compiled
+def _within(weights: Floats, floor: Floats, limits: Floats) -> Floats:
+    """Times in proportion to `weights`, within floor and limits, whose mean is 1."""
+    free, left = np.ones(len(weights)), float(len(weights))
+    times: Floats = weights / weights.sum() * left
+    for _ in range(len(weights)):
+        moved = False
+        for step in range(len(weights)):
+            bounded = min(max(times[step], floor[step]), limits[step])
+            if free[step] > 0 and bounded != times[step]:
+                times[step], free[step], moved = bounded, 0.0, True
+        share = (weights * free).sum()
+        if not moved or share == 0:
+            break
+        rest = left - (times * (1 - free)).sum()
+        times = np.where(free > 0, weights * (max(rest, 0.0) / share), times)
+    return times
+
+
+@compiled
+def _least(path: Floats, floor: Floats, limits: Floats) -> float:
+    """The least of `path . t` over all t within floor and limits whose mean is 1."""
+    value, left = float((path * floor).sum()), len(path) - floor.sum()
+    for step in np.argsort(path):
+        taken = min(left, limits[step] - floor[step])
+        value += taken * path[step]
+        left -= taken
+    return value
+
+
+def least_makespan(
+    pipeline: Pipeline, micro_steps: int, work: float, time: float, most: float = np.inf, longest: float = 0.0
+) -> float:
+    """A lower bound on the makespan of all plans with so many micro-steps, in the unit of `work`, `time`, `longest`.
+
+    work: workload / ranks, which `micro_steps` micro-steps of at most `most` each share. time: no plan has micro-steps
+    whose times add up to less. longest: nor one whose longest micro-step takes less.
+    The greater of two bounds. The mean over the ranks of each micro-step adds up to `work`, is at most `most`, and is
+    no longer than the time of the micro-step. And the times add up to `time` at least, of which one, whichever, is at
+    least `longest`: the least of the bounds over its place.
+    """
+    evenly = work / micro_steps
+    relaxed = best_shape(in_units(pipeline, evenly), micro_steps, rounded_limit(most / evenly))
+    bound = evenly * relaxed.bound
+    mean = time / micro_steps
+    scaled, least = in_units(pipeline, mean), float(np.floor(longest / mean * STEP) / STEP)
+    free = best_shape(scaled, micro_steps)
+    if least <= free.times.max():
+        return max(bound, mean * free.bound)
+    return max(bound, mean * min(best_shape(scaled, micro_steps, np.inf, k, least).bound for k in range(micro_steps)))
+
+
+def in_units(pipeline: Pipeline, mean: float) -> Pipeline:
+    """The pipeline with transfer and overhead in units of the mean micro-step, rounded down."""
+    transfer, overhead = (np.floor(value / mean * 1000) / 1000 for value in (pipeline.transfer, pipeline.overhead))
+    return replace(pipeline, transfer=float(transfer), overhead=float(overhead))
+
+
+def rounded_limit(most: float) -> float:
+    """A limit of micro-steps over their mean, rounded up; infinite where it hardly limits a shape."""
+    return float(np.ceil(most * STEP) / STEP) if most < NO_LIMIT else float("inf")

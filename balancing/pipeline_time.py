@@ -1,0 +1,150 @@
+"""The time of a mini-batch on a pipeline: its passes, carried out in the order of the schedule as early as possible.
+
+    Pipeline, m --> passes: what each waits for, whose micro-batch, which share      (built once for each m)
+    times of m micro-steps --> every pass ends at its cost + the later of
+                                 the end of the pass before it on its stage
+                                 the arrival of what it needs from another stage  --> makespan, bubble, timeline
+
+A micro-step of time t takes `share * t / (1 + backward)` forward in a part of the model, and `backward` times that
+back. Data-parallel ranks of a stage gather its parameters together for every pass, so that a pass lasts as long as that
+of the heaviest rank: the time of a micro-step is the most over its ranks, as in plans without pipelines (schedule.py).
+The cost of attention is taken to spread over the parts like everything else.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from balancing.compiled import compiled
+from balancing.errors import WeightError
+from balancing.grouping import Floats, Integers
+from balancing.pipeline import Action, Pipeline, actions, needs
+
+NOTHING = -1
+"""The place of a pass that does not exist."""
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """All passes of a mini-batch, each behind those that it waits for; int64 and float64 [passes].
+
+    before: place of the pass before it on its stage. needed: place of the pass whose result it takes, NOTHING for none.
+    sent: time from the end of that one until its result is there. micro_batch, stage, part: of the pass.
+    cost: share of the micro-batch's time. forward: whether it is a forward pass.
+    """
+
+    before: Integers
+    needed: Integers
+    sent: Floats
+    micro_batch: Integers
+    stage: Integers
+    part: Integers
+    cost: Floats
+    forward: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When every pass starts and ends: float64 [passes], in the unit of the times."""
+
+    passes: Passes
+    starts: Floats
+    ends: Floats
+
+
+@lru_cache(maxsize=64)
+def passes_of(pipeline: Pipeline, micro_batches: int) -> Passes:
+    """The passes of `micro_batches` micro-batches; raises CountError as `actions`."""
+    done = _in_order(pipeline, micro_batches)
+    place = {key: number for number, key in enumerate(done)}
+    last = dict.fromkeys(range(pipeline.stages), NOTHING)
+    before, needed, sent = [], [], []
+    for number, (stage, action) in enumerate(done):
+        source = needs(pipeline, stage, action)
+        before.append(last[stage])
+        needed.append(NOTHING if source is None else place[source])
+        sent.append(pipeline.transfer if source is not None and source[0] != stage else 0.0)
+        last[stage] = number
+    forward = np.array([action.kind == "forward" for _, action in done])
+    part = np.array([action.chunk * pipeline.stages + stage for stage, action in done])
+    cost = np.array(pipeline.shares)[part] * np.where(forward, 1.0, pipeline.backward) / (1.0 + pipeline.backward)
+    return Passes(
+        before=np.array(before),
+        needed=np.array(needed),
+        sent=np.array(sent),
+        micro_batch=np.array([action.micro_batch for _, action in done]),
+        stage=np.array([stage for stage, _ in done]),
+        part=part,
+        cost=cost,
+        forward=forward.astype(np.int64),
+    )
+
+
+def _in_order(pipeline: Pipeline, micro_batches: int) -> list[tuple[int, Action]]:
+    """Every (stage, action), behind those that it waits for."""
+    orders = [actions(pipeline, stage, micro_batches) for stage in range(pipeline.stages)]
+    at, done = [0] * pipeline.stages, dict[tuple[int, Action], None]()
+    while len(done) < sum(map(len, orders)):
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                source = needs(pipeline, stage, order[at[stage]])
+                if source is not None and source not in done:
+                    break
+                done[stage, order[at[stage]]] = None
+                at[stage] += 1
+    return list(done)
+
+
+def timeline(pipeline: Pipeline, times: ArrayLike) -> Timeline:
+    """When every pass starts and ends.
+
+    times: m numbers >= 0, of each micro-step on the whole model; or [m, ranks], of which the most counts.
+    Raises WeightError for other times; CountError unless the schedule takes m micro-batches.
+    """
+    total = micro_step_times(pipeline, times)
+    passes = passes_of(pipeline, len(total))
+    ends = ends_of(passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost, total)
+    return Timeline(passes, ends - passes.cost * total[passes.micro_batch], ends)
+
+
+def makespan(pipeline: Pipeline, times: ArrayLike) -> float:
+    """The time from the first pass to the end of the last. times, raises: as `timeline`."""
+    return float(timeline(pipeline, times).ends.max())
+
+
+def bubble(pipeline: Pipeline, times: ArrayLike) -> float:
+    """The share of the stages' time in which they wait, overhead counted as work. times, raises: as `timeline`."""
+    work = float(micro_step_times(pipeline, times).sum())
+    return max(0.0, 1.0 - work / (pipeline.stages * makespan(pipeline, times)))
+
+
+def micro_step_times(pipeline: Pipeline, times: ArrayLike) -> Floats:
+    """float64 [m]: the most over ranks, and the overhead of each. times, raises WeightError: as `timeline`."""
+    array = np.asarray(times, np.float64)
+    if array.ndim == 2 and array.size:
+        array = array.max(axis=1)
+    if array.ndim != 1 or array.size == 0:
+        raise WeightError(f"times has shape {np.shape(times)}; pass one for each micro-step, or [steps, ranks]")
+    bad = ~(np.isfinite(array) & (array >= 0))
+    if bad.any():
+        index = int(np.argmax(bad))
+        raise WeightError(f"times[{index}] is {array[index]}; every time must be finite and >= 0")
+    return array + pipeline.overhead
+
+
+@compiled
+def ends_of(
+    before: Integers, needed: Integers, sent: Floats, micro_batch: Integers, cost: Floats, times: Floats
+) -> Floats:
+    """float64 [passes]: when each pass ends. times: float64 [m], overhead included."""
+    ends = np.empty(len(before))
+    for number in range(len(before)):
+        start = 0.0
+        if before[number] >= 0:
+            start = ends[before[number]]
+        if needed[number] >= 0:
+            start = max(start, ends[needed[number]] + sent[number])
+        ends[number] = start + cost[number] * times[micro_batch[number]]
+    return ends
