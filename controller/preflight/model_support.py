@@ -15,6 +15,7 @@ from workers.model.model_rules import (
     check_context_parallel,
     check_kernel_features,
     check_layout,
+    check_pipeline_parallel,
     check_tensor_parallel,
     shares_prefixes,
 )
@@ -41,5 +42,6 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
         cuda=config.uses_gpus,
         half=config.model.dtype != "float32",
     )
+    check_pipeline_parallel(parallel, model, text.get("num_hidden_layers"))
     family = text.get("model_type", description.get("model_type", ""))
     check_tensor_parallel(parallel, config.model, model, family, text)

@@ -46,7 +46,7 @@ from workers.model.losses import (
     to_metrics,
 )
 from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
-from workers.model.model_rules import check_tensor_parallel, check_value_head
+from workers.model.model_rules import check_pipeline_parallel, check_tensor_parallel, check_value_head
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.packing import Sequences
 from workers.model.parallel import (
@@ -152,6 +152,7 @@ class TrainingEngine:
             check_value_head(parallel, "value model")
         family, sizes = hf_config.model_type, hf_config.to_dict()
         check_tensor_parallel(parallel, self.model_config, self.module.name, family, sizes)
+        check_pipeline_parallel(parallel, self.module.name, len(self.module.layers))
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
     def _distribute(self, cpu_offload: bool) -> None:

@@ -163,6 +163,16 @@ def check_value_head(parallel: ParallelConfig, role: str) -> None:
         )
 
 
+def check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int | None) -> None:
+    """Raise UnsupportedModelError if a model, of so many layers if known, has too few for the stages of a pipeline."""
+    stages = parallel.pipeline_parallel
+    if layers is not None and layers < stages:
+        raise UnsupportedModelError(
+            f"{model} has {layers} layers, fewer than the stages of policy.parallel.pipeline_parallel={stages}; lower "
+            "it."
+        )
+
+
 def check_tensor_parallel(
     parallel: ParallelConfig, settings: ModelConfig, model: str, family: str, sizes: Mapping[str, Any]
 ) -> None:

@@ -9,7 +9,6 @@ rows of any length pass without padding to a common one. Weights keep the names 
 embedding and output layer share is on the first and on the last stage; the two add their gradients, and so stay alike.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,64 +18,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from balancing.pipeline import Pipeline
-from workers.errors import ConfigError, UnsupportedModelError
+from workers.errors import UnsupportedModelError
 from workers.model.model import PackedModel, decoder_of
 from workers.model.parallel import Parallel
 from workers.model.stage_layers import Part, StageLayers
+from workers.model.stage_split import relative_costs, split_layers
 from workers.model.values import HEAD
 
-FORWARD_AND_BACKWARD, RECOMPUTED = 3.0, 1.0
-"""Multiples of a forward pass: of a trained layer, and what checkpointing, or logits made again, add to it."""
+def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float], float]:
+    """(cost of each layer, of the output layer), see `relative_costs`.
 
-
-def split_layers(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Consecutive ranges of layers, one at least in each part, whose most expensive one is as cheap as can be.
-
-    costs: of each layer. first, last: what the first part has beside its layers (embedding), and the last (output
-    layer). Raises ConfigError if there are fewer layers than parts.
-    """
-    layers = len(costs)
-    if layers < parts:
-        raise ConfigError(
-            f"policy.parallel.pipeline_parallel asks for {parts} parts of a model that has {layers} layers; lower it."
-        )
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # worst[stop]: cost of the dearest part when layers before `stop` fill the parts so far; begins[part][stop] its cut.
-    worst = {stop: sums[stop] + first for stop in range(1, layers + 1)}
-    begins: list[dict[int, int]] = [dict.fromkeys(worst, 0)]
-    for part in range(1, parts):
-        extra = last if part == parts - 1 else 0.0
-        choices = {
-            stop: [(max(worst[start], sums[stop] - sums[start] + extra), start) for start in worst if start < stop]
-            for stop in range(part + 1, layers + 1)
-        }
-        best = {stop: min(found) for stop, found in choices.items() if found}
-        worst = {stop: cost for stop, (cost, _) in best.items()}
-        begins.append({stop: start for stop, (_, start) in best.items()})
-    cuts = [layers]
-    for part in reversed(range(parts)):
-        cuts.insert(0, begins[part][cuts[0]])
-    return [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
-
-
-def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float], float, float]:
-    """(cost of each layer, of the embedding, of the output layer), proportional to a token's FLOPs by their matrices.
-
-    Of fused experts [E, ...] those that a token goes through count. The output layer makes its logits again in
-    backward (`logprobs.py`). Attention itself costs all layers the same and is left out.
+    Of fused experts [E, ...] those that a token goes through count.
     """
     text = packed.model.config.get_text_config()
     chosen = getattr(text, "num_experts_per_tok", None) or 1
 
-    def size(parameter: nn.Parameter) -> float:
+    def used(parameter: nn.Parameter) -> float:
         return parameter.numel() * (min(1.0, chosen / len(parameter)) if parameter.ndim > 2 else 1.0)
 
-    factor = FORWARD_AND_BACKWARD + RECOMPUTED * checkpointing
-    costs = [factor * sum(size(weight) for weight in layer.parameters() if weight.ndim > 1) for layer in packed.layers]
+    layers = [sum(used(weight) for weight in layer.parameters() if weight.ndim > 1) for layer in packed.layers]
     head = packed.model.get_output_embeddings() or getattr(packed.model, HEAD)
-    return costs, float(text.hidden_size), (FORWARD_AND_BACKWARD + RECOMPUTED) * head.weight.numel()
+    return relative_costs(layers, head.weight.numel(), checkpointing=checkpointing)
 
 
 @dataclass(frozen=True)
@@ -134,8 +96,7 @@ class Stage:
         ranges = [range(len(packed.layers))]
         if self.stages > 1:
             self._form, self.tied = Form.of(packed), _tied_names(packed)
-            costs, embedding, head = layer_costs(packed, checkpointing=checkpointing)
-            ranges = split_layers(costs, self.schedule.parts, embedding, head)
+            ranges = split_layers(*layer_costs(packed, checkpointing=checkpointing), self.schedule.parts)
         last = len(ranges) - 1
         every = [Part(layers, number == 0, number == last) for number, layers in enumerate(ranges)]
         self.parts = every[self.index :: self.stages]
