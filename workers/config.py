@@ -72,8 +72,8 @@ class ParallelConfig:
     )
     pipeline_parallel: int = setting(
         1,
-        "Stages, each a group of ranks with a part of the layers; micro-batches go through them one after another "
-        "(1F1B). policy.ranks counts the data-parallel ranks of a stage.",
+        "Stages, each with a part of the layers, through which micro-batches go one after another (1F1B); policy.ranks "
+        "are those of one stage.",
         minimum=1,
     )
 

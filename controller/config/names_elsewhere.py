@@ -37,6 +37,8 @@ NAMES_ELSEWHERE = {
     "async_generation_ratio": "rollout.max_staleness",
     "gpu_memory_utilization": "rollout.memory_fraction",
     "tensor_model_parallel_size": "rollout.tensor_parallel",
+    "pipeline_model_parallel_size": "policy.parallel.pipeline_parallel",
+    "pipeline_parallel_size": "policy.parallel.pipeline_parallel",
     "adv_estimator": "algorithm.advantage",
     "norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
     "gamma": "algorithm.gae.gamma",

@@ -15,7 +15,9 @@ def trained(run: Run, step: int) -> dict[str, torch.Tensor]:
     """The whole tensors of a checkpoint that one rank wrote, or the shards of several, by file and name."""
     folder = run.folder / "checkpoints" / "policy" / f"step-{step}"
     return {
-        f"{file.name} {name}": tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+        f"{file.name} {name}": tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
     }
 
 

@@ -78,9 +78,7 @@ class CheckpointWeights:
             if whole:
                 yield from conversion.apply(whole, self.model).items()
 
-    def _gathered(
-        self, name: str, shard: Shard | None, dtype: torch.dtype | None, keeper: int | None
-    ) -> Tensor | None:
+    def _gathered(self, name: str, shard: Shard | None, dtype: torch.dtype | None, keeper: int | None) -> Tensor | None:
         """A weight whole, on the keeper or everywhere; shard: this rank's, where its stage has the weight."""
         stage, found = self._stage, None
         holder = stage.holder_of(name)

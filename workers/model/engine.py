@@ -1,7 +1,7 @@
 """The training engine that every role uses: forward-only log-probs, forward and backward, optimiser step, weights out.
 
     Sequences --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
-                  (once a micro-batch; each adds its gradients to the shards of the ranks, see `prepare_backward`)
+                  (once a micro-batch; each adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
     optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> names of the files
 
 It needs torch and transformers only, and runs in a plain process, under torchrun, or inside an actor. Calls are
@@ -36,10 +36,8 @@ from workers.model.lora import adapter_weights, add_adapters, merged_shards, wit
 from workers.model.losses import (
     Denominators,
     LossFunction,
-    Predictions,
     Statistics,
     ValueLossFunction,
-    ValuePredictions,
     mean,
     prepare,
     rollout_mismatch,
@@ -50,15 +48,14 @@ from workers.model.model_rules import check_pipeline_parallel, check_tensor_para
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.packing import Sequences
 from workers.model.parallel import (
-    clip_gradients,
-    fsdp_modules,
     make_parallel,
+    prepare_backward,
     reshard,
     shard_model,
 )
 from workers.model.parity import make_probe, own_outputs, prove
-from workers.model.passes import Passes, Work
-from workers.model.pipeline import Stage, add_tied_gradients
+from workers.model.passes import Passes, Work, outputs, predictions_of
+from workers.model.pipeline import Stage, clip_over_stages
 from workers.model.skipping import SkipPolicy
 from workers.model.stage_layers import Passing
 from workers.model.tensor_parallel import share_model
@@ -126,7 +123,10 @@ class TrainingEngine:
         weights = {name: shard.weight for name, shard in self._shards().items()}
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
-        self.passes = Passes(self.stage, self.layout, self.clock, self.device, self.dtype, self.prepare_backward)
+        prepare = partial(
+            prepare_backward, self.module, reshard_after_forward=reshard_after_forward, config=self.parallel.config
+        )
+        self.passes = Passes(self.stage, self.layout, self.clock, self.device, self.dtype, prepare)
         self.checkpoint_weights = CheckpointWeights(
             self.module.model, source.rules, weights, self._shards, self.device, self.stage
         )
@@ -215,7 +215,7 @@ class TrainingEngine:
 
         def finish(index: int, laid_out: LaidOut, outputs: Any) -> None:
             start, stop = micro_batches[index]
-            predictions = self._predictions(sequences.slice(start, stop), laid_out, outputs)
+            predictions = predictions_of(self.head, sequences.slice(start, stop), laid_out, outputs)
             summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
             summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
             result[start:stop] = summed.cpu()
@@ -265,7 +265,7 @@ class TrainingEngine:
 
         def finish(index: int, laid_out: LaidOut, outputs: Any) -> None:
             start, stop = micro_batches[index]
-            predictions = self._predictions(sequences.slice(start, stop), laid_out, outputs)
+            predictions = predictions_of(self.head, sequences.slice(start, stop), laid_out, outputs)
             first = int(sequences.lengths[:start].sum())
             for result, column in zip(results, kept, strict=True):
                 result[first + laid_out.rows.loss_positions] = getattr(predictions, column).float().cpu()
@@ -319,7 +319,7 @@ class TrainingEngine:
         statistics: list[Statistics] = []
 
         def finish(index: int, laid_out: LaidOut, outputs: Any) -> Tensor:
-            loss, measured = loss_function(self._predictions(parts[index], laid_out, outputs), denominators)
+            loss, measured = loss_function(predictions_of(self.head, parts[index], laid_out, outputs), denominators)
             self.skip_policy.watch(sequences, *micro_batches[index], loss)
             statistics.append(measured)
             return loss
@@ -338,13 +338,7 @@ class TrainingEngine:
         """
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
-        add_tied_gradients(self.stage, self.module.model)
-        norm = clip_gradients(
-            list(self.module.parameters()),
-            self.optimizer_config.max_grad_norm,
-            self.parallel.pipeline.get_group() if self.stage.stages > 1 else None,
-            counted_elsewhere=self.stage.copies(self.module.model),
-        )
+        norm = clip_over_stages(self.stage, self.module, self.optimizer_config.max_grad_norm)
         finite = self.skip_policy.takes_step(norm, self.device)
         learning_rate = self.schedule.get_last_lr()[0]
         if finite:
@@ -444,32 +438,7 @@ class TrainingEngine:
         write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
 
     def _outputs(self, laid_out: LaidOut, passing: Passing) -> Any:
-        """The model's outputs for this rank's part of a micro-batch; see `Compute`."""
-        arguments = {**laid_out.arguments, "temperature": self.temperature}
-        if self.head == "value":
-            del arguments["temperature"], arguments["targets"]
-        return self.module(**arguments, passing=passing)
-
-    def _predictions(self, micro_batch: Sequences, laid_out: LaidOut, outputs: Any) -> Any:
-        """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
-        if self.head == "value":
-            return ValuePredictions.gather(laid_out.whole(outputs), micro_batch, laid_out.rows)
-        log_probs, entropy = laid_out.whole(torch.stack(outputs, dim=-1)).unbind(-1)
-        return Predictions.gather(log_probs, entropy, micro_batch, laid_out.rows)
-
-    def prepare_backward(self, last: bool) -> None:
-        """Set up the next backward pass; last: whether it is that of the mini-batch's last micro-batch.
-
-        By default every pass reduces its gradients onto the shards: unreduced ones are whole, in float32 and on every
-        rank. Copies of the model (HSDP) sum their shards in the last pass only. Parameters do not change between
-        passes: with `reshard_after_forward=False` they stay gathered until the last.
-        """
-        for module in fsdp_modules(self.module):
-            if self.parallel.config.defer_gradient_reduction:
-                module.set_requires_gradient_sync(last, recurse=False)
-            else:
-                module.set_requires_all_reduce(last, recurse=False)
-            module.set_reshard_after_backward(last or self.reshard_after_forward, recurse=False)
+        return outputs(self.module, laid_out, passing, self.temperature)
 
 
 def _measure(predictions: Any) -> Statistics:

@@ -161,6 +161,21 @@ def reshard(root: nn.Module) -> None:
         module.reshard()
 
 
+def prepare_backward(root: nn.Module, last: bool, *, reshard_after_forward: bool, config: ParallelConfig) -> None:
+    """Set up the next backward pass; last: whether it is that of the mini-batch's last micro-batch.
+
+    By default every pass reduces its gradients onto the shards: unreduced ones are whole, in float32 and on every rank.
+    Copies of the model (HSDP) sum their shards in the last pass only. Parameters do not change between passes: without
+    `reshard_after_forward` they stay gathered until the last.
+    """
+    for module in fsdp_modules(root):
+        if config.defer_gradient_reduction:
+            module.set_requires_gradient_sync(last, recurse=False)
+        else:
+            module.set_requires_all_reduce(last, recurse=False)
+        module.set_reshard_after_backward(last or reshard_after_forward, recurse=False)
+
+
 def clip_gradients(
     parameters: list[nn.Parameter],
     max_norm: float,

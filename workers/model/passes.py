@@ -16,11 +16,14 @@ from torch import Tensor
 
 from balancing.pipeline import Action, actions
 from workers.model.layout import LaidOut, RowLayout
+from workers.model.losses import Predictions, ValuePredictions
+from workers.model.model import PackedModel
 from workers.model.packing import Sequences
 from workers.model.pipeline import Stage
 from workers.model.pipeline_exchange import Arrival, Exchange
 from workers.model.stage_layers import Part, Passing
 from workers.model.timing import MicroStep, MicroStepClock
+from workers.model.values import PackedValueModel
 
 Compute = Callable[[LaidOut, Passing], Any]
 """The model's outputs for a micro-batch; for a part that others follow, the hidden states for these."""
@@ -38,6 +41,22 @@ class Work:
     trains: bool = False
     forward: bool = False
     last: bool = False
+
+
+def outputs(module: PackedModel, laid_out: LaidOut, passing: Passing, temperature: float) -> Any:
+    """The outputs of `module`, of this rank's part of a micro-batch; see `Compute`."""
+    arguments = laid_out.arguments | {"temperature": temperature}
+    if isinstance(module, PackedValueModel):
+        del arguments["temperature"], arguments["targets"]
+    return module(**arguments, passing=passing)
+
+
+def predictions_of(head: str, micro_batch: Sequences, laid_out: LaidOut, outputs: Any) -> Any:
+    """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
+    if head == "value":
+        return ValuePredictions.gather(laid_out.whole(outputs), micro_batch, laid_out.rows)
+    log_probs, entropy = laid_out.whole(torch.stack(outputs, dim=-1)).unbind(-1)
+    return Predictions.gather(log_probs, entropy, micro_batch, laid_out.rows)
 
 
 @dataclass

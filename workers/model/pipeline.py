@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from balancing.pipeline import Pipeline
 from workers.errors import UnsupportedModelError
 from workers.model.model import PackedModel, decoder_of
-from workers.model.parallel import Parallel
+from workers.model.parallel import Parallel, clip_gradients
 from workers.model.stage_layers import Part, StageLayers
 from workers.model.stage_split import relative_costs, split_layers
 from workers.model.values import HEAD
+
 
 def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float], float]:
     """(cost of each layer, of the output layer), see `relative_costs`.
@@ -206,6 +207,16 @@ def _tied_names(packed: PackedModel) -> tuple[str, str] | None:
         return None
     names = {id(module): name for name, module in packed.model.named_modules()}
     return f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
+
+
+def clip_over_stages(stage: Stage, packed: PackedModel, max_norm: float) -> float:
+    """`clip_gradients` by the norm over all stages, in which a weight that two stages hold counts once."""
+    parameters = list(packed.parameters())
+    if stage.stages == 1:
+        return clip_gradients(parameters, max_norm)
+    add_tied_gradients(stage, packed.model)
+    group = stage.parallel.pipeline.get_group()
+    return clip_gradients(parameters, max_norm, group, counted_elsewhere=stage.copies(packed.model))
 
 
 def add_tied_gradients(stage: Stage, model: nn.Module) -> None:

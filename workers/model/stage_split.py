@@ -7,9 +7,9 @@ programming over (part, last layer).
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from workers.errors import ConfigError
-
 
 FORWARD_AND_BACKWARD, RECOMPUTED = 3.0, 1.0
 """Multiples of a forward pass: of a trained layer, and what checkpointing, or logits made again, add to it."""
@@ -53,4 +53,4 @@ def split_layers(costs: Sequence[float], last: float, parts: int) -> list[range]
     cuts = [layers]
     for part in reversed(range(parts)):
         cuts.insert(0, begins[part][cuts[0]])
-    return [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
