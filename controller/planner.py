@@ -79,10 +79,11 @@ def plan_arguments(config: TrainingConfig, of: str, prefixes: Mapping[str, Any] 
 def pipeline_of(config: TrainingConfig, *, trains: bool) -> Pipeline | None:
     """How the training roles' models are cut into stages; None where they are not. trains: whether backward passes
     follow, which take twice a forward pass, and with gradient checkpointing three times."""
-    stages = config.policy.parallel.pipeline_parallel
-    if stages == 1:
+    parallel = config.policy.parallel
+    if parallel.pipeline_parallel == 1:
         return None
-    return Pipeline(stages, backward=(2.0 + config.model.gradient_checkpointing) * trains)
+    backward = (2.0 + config.model.gradient_checkpointing) * trains
+    return Pipeline(parallel.pipeline_parallel, parallel.virtual_stages, backward)
 
 
 class Planner:

@@ -156,8 +156,8 @@ def _sharers(config: Config) -> int:
 
 def of_stage(config: Config, shape: ModelShape) -> ModelShape:
     """What the fullest stage has of a model; all of it without a pipeline."""
-    stages = config.policy.parallel.pipeline_parallel
-    return shape.of_fullest_stage(stages, checkpointing=config.model.gradient_checkpointing)
+    parallel, checkpointing = config.policy.parallel, config.model.gradient_checkpointing
+    return shape.of_fullest_stage(parallel.pipeline_parallel, parallel.virtual_stages, checkpointing=checkpointing)
 
 
 def of_stages(config: Config, shapes: Shapes) -> Shapes:
@@ -355,12 +355,19 @@ def _width(config: Config) -> int:
 def kept_activations(config: Config, each: Pass) -> float:
     """Bytes that the layers of a full micro-batch, in a pipeline of several, keep until the backward pass."""
     tensor_parallel, shape, width = config.policy.parallel.tensor_parallel, each.shape, _width(config)
-    tokens = each.tokens * config.policy.parallel.pipeline_parallel  # of the micro-batches under way in stage 0
+    tokens = each.tokens * _under_way(config)
     if not config.model.gradient_checkpointing:
         return shape.layers * tokens * shape.activation_bytes_per_token(tensor_parallel) * width / 2
     if config.model.activation_offload:
         return 0.0
     return tokens * width * shape.hidden * shape.layers / tensor_parallel
+
+
+def _under_way(config: Config) -> float:
+    """Micro-batches that stage 0 has computed forward and not yet backward; with v virtual stages, in v-ths of them."""
+    parallel = config.policy.parallel
+    stages, virtual = parallel.pipeline_parallel, parallel.virtual_stages
+    return stages if virtual == 1 else stages + (stages - 1) / virtual
 
 
 def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:

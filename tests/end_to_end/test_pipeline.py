@@ -1,29 +1,15 @@
 """A policy and its reference in stages, from their configuration: real vLLM, and a resume on ranks without stages."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.test_whole_loop import Run, run_loop
+from tests.end_to_end.test_whole_loop import run_loop
 
 RATE = "policy.optimizer.learning_rate=1e-3"
 
 
-def trained(run: Run, step: int) -> dict[str, torch.Tensor]:
-    """The whole tensors of a checkpoint that one rank wrote, or the shards of several, by file and name."""
-    folder = run.folder / "checkpoints" / "policy" / f"step-{step}"
-    return {
-        f"{file.name} {name}": tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-
-
-def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(
-    ray_session, settings: list[str], workspace: Path
-) -> None:
+def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(ray_session, settings: list[str]) -> None:
     """The mismatch of each step is that between the engine's weights of this version and the stages' own."""
     common = [*settings, RATE, "batch.mini_batches=2", "algorithm.loss.kl_coefficient=0.1", "run.steps=2"]
     common += ["data.validation=''", "validation.prompts=0", "run.checkpoint_every=1"]

@@ -57,7 +57,7 @@ from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.passes import Passes, Work, outputs, predictions_of
 from workers.model.pipeline import Stage, clip_over_stages
 from workers.model.skipping import SkipPolicy
-from workers.model.stage_layers import Passing
+from workers.model.stage_layers import Part, Passing
 from workers.model.tensor_parallel import share_model
 from workers.model.timing import MicroStepClock
 from workers.model.values import load_value_model
@@ -123,10 +123,7 @@ class TrainingEngine:
         weights = {name: shard.weight for name, shard in self._shards().items()}
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
-        prepare = partial(
-            prepare_backward, self.module, reshard_after_forward=reshard_after_forward, config=self.parallel.config
-        )
-        self.passes = Passes(self.stage, self.layout, self.clock, self.device, self.dtype, prepare)
+        self.passes = Passes(self.stage, self.layout, self.clock, self.device, self.dtype, self._before_backward)
         self.checkpoint_weights = CheckpointWeights(
             self.module.model, source.rules, weights, self._shards, self.device, self.stage
         )
@@ -213,8 +210,7 @@ class TrainingEngine:
         self._check_head("lm")
         result = torch.zeros(len(sequences), dtype=torch.float64)
 
-        def finish(index: int, laid_out: LaidOut, outputs: Any) -> None:
-            start, stop = micro_batches[index]
+        def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
             predictions = predictions_of(self.head, sequences.slice(start, stop), laid_out, outputs)
             summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
             summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
@@ -244,8 +240,7 @@ class TrainingEngine:
         self._check_head("value")
         result = torch.zeros(len(sequences), dtype=torch.float32)
 
-        def finish(index: int, laid_out: LaidOut, outputs: Any) -> None:
-            start, stop = micro_batches[index]
+        def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
             result[start:stop] = laid_out.whole(outputs).float().cpu()
 
         self._forward_passes("scores", sequences, micro_batches, finish, forward=True, last=True)
@@ -263,8 +258,7 @@ class TrainingEngine:
         results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
 
-        def finish(index: int, laid_out: LaidOut, outputs: Any) -> None:
-            start, stop = micro_batches[index]
+        def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
             predictions = predictions_of(self.head, sequences.slice(start, stop), laid_out, outputs)
             first = int(sequences.lengths[:start].sum())
             for result, column in zip(results, kept, strict=True):
@@ -279,14 +273,16 @@ class TrainingEngine:
         name: str,
         sequences: Sequences,
         micro_batches: Sequence[MicroBatch],
-        finish: Callable[[int, LaidOut, Any], None],
+        finish: Callable[[int, int, LaidOut, Any], None],
         **layout: bool,
     ) -> None:
-        """Each micro-batch forward, timed as a micro-step `name`. layout: see `Work`."""
+        """Each micro-batch forward, timed as a micro-step `name`; finish(start, stop, ...). layout: see `Work`."""
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=True)
-        slices = [sequences.slice(*rows) for rows in micro_batches]
-        self.passes.run(Work(name, slices, finish, **layout), self._outputs)
+        rounds = self.stage.whole_rounds(micro_batches)
+        slices = [sequences.slice(*rows) for rows in rounds]
+        work = Work(name, slices, lambda index, *found: finish(*rounds[index], *found), **layout)
+        self.passes.run(work, self._outputs)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
 
     def _check_head(self, head: str) -> None:
@@ -314,6 +310,7 @@ class TrainingEngine:
             raise DataError("a mini-batch needs at least one micro-batch on every rank, if only an empty one")
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=False)
+        micro_batches = self.stage.whole_rounds(micro_batches)
         slices = [sequences.slice(*rows) for rows in micro_batches]
         parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
@@ -436,6 +433,10 @@ class TrainingEngine:
         """
         reshard(self.module)
         write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
+
+    def _before_backward(self, part: Part, last: bool) -> None:
+        settings, layers = self.parallel.config, self.module.layers_of(part)
+        prepare_backward(self.module, layers, last, reshard_after_forward=self.reshard_after_forward, config=settings)
 
     def _outputs(self, laid_out: LaidOut, passing: Passing) -> Any:
         return outputs(self.module, laid_out, passing, self.temperature)

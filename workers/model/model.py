@@ -25,7 +25,7 @@ from workers.model.logprobs import linear_log_probs
 from workers.model.model_rules import check_kernel_features, check_layout
 from workers.model.parallel import full_tensor
 from workers.model.recurrent import check_mixers, find_mixers, split_by_segment
-from workers.model.stage_layers import Passing, carried
+from workers.model.stage_layers import Part, Passing, carried
 from workers.model.tensor_parallel import own_vocabulary
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,11 @@ class PackedModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         layers = _layers(self.model)
         return [] if layers is None else list(layers.children())
+
+    def layers_of(self, part: Part) -> list[nn.Module]:
+        """Those of a part that this process holds."""
+        layers = _layers(self.model)
+        return [] if layers is None else [layers.get_submodule(str(index)) for index in part.layers]
 
     @property
     def is_recurrent(self) -> bool:

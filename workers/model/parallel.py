@@ -13,8 +13,9 @@ gives the gradient of its own tokens alone.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -161,14 +162,18 @@ def reshard(root: nn.Module) -> None:
         module.reshard()
 
 
-def prepare_backward(root: nn.Module, last: bool, *, reshard_after_forward: bool, config: ParallelConfig) -> None:
-    """Set up the next backward pass; last: whether it is that of the mini-batch's last micro-batch.
+def prepare_backward(
+    root: nn.Module, layers: Iterable[nn.Module], last: bool, *, reshard_after_forward: bool, config: ParallelConfig
+) -> None:
+    """Set up the next backward pass, which goes through `layers` and what `root` has beside all layers.
+
+    last: whether it is that of the mini-batch's last micro-batch.
 
     By default every pass reduces its gradients onto the shards: unreduced ones are whole, in float32 and on every rank.
     Copies of the model (HSDP) sum their shards in the last pass only. Parameters do not change between passes: without
     `reshard_after_forward` they stay gathered until the last.
     """
-    for module in fsdp_modules(root):
+    for module in [cast(FSDPModule, root), *(each for layer in layers for each in fsdp_modules(layer))]:
         if config.defer_gradient_reduction:
             module.set_requires_gradient_sync(last, recurse=False)
         else:

@@ -163,7 +163,9 @@ def _engine_outputs(engine: "TrainingEngine", probe: Probe, forward: bool) -> Ou
         return row_values(engine.module, laid_out, probe.temperature, passing)
 
     with _undisturbed(engine.device), torch.set_grad_enabled(trains):
-        engine.passes.run(Work("parity", [probe.sequences], finish, trains, forward), compute)
+        rounds = engine.stage.whole_rounds([(0, len(probe.sequences))])
+        slices = [probe.sequences.slice(*rows) for rows in rounds]
+        engine.passes.run(Work("parity", slices, finish, trains, forward), compute)
         if trains and engine.stage.is_first:
             summed = engine.module.get_parameter(probe.parameter).grad
             gradient = None if summed is None else full_tensor(summed.to(engine.device))

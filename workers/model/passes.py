@@ -78,9 +78,10 @@ class Passes:
         clock: MicroStepClock,
         device: torch.device,
         dtype: torch.dtype,
-        before_backward: Callable[[bool], None],
+        before_backward: Callable[[Part, bool], None],
     ) -> None:
-        """dtype: of what stages send. before_backward: called before each backward pass; whether it is the last."""
+        """dtype: of what stages send. before_backward: called before each backward pass, with the part that it goes
+        through, and whether it is the last one through it."""
         self._stage, self._layout, self._clock, self._device, self._dtype = stage, layout, clock, device, dtype
         self._before_backward = before_backward
         self._exchange = Exchange(stage.parallel) if stage.stages > 1 else None
@@ -90,13 +91,13 @@ class Passes:
         run = _Run(work, compute, self._stage, self._layout, self._clock, self._exchange)
         schedule = replace(self._stage.schedule, backward=2.0 if work.trains else 0.0)
         order = actions(schedule, self._stage.index, len(work.micro_batches)) if work.micro_batches else ()
-        last = [action for action in order if action.kind == "backward"][-1:]
+        last = {action.chunk: action for action in order if action.kind == "backward"}
         for action, following in zip(order, [*order[1:], None], strict=True):
             run.expect(action, self._dtype, self._device)
             if following is not None:
                 run.expect(following, self._dtype, self._device)
             if action.kind == "backward":
-                self._before_backward([action] == last)
+                self._before_backward(self._stage.parts[action.chunk], last[action.chunk] == action)
             run.carry_out(action)
         if self._exchange is not None:
             self._exchange.finish()

@@ -9,6 +9,7 @@ rows of any length pass without padding to a common one. Weights keep the names 
 embedding and output layer share is on the first and on the last stage; the two add their gradients, and so stay alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from balancing.pipeline import Pipeline
 from workers.errors import UnsupportedModelError
+from workers.model.input_checks import MicroBatch
 from workers.model.model import PackedModel, decoder_of
 from workers.model.parallel import Parallel, clip_gradients
 from workers.model.stage_layers import Part, StageLayers
@@ -90,7 +92,8 @@ class Stage:
         """packed: the whole model, or its skeleton. Raises UnsupportedModelError if it cannot be cut, ConfigError if
         it has fewer layers than there are parts."""
         pipeline = parallel.pipeline
-        self.parallel, self.index, self.schedule = parallel, pipeline.get_local_rank(), Pipeline(pipeline.size())
+        self.parallel, self.index = parallel, pipeline.get_local_rank()
+        self.schedule = Pipeline(pipeline.size(), parallel.config.virtual_stages)
         self.hidden_size: int = packed.model.config.get_text_config().hidden_size
         self.tied: tuple[str, str] | None = None
         self._form: Form | None = None
@@ -126,6 +129,10 @@ class Stage:
             return self._stage_of_layer[layer]
         at_end = tuple(f"{after}." for after in (*self._form.after, self._form.head))
         return self.stages - 1 if name.startswith(at_end) else 0
+
+    def whole_rounds(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """`micro_batches`, and as many without work as the order of virtual stages needs, which takes rounds."""
+        return [*micro_batches, *[(0, 0)] * (-len(micro_batches) % self.schedule.count_multiple)]
 
     def keep(self, packed: PackedModel) -> None:
         """Drop from `packed`, a skeleton with adapters and sharded by tensor parallelism, what other stages hold."""

@@ -4,7 +4,8 @@
             <--gradients, in the order of its backward passes-----                   group `backward`
 
 NCCL computes all transfers of two ranks in one group in the order of their calls, whatever their direction: with one
-group, two stages that send to each other would each wait for the other to receive. So each direction has its own.
+group, two stages that send to each other would each wait for the other to receive. So each direction has its own; so
+has, with virtual stages, what goes from the last stage on to the first: of two stages they are neighbours both ways.
 """
 
 from collections import deque
@@ -23,7 +24,9 @@ class Exchange:
     def __init__(self, parallel: Parallel) -> None:
         pipeline = parallel.pipeline
         self._index, self._stages = pipeline.get_local_rank(), pipeline.size()
-        self._groups = {"forward": pipeline.get_group(), "backward": _same_groups_again(parallel)}
+        self._groups = {("forward", False): pipeline.get_group(), ("backward", False): _same_groups_again(parallel)}
+        if parallel.config.virtual_stages > 1:
+            self._groups |= {(kind, True): _same_groups_again(parallel) for kind in ("forward", "backward")}
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, kind: Kind, tensor: Tensor) -> None:
@@ -31,13 +34,15 @@ class Exchange:
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=self._groups[kind], group_dst=self._place(kind, 1))
+        group, place = self._way(kind, 1)
+        work = dist.isend(tensor, group=group, group_dst=place)
         self._leaving.append((work, tensor))
 
     def receive(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Arrival":
         """Begin to receive what a pass of `kind` takes."""
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        work = dist.irecv(tensor, group=self._groups[kind], group_src=self._place(kind, -1))
+        group, place = self._way(kind, -1)
+        work = dist.irecv(tensor, group=group, group_src=place)
         return Arrival(work, tensor)
 
     def finish(self) -> None:
@@ -45,8 +50,10 @@ class Exchange:
         while self._leaving:
             self._leaving.popleft()[0].wait()
 
-    def _place(self, kind: Kind, steps: int) -> int:
-        return (self._index + (steps if kind == "forward" else -steps)) % self._stages
+    def _way(self, kind: Kind, steps: int) -> tuple[dist.ProcessGroup, int]:
+        """(group, stage) that is `steps` further on the way of a pass of `kind`."""
+        there = self._index + (steps if kind == "forward" else -steps)
+        return self._groups[kind, not 0 <= there < self._stages], there % self._stages
 
 
 class Arrival:

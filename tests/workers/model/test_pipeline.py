@@ -153,4 +153,4 @@ def test_models_that_cannot_be_cut_are_refused_by_every_rank(ranks: RankPool, tm
     for text in ranks.run(refusal, 2, str(tmp_path / "gpt2"), 2):
         assert "transformer.wpe.weight beside embedding, layers, norm and output layer" in text
     for text in ranks.run(refusal, 4, save_tiny_model(tmp_path / "shallow"), 4):
-        assert "has 2 layers, fewer than the stages of policy.parallel.pipeline_parallel=4; lower it." in text
+        assert "has 2 layers, fewer than the parts of policy.parallel.pipeline_parallel=4; lower it." in text

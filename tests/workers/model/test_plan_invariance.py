@@ -105,8 +105,8 @@ CASES = {
     "qwen3_moe shared": Case("qwen3_moe", tied=False, share_prefixes="always"),
     "mistral offloaded": Case("mistral", tied=False, gradient_checkpointing=True, activation_offload=True),
     "qwen2 of 5 layers": Case(layers=5),
-    "qwen3 of 4 layers, untied": Case(
-        "qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7, layers=4
+    "qwen3 of 8 layers, untied": Case(
+        "qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7, layers=8
     ),
     "qwen3_moe of 3 layers": Case(
         "qwen3_moe", tied=False, reshard_after_forward=False, share_prefixes="always", layers=3
@@ -127,8 +127,16 @@ class Way:
         return self.ranks // (parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel)
 
 
-def shared(ranks: int, cp: int = 1, method: str = "ulysses", tp: int = 1, replicate: int = 1, pp: int = 1) -> Way:
-    return Way(ranks, ParallelConfig(cp, method, tp, replicate, pipeline_parallel=pp))
+def shared(
+    ranks: int,
+    cp: int = 1,
+    method: str = "ulysses",
+    tp: int = 1,
+    replicate: int = 1,
+    pp: int = 1,
+    virtual: int = 1,
+) -> Way:
+    return Way(ranks, ParallelConfig(cp, method, tp, replicate, pipeline_parallel=pp, virtual_stages=virtual))
 
 
 WAYS = {
@@ -154,6 +162,10 @@ WAYS = {
     "pp 2, ulysses 2": shared(4, cp=2, pp=2),
     "pp 2, ring 2": shared(4, cp=2, method="ring", pp=2),
     "pp 2, tp 2": shared(4, tp=2, pp=2),
+    "pp 2 x 2": shared(2, pp=2, virtual=2),
+    "pp 4 x 2": shared(4, pp=4, virtual=2),
+    "pp 2 x 2, 2 copies": shared(4, pp=2, virtual=2, replicate=2),
+    "pp 2 x 2, ring 2": shared(4, cp=2, method="ring", pp=2, virtual=2),
 }
 IN_STAGES = [way for way in WAYS if way.startswith("pp")]
 
@@ -161,8 +173,9 @@ IN_STAGES = [way for way in WAYS if way.startswith("pp")]
 # One model in every way, and every other model in those that could treat it differently.
 COMBINATIONS = [
     *(("qwen2", way) for way in WAYS if way not in IN_STAGES),
-    *(("qwen2 of 5 layers", way) for way in IN_STAGES),
-    *(("qwen3 of 4 layers, untied", way) for way in ("pp 4", "pp 2, ring 2", "pp 2, tp 2")),
+    *(("qwen2 of 5 layers", way) for way in IN_STAGES if way != "pp 4 x 2"),
+    ("qwen3 of 8 layers, untied", "pp 4 x 2"),
+    *(("qwen3 of 8 layers, untied", way) for way in ("pp 4", "pp 2, ring 2", "pp 2, tp 2")),
     ("qwen3_moe of 3 layers", "pp 2, dp 2"),
     *(("qwen2 padded", way) for way in ("pp 2", "pp 2, 2 copies")),
     ("qwen2 shared", "pp 2, ulysses 2"),
@@ -446,6 +459,8 @@ def test_random_plans_of_sequences_that_share_change_nothing(ranks: RankPool, pa
         ("qwen2", "2 copies, tp 2", True),
         ("qwen2", "2 ranks", True),
         ("qwen2 of 5 layers", "pp 2, 2 copies", True),
+        ("qwen2 of 5 layers", "pp 2 x 2, 2 copies", False),
+        ("qwen2 of 5 layers", "pp 2 x 2", True),
     ],
 )
 def test_gradients_are_the_same_in_whichever_micro_step_they_are_reduced(ranks: RankPool, paths, name, way, defer):
