@@ -27,6 +27,7 @@ class Exchange:
         self._groups = {("forward", False): pipeline.get_group(), ("backward", False): _same_groups_again(parallel)}
         if parallel.config.virtual_stages > 1:
             self._groups |= {(kind, True): _same_groups_again(parallel) for kind in ("forward", "backward")}
+        self._meet(parallel.mesh.device_type)
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, kind: Kind, tensor: Tensor) -> None:
@@ -49,6 +50,20 @@ class Exchange:
         """Return when all that was sent has left."""
         while self._leaving:
             self._leaving.popleft()[0].wait()
+
+    def _meet(self, device: str) -> None:
+        """Connect all pairs, one after the other along each way: NCCL makes a pair's connection in its first transfer,
+        for which both wait, and later transfers come in an order that may be a circle."""
+        greeting = torch.zeros(1, device=device)
+        for kind, wraps in self._groups:
+            for steps, transfer in ((-1, dist.irecv), (1, dist.isend)):
+                there = self._index + (steps if kind == "forward" else -steps)
+                if wraps != (0 <= there < self._stages):
+                    group, place = self._way(kind, steps)
+                    names = {"group_dst": place} if steps > 0 else {"group_src": place}
+                    work = transfer(greeting, group=group, **names)
+                    assert work is not None
+                    work.wait()
 
     def _way(self, kind: Kind, steps: int) -> tuple[dist.ProcessGroup, int]:
         """(group, stage) that is `steps` further on the way of a pass of `kind`."""
