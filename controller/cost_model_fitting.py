@@ -8,9 +8,9 @@ checkpoints, so that a resumed run plans as before.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,18 @@ class CostModelFitter:
             with suppress(CostModelError):  # micro-batches too alike to identify both terms: the model stays
                 self._fit = CostModel.fit_sums(*zip(*self._measured, strict=True))
         return {"predicted_time_error": error}
+
+
+def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepTime]:
+    """Micro-steps by actor; those of the stages of a pipeline, which compute parts of the same, added up."""
+    stages: dict[str, list[Sequence[MicroStepTime]]] = {}
+    for actor, found in times.items():
+        stages.setdefault(actor.partition(" pp=")[0], []).append(found)
+    return [
+        replace(parts[0], seconds=sum(part.seconds for part in parts))
+        for every in stages.values()
+        for parts in zip(*every, strict=True)
+    ]
 
 
 def fit_error(fit: CostFit, measured: Sequence[Measurement]) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
 from balancing.errors import CountError
+from balancing.pipeline import Pipeline
 from balancing.redeal import redealt
 from balancing.shared_prefixes import fewest_worth_sharing
 from controller.config import TrainingConfig
@@ -67,11 +68,22 @@ def plan_arguments(config: TrainingConfig, of: str, prefixes: Mapping[str, Any] 
         "min_count": limits.min_micro_batches,
         "multiple_of": balance.count_multiple,
         "algorithm": balance.algorithm,
-        "order": balance.order,
+        "order": None if balance.order == "auto" else balance.order,
+        "pipeline": pipeline_of(config, trains=of.endswith(".update")),
         "layout": limits.layout,
         "length_multiple": limits.length_multiple,
     }
     return arguments | dict(prefixes or {})
+
+
+def pipeline_of(config: TrainingConfig, *, trains: bool) -> Pipeline | None:
+    """How the training roles' models are cut into stages; None where they are not. trains: whether backward passes
+    follow, which take twice a forward pass, and with gradient checkpointing three times."""
+    parallel = config.policy.parallel
+    if parallel.pipeline_parallel == 1:
+        return None
+    backward = (2.0 + config.model.gradient_checkpointing) * trains
+    return Pipeline(parallel.pipeline_parallel, parallel.virtual_stages, backward)
 
 
 class Planner:

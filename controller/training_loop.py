@@ -15,7 +15,7 @@ from balancing import CostModel
 from controller.checkpoint import Progress
 from controller.checkpoint_writer import CheckpointWriter
 from controller.config import TrainingConfig
-from controller.cost_model_fitting import CostModelFitter
+from controller.cost_model_fitting import CostModelFitter, over_stages
 from controller.interrupts import Interrupts
 from controller.planner import Planner
 from controller.session import Session
@@ -132,8 +132,8 @@ class TrainingLoop(ABC):
     def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
         """Record the times of micro-steps, by actor, and fit the cost model of the next plans to them."""
         self.record.micro_steps(times, self.planner.cost_model)
-        policy = [time for actor, found in times.items() if actor.startswith("policy") for time in found]
-        error = self.cost_fitter.observe(policy)
+        policy = {actor: found for actor, found in times.items() if actor.startswith("policy")}
+        error = self.cost_fitter.observe(over_stages(policy))
         self.planner.cost_model, self.progress.refit = self.cost_fitter.cost_model, self.cost_fitter.state()
         return prefixed("balance", error)
 

@@ -43,11 +43,7 @@ class OptimizerConfig:
 
 @dataclass
 class ParallelConfig:
-    """Parallelism of a training role: ranks = dp * context_parallel * tensor_parallel.
-
-    `workers.model.context_parallel`, `workers.model.tensor_parallel` and `workers.model.expert_parallel` describe the
-    methods and their costs.
-    """
+    """ranks = pipeline_parallel * dp * context_parallel * tensor_parallel; `workers.model` describes the methods."""
 
     context_parallel: int = setting(
         1, "Ranks that share each sequence; the token caps then hold for the group: cap * context_parallel.", minimum=1
@@ -76,6 +72,15 @@ class ParallelConfig:
         "Reduce gradients over ranks only in the last micro-step of a mini-batch: less traffic, but every rank then "
         "keeps whole gradients in float32, 4 bytes a parameter / tensor_parallel. Copies (replicate) always reduce "
         "over one another in the last micro-step only.",
+    )
+    pipeline_parallel: int = setting(
+        1,
+        "Stages, each with a part of the layers, through which micro-batches go one after another (1F1B); policy.ranks "
+        "are those of one stage.",
+        minimum=1,
+    )
+    virtual_stages: int = setting(
+        1, "Parts of the layers on each stage (interleaved 1F1B): stages wait less, and send more often.", minimum=1
     )
 
 

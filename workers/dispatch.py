@@ -64,11 +64,12 @@ class RankCoordinates:
     dp: int
     tp: int = 0
     cp: int = 0
+    pp: int = 0
 
     @property
     def leads_dp_group(self) -> bool:
         """True for the one rank whose result counts among those that hold the same rows."""
-        return self.tp == 0 and self.cp == 0
+        return self.tp == self.cp == self.pp == 0
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,7 @@ class _Starter:
             dp=config.policy.ranks,
             cp=config.policy.parallel.context_parallel,
             tp=config.policy.parallel.tensor_parallel,
+            pp=config.policy.parallel.pipeline_parallel,
             arguments=arguments,
             timeout_s=config.resources.start_timeout_s,
             collective_timeout_s=config.resources.collective_timeout_s,

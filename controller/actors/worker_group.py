@@ -177,11 +177,12 @@ class WorkerGroup:
         dp: int,
         cp: int = 1,
         tp: int = 1,
+        pp: int = 1,
         arguments: dict[str, Any] | None = None,
         timeout_s: float = 300.0,
         collective_timeout_s: float = 300.0,
     ) -> None:
-        """Start dp * cp * tp actors and their process group; the order is that of `workers.model.parallel`.
+        """Start pp * dp * cp * tp actors and their process group; the order is that of `workers.model.parallel`.
 
         arguments: keyword arguments of the worker class beside role, coordinates and world_size. collective_timeout_s:
         for which ranks wait for each other in a collective. Raises WorkerError if a worker cannot be built or the
@@ -190,9 +191,9 @@ class WorkerGroup:
         self.role = role
         self.meanwhile: Callable[[], None] | None = None
         """Called while the driver waits for a method; see `GroupFuture.result`."""
-        places = itertools.product(range(dp), range(cp), range(tp))
-        self.ranks = [RankCoordinates(index=i, dp=d, cp=c, tp=t) for i, (d, c, t) in enumerate(places)]
-        self.names = [_actor_name(role, rank, cp, tp) for rank in self.ranks]
+        places = itertools.product(range(pp), range(dp), range(cp), range(tp))
+        self.ranks = [RankCoordinates(index=i, dp=d, cp=c, tp=t, pp=p) for i, (p, d, c, t) in enumerate(places)]
+        self.names = [_actor_name(role, rank, {"cp": cp, "tp": tp, "pp": pp}) for rank in self.ranks]
         actor_class = ray.remote(worker_class)
         self.actors = [
             actor_class.options(
@@ -233,5 +234,6 @@ class WorkerGroup:
             ray.kill(actor)
 
 
-def _actor_name(role: str, rank: RankCoordinates, cp: int, tp: int) -> str:
-    return f"{role} dp={rank.dp}" + (f" cp={rank.cp}" if cp > 1 else "") + (f" tp={rank.tp}" if tp > 1 else "")
+def _actor_name(role: str, rank: RankCoordinates, sizes: dict[str, int]) -> str:
+    shared = [f" {name}={getattr(rank, name)}" for name, size in sizes.items() if size > 1]
+    return f"{role} dp={rank.dp}{''.join(shared)}"

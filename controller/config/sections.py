@@ -220,10 +220,11 @@ class BalanceConfig:
         minimum=1,
     )
     order: str = setting(
-        "descending",
-        "Order of micro-steps: `descending`, the heaviest first, or `small_ends`, light ones first and last, where a "
-        "pipeline fills and drains.",
-        choices=("descending", "small_ends"),
+        "auto",
+        "Order of micro-steps: `descending`, the heaviest first, `small_ends`, light ones first and last, where a "
+        "pipeline fills and drains, or `makespan`, which chooses number, weights and order of the micro-steps of a "
+        "pipeline for the least time. `auto` is `makespan` in a pipeline, else `descending`.",
+        choices=("auto", "descending", "small_ends", "makespan"),
     )
     redeal_groups: bool = setting(
         False,

@@ -114,7 +114,8 @@ class TrainingConfig:
     def training_workers(self) -> int:
         """Worker actors of a training role: data-parallel ranks times the ranks that share a model."""
         parallel = self.policy.parallel
-        return self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
+        of_a_stage = self.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
+        return parallel.pipeline_parallel * of_a_stage
 
     @property
     def expert_ranks(self) -> int:

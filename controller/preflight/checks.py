@@ -23,6 +23,7 @@ from controller.preflight.training_checks import (
     check_attention,
     check_caps_hold,
     check_model_files,
+    check_order,
     check_replicate,
     check_run,
     check_same_vocabulary,
@@ -51,6 +52,7 @@ def check(config: Config) -> None:
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
     check_replicate(config)
+    check_order(config)
     _check_reference(config, model)
     check_critic(config, model)
     check_reward_model(config, model)
@@ -66,6 +68,7 @@ def check_layout(config: Config) -> None:
     _check_devices(config)
     _check_model(config, read_model_files(config.model.path, "model.path"))
     check_replicate(config)
+    check_order(config)
 
 
 def _check_sampling(config: Config) -> None:

@@ -124,5 +124,5 @@ def _shares_training(config: Config, role: str) -> bool:
 
 def groups_across_nodes(config: Config, placement: Placement) -> int:
     """Groups of ranks that share sequences or layers (context and tensor parallel) and lie on several nodes."""
-    size = config.training_workers // config.policy.ranks
+    size = config.policy.parallel.context_parallel * config.policy.parallel.tensor_parallel
     return len(groups_on_several_nodes(placement.pools["training"], size))

@@ -14,6 +14,7 @@ from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
 from controller.observability.shown_text import counted
+from workers.config import ParallelConfig
 
 
 def describe(config: TrainingConfig) -> str:
@@ -83,9 +84,17 @@ def _role_line(request: RoleRequest) -> str:
 
 
 def _sizes(config: TrainingConfig) -> list[str]:
+    stages = _stages(config.policy.parallel)
     if isinstance(config, OfflineConfig):
-        return _offline_sizes(config)
-    return _sampling_sizes(config) if isinstance(config, Config) else []
+        return _offline_sizes(config) + stages
+    return _sampling_sizes(config) + stages if isinstance(config, Config) else []
+
+
+def _stages(parallel: ParallelConfig) -> list[str]:
+    if parallel.pipeline_parallel == 1:
+        return []
+    parts = f", {parallel.virtual_stages} parts of the layers each" if parallel.virtual_stages > 1 else ""
+    return [f"a model: in {parallel.pipeline_parallel} stages{parts}; each data-parallel rank has all of them"]
 
 
 def _offline_sizes(config: OfflineConfig) -> list[str]:

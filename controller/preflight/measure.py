@@ -33,7 +33,13 @@ class Measured:
 
 
 def measure(config: Config, phases: list[Phase], layers: tuple[int, ...] = LAYERS) -> list[Measured]:
-    """Every phase of the estimate, measured. Raises ConfigError if the measuring process does not answer."""
+    """Every phase of the estimate, measured. Raises ConfigError if the measuring process does not answer.
+
+    Stages of a pipeline wait for one another, which one process cannot show: they are estimated alone.
+    """
+    if config.policy.parallel.pipeline_parallel > 1:
+        problem = "stages of a pipeline are not measured (policy.parallel.pipeline_parallel)"
+        return [Measured(phase.name, sum(phase.parts.values()), problem=problem) for phase in phases]
     return list(_beside(phases, run_trace(request(config, phases, layers))))
 
 

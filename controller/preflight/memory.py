@@ -40,6 +40,9 @@ fragmentation; for them a tenth of the GPU is left free.
 
 Of a node's host memory, which `host_memory` adds up: 4 P while rank 0 reads the files of the largest model, what is
 offloaded, and with checkpoints the copy that is written, 12 A / s and 1 GiB a rank. Engines that sleep keep nothing.
+
+In a pipeline all this is of the stage with most layers, s its ranks, as if it had embedding and output layer, too; it
+keeps the inputs of as many micro-batches as there are stages.
 """
 
 from collections.abc import Iterator, Mapping
@@ -114,9 +117,9 @@ def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, others: Shapes
 
 def host_memory(config: Config, shape: ModelShape, *, ranks: int, others: Shapes = NO_OTHERS) -> Parts:
     """GiB of the first node's host memory, which has `ranks` policy workers, rank 0 among them."""
-    sharers = _sharers(config)
-    here = ranks * shape.parameters / sharers / GIB
     parts = {"model as it is read": 4 * max(each.parameters for each in (shape, *others.values())) / GIB}
+    sharers, shape, others = _sharers(config), of_stage(config, shape), of_stages(config, others)
+    here = ranks * shape.parameters / sharers / GIB
     if config.policy.cpu_offload:
         parts["policy"] = 4 * here + 12 * here * trained_parameters(config, shape) / shape.parameters
     for role in others:
@@ -138,7 +141,7 @@ def staged(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> int
 
 def sharded_states(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Parts:
     """What a rank keeps between micro-batches, of all roles that share its GPU."""
-    sharers = _sharers(config)
+    sharers, shape, others = _sharers(config), of_stage(config, shape), of_stages(config, others)
     whole, trained = shape.parameters / sharers / GIB, trained_parameters(config, shape) / sharers / GIB
     parts = {}
     if not config.policy.cpu_offload:
@@ -150,7 +153,20 @@ def sharded_states(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS
 
 
 def _sharers(config: Config) -> int:
-    return config.training_workers // config.policy.parallel.replicate
+    """Ranks that share the parameters of a stage."""
+    parallel = config.policy.parallel
+    return config.training_workers // (parallel.pipeline_parallel * parallel.replicate)
+
+
+def of_stage(config: Config, shape: ModelShape) -> ModelShape:
+    """What the fullest stage has of a model; all of it without a pipeline."""
+    parallel, checkpointing = config.policy.parallel, config.model.gradient_checkpointing
+    return shape.of_fullest_stage(parallel.pipeline_parallel, parallel.virtual_stages, checkpointing=checkpointing)
+
+
+def of_stages(config: Config, shapes: Shapes) -> Shapes:
+    """`of_stage` of each."""
+    return {role: of_stage(config, shape) for role, shape in shapes.items()}
 
 
 def is_offloaded(config: Config, role: str) -> bool:
@@ -209,7 +225,9 @@ class Phase:
 
 
 def passes(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Iterator[Pass]:
-    """Every pass of the run's roles over a batch; they take turns on a GPU, on which engines then sleep."""
+    """Every pass of the run's roles over a batch; they take turns on a GPU, on which engines then sleep. Their shapes
+    are those of a stage."""
+    shape, others = of_stage(config, shape), of_stages(config, others)
     yield Pass("policy", "update", shape, config.policy.max_tokens, "policy.max_tokens")
     yield Pass("policy", "log_probs", shape, config.forward_max_tokens, "policy.forward_max_tokens")
     if "reference" in others:
@@ -320,7 +338,7 @@ class _Sizes:
 def _sizes(config: Config, each: Pass) -> _Sizes:
     shape, tensor_parallel = each.shape, config.policy.parallel.tensor_parallel
     has_head = each.call == "log_probs" or (each.trains and each.role == "policy")
-    resharded = config.training_workers > 1 and (
+    resharded = config.training_workers > config.policy.parallel.pipeline_parallel and (
         config.policy.reshard_after_forward or each.role not in ("policy", "critic")
     )
     layer = shape.layer_parameters - _experts_elsewhere(config, shape)
@@ -356,14 +374,22 @@ def _width(config: Config) -> int:
 
 
 def kept_activations(config: Config, each: Pass) -> float:
-    """Bytes that the layers of a full micro-batch keep until its backward pass."""
+    """Bytes that the layers of a full micro-batch, in a pipeline of several, keep until the backward pass."""
     tensor_parallel, shape, width = config.policy.parallel.tensor_parallel, each.shape, _width(config)
+    tokens = each.tokens * _under_way(config)
     if not config.model.gradient_checkpointing:
-        a_layer = each.tokens * shape.activation_bytes_per_token(tensor_parallel) * width / 2
-        return shape.layers * (a_layer + 4 * _travelling(config, each))
+        a_layer = tokens * shape.activation_bytes_per_token(tensor_parallel) * width / 2
+        return shape.layers * (a_layer + 4 * _under_way(config) * _travelling(config, each))
     if config.model.activation_offload:
         return 0.0
-    return each.tokens * width * shape.hidden * shape.layers / tensor_parallel
+    return tokens * width * shape.hidden * shape.layers / tensor_parallel
+
+
+def _under_way(config: Config) -> float:
+    """Micro-batches that stage 0 has computed forward and not yet backward; with v virtual stages, in v-ths of them."""
+    parallel = config.policy.parallel
+    stages, virtual = parallel.pipeline_parallel, parallel.virtual_stages
+    return stages if virtual == 1 else stages + (stages - 1) / virtual
 
 
 def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.errors import ConfigError
+from workers.model.stage_split import relative_costs, split_layers
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types that `model_shape` counts exactly."""
@@ -73,6 +74,15 @@ class ModelShape:
     def parameters(self) -> int:
         """All weights."""
         return self.layers * self.layer_parameters + self.root_parameters
+
+    def of_fullest_stage(self, stages: int, virtual_stages: int, *, checkpointing: bool) -> "ModelShape":
+        """The stage of a pipeline with most layers, as if it had embedding and output layer, too."""
+        if stages == 1:
+            return self
+        layer = 2 * self.hidden * (self.query + self.key_value) + 3 * self.hidden * self.feed_forward_width
+        costs = relative_costs([layer] * self.layers, self.vocabulary * self.hidden, checkpointing=checkpointing)
+        sizes = [len(layers) for layers in split_layers(*costs, stages * virtual_stages)]
+        return replace(self, layers=max(sum(sizes[stage::stages]) for stage in range(stages)))
 
     @property
     def feed_forward_width(self) -> int:

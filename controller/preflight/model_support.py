@@ -16,6 +16,7 @@ from workers.model.model_rules import (
     check_expert_parallel,
     check_kernel_features,
     check_layout,
+    check_pipeline_parallel,
     check_tensor_parallel,
     shares_prefixes,
 )
@@ -42,6 +43,7 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
         cuda=config.uses_gpus,
         half=config.model.dtype != "float32",
     )
+    check_pipeline_parallel(parallel, model, text.get("num_hidden_layers"))
     family = text.get("model_type", description.get("model_type", ""))
     check_tensor_parallel(parallel, config.model, model, family, text)
     check_expert_parallel(parallel, config.model, model, text)

@@ -12,6 +12,7 @@ from controller.preflight.training_checks import (
     check_attention,
     check_caps_hold,
     check_model_files,
+    check_order,
     check_replicate,
     check_run,
     check_same_vocabulary,
@@ -55,6 +56,7 @@ def check_offline(config: OfflineConfig) -> None:
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
     check_replicate(config)
+    check_order(config)
     _check_loss(config, model)
     _check_data(config)
     check_trackers(config)

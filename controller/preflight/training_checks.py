@@ -114,6 +114,15 @@ def check_replicate(config: TrainingConfig) -> None:
         )
 
 
+def check_order(config: TrainingConfig) -> None:
+    """Raise ConfigError for an order of micro-steps that only a pipeline has."""
+    if config.balance.order == "makespan" and config.policy.parallel.pipeline_parallel == 1:
+        raise ConfigError(
+            "balance.order=makespan is of a pipeline; set policy.parallel.pipeline_parallel above 1, or balance.order "
+            "to auto, descending or small_ends."
+        )
+
+
 def check_model_files(
     config: TrainingConfig, model: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
 ) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from balancing import CostModel
-from controller.cost_model_fitting import STEPS_BETWEEN_FITS, CostModelFitter, scaled_error
+from controller.cost_model_fitting import STEPS_BETWEEN_FITS, CostModelFitter, over_stages, scaled_error
 from workers.model.timing import MicroStepTime
 
 HARDWARE = CostModel(2e-6, 3e-9, "second")
@@ -85,3 +85,11 @@ def test_a_prediction_that_is_right_up_to_a_factor_has_no_error() -> None:
     assert scaled_error(CostModel(1.0, 0.0), [(10, 0, 10.0), (10, 0, 30.0)]) == pytest.approx(
         np.sqrt((0.04 + 0.36) / 2)
     )
+
+
+def test_stages_of_a_pipeline_add_up_to_what_one_rank_would_have_measured() -> None:
+    first = [MicroStepTime("update", 0.0, seconds, 10, 100) for seconds in (1.0, 2.0)]
+    second = [MicroStepTime("update", 0.5, seconds, 10, 100) for seconds in (3.0, 5.0)]
+    found = over_stages({"policy dp=0 pp=0": first, "policy dp=0 pp=1": second, "policy dp=1": first})
+    assert [step.seconds for step in found] == [4.0, 7.0, 1.0, 2.0]
+    assert {step.tokens for step in found} == {10}

@@ -2,7 +2,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.planner import draw_mini_batches, with_group_tokens
+from balancing import CostModel
+from balancing.pipeline import Pipeline
+from controller.config import Config
+from controller.planner import Planner, draw_mini_batches, plan_arguments, with_group_tokens
 from workers.remote_batch import RemoteBatch
 
 
@@ -42,3 +45,25 @@ def test_tokens_of_a_group_are_counted_in_each_mini_batch() -> None:
     columns = {"uid": np.array(["b", "a", "b", "a", "b"]), "response_tokens": np.array([1, 2, 3, 4, 5])}
     batch = with_group_tokens(RemoteBatch(columns, {}), [np.array([0, 1, 3]), np.array([2, 4])])
     assert batch["group_tokens"].tolist() == [1, 6, 8, 6, 8]
+
+
+def test_a_plan_knows_the_stages_that_its_micro_batches_pass() -> None:
+    """With stages the micro-steps are those of the least makespan; backward takes 3 forward passes with checkpoints."""
+    config = Config()
+    assert plan_arguments(config, "policy.update")["pipeline"] is None
+    config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = 4, 2
+    config.model.gradient_checkpointing = True
+    config.policy.max_tokens = 64
+    batch = RemoteBatch(
+        {
+            "length": np.arange(20, 52),
+            "response_tokens": np.full(32, 5),
+            "uid": np.array([str(row) for row in range(32)]),
+        },
+        {},
+    )
+    for of, backward in (("policy.update", 3.0), ("policy.log_probs", 0.0)):
+        plan = Planner(config, CostModel.tokens()).whole(batch, of)
+        assert plan.settings.pipeline == Pipeline(4, 2, backward)
+        assert plan.settings.order == "makespan"
+        assert {len(plan.for_rank(0).mini_batches[0].micro_batches) % 4} == {0}

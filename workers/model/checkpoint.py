@@ -44,6 +44,7 @@ from workers.model.checkpoint_folder import (
 )
 from workers.model.optimizer import optimizer_state, resume_schedule
 from workers.model.parallel import reshard
+from workers.model.pipeline import Stage
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +60,18 @@ class Checkpointer:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, schedule: LambdaLR, device: torch.device
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LambdaLR,
+        device: torch.device,
+        stage: Stage,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
         self._schedule = schedule
         self._device = device
+        self._stage = stage
         # The background thread's messages must not mix with those of training: a process group of its own.
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Path, Future] | None = None
@@ -92,8 +99,11 @@ class Checkpointer:
         def finish(files: dict[str, StoredFile]) -> None:
             commit(unfinished, path, Manifest(step, dist.get_world_size(), numbers, extra, files))
 
-        state = self._trained_state() | _random_state(self._device)
-        writer = _CommittingWriter(unfinished, _files_of(state), finish)
+        state = self._trained_state(copies=False)
+        sizes = {name: tensor.nbytes for name, tensor in state.items()}
+        files = _files_of({name: size for part in self._stage.of_all(sizes) for name, size in part.items()})
+        state |= _random_state(self._device)
+        writer = _CommittingWriter(unfinished, files, finish)
         future = dcp.async_save(state, storage_writer=writer, process_group=self._group)
         self._saving = path, cast(Future, future)
 
@@ -120,9 +130,11 @@ class Checkpointer:
         manifest: Manifest = self._from_rank_zero(lambda: read_manifest(path))
         self._on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[self._rank :: self._size]))
         reader = dcp.HuggingFaceStorageReader(str(path))
-        state = self._trained_state()
+        state = self._trained_state(copies=True)
         metadata = self._on_all_ranks(lambda: _read_metadata(path, reader))
-        _check_same_model(path, state, metadata)
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        every = {name: shape for part in self._stage.of_all(shapes) for name, shape in part.items()}
+        _check_same_model(path, every, metadata)
         random_state = _random_state(self._device) if manifest.world_size == self._size else {}
         # A checkpoint saved on a CPU has no state of a GPU.
         random_state = {name: part for name, part in random_state.items() if name in metadata.state_dict_metadata}
@@ -149,16 +161,21 @@ class Checkpointer:
     def _size(self) -> int:
         return dist.get_world_size(self._group)
 
-    def _trained_state(self) -> dict[str, Tensor]:
-        """The engine's own tensors by name, each once: a tied weight has the first of its names."""
+    def _trained_state(self, *, copies: bool) -> dict[str, Tensor]:
+        """The engine's own tensors by name, each once: a tied weight has the first of its names, also on a stage that
+        knows it by another. copies: with those that another stage of a pipeline holds, too."""
         reshard(self._module)
         names: dict[Tensor, str] = {}
         for name, tensor in self._module.state_dict(keep_vars=True).items():
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
-                names.setdefault(tensor, name)
+                names.setdefault(tensor, self._stage.first_name(name))
+        if not copies:
+            for tensor in self._stage.copies(self._module.model):
+                names.pop(tensor, None)
         state = {f"model.{name}": tensor.detach() for tensor, name in names.items()}
         for parameter, parts in optimizer_state(self._optimizer).items():
-            state |= {f"optimizer.{names[parameter]}.{part}": value for part, value in parts.items()}
+            if parameter in names:
+                state |= {f"optimizer.{names[parameter]}.{part}": value for part, value in parts.items()}
         return state
 
     def _from_rank_zero(self, make: Callable[[], Any]) -> Any:
@@ -217,12 +234,12 @@ def _prepare(path: Path) -> Path:
     return unfinished
 
 
-def _files_of(state: dict[str, Tensor]) -> dict[str, int]:
-    """In which file, counted from 1, each tensor goes: files of about FILE_BYTES a rank."""
+def _files_of(sizes: dict[str, int]) -> dict[str, int]:
+    """In which file, counted from 1, each tensor goes: files of about FILE_BYTES a rank. sizes: bytes by name."""
     numbers, written = {}, 0
-    for name, tensor in state.items():
+    for name, size in sizes.items():
         numbers[name] = 1 + written // (FILE_BYTES * dist.get_world_size())
-        written += tensor.nbytes
+        written += size
     for rank in range(dist.get_world_size()):  # names that the coordinator, who decides, does not hold itself
         numbers |= dict.fromkeys(_random_names(rank), 1)
     return numbers
@@ -254,11 +271,11 @@ def _read_metadata(path: Path, reader: dcp.HuggingFaceStorageReader) -> Metadata
         raise CheckpointError(f"{path} is no checkpoint: {_cause(error)}.") from error
 
 
-def _check_same_model(path: Path, state: dict[str, Tensor], metadata: Metadata) -> None:
-    """Raise CheckpointError that names the first tensor which the checkpoint and this model do not have in common."""
+def _check_same_model(path: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata) -> None:
+    """Raise CheckpointError that names the first tensor which the checkpoint and this model, whose shapes are `wanted`,
+    do not have in common."""
     found = {name: tuple(stored.size) for name, stored in metadata.state_dict_metadata.items()}
     found = {name: shape for name, shape in found.items() if not name.startswith("random.")}
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """The weights of a sharded model as its checkpoint has them: names, shapes, and one conversion after the other.
 
     shards --adapter merged, cast--> half the bytes --gather--> whole tensors of one conversion --Conversion--> vLLM,
-                                                    on every rank, or on one                                    files
+                       of the stage that holds the weight --> on every rank, or on one                          files
 
 At no time is more than one conversion's weights (a layer's experts are the largest) whole on a rank.
 """
@@ -17,6 +17,7 @@ from transformers.core_model_loading import WeightTransform
 from workers.model.checkpoint_names import Conversion, converted_metadata, plan_conversions
 from workers.model.gathering import gather_to
 from workers.model.parallel import full_tensor
+from workers.model.pipeline import Stage
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,15 @@ class CheckpointWeights:
         self,
         model: PreTrainedModel,
         rules: Sequence[WeightTransform],
+        weights: Mapping[str, Tensor],
         shards: Callable[[], Mapping[str, Shard]],
         device: torch.device,
+        stage: Stage,
     ) -> None:
-        """rules: see `loading_rules`, the same on every rank. shards: of the weights as they are now, by the model's
-        names without adapters. device: where tensors are gathered."""
-        self.model, self._current_shards, self._device = model, shards, device
-        weights = {name: shard.weight for name, shard in shards().items()}
+        """rules: see `loading_rules`, the same on every rank. weights: of the whole model, for their shapes, by its
+        names without adapters. shards: those of this rank's stage as they are now. device: where tensors are gathered.
+        """
+        self.model, self._current_shards, self._device, self._stage = model, shards, device, stage
         self._empty = {
             name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()
         }
@@ -70,11 +73,25 @@ class CheckpointWeights:
         for conversion in plan:
             whole = []
             for name in conversion.sources:
-                part = shards[name].on(self._device, dtype)  # cast before the gather: fewer bytes travel
-                gathered = full_tensor(part) if keeper is None else gather_to(part, keeper)
+                gathered = self._gathered(name, shards.get(name), dtype, keeper)
                 whole += [] if gathered is None else [gathered]
             if whole:
                 yield from conversion.apply(whole, self.model).items()
+
+    def _gathered(self, name: str, shard: Shard | None, dtype: torch.dtype | None, keeper: int | None) -> Tensor | None:
+        """A weight whole, on the keeper or everywhere; shard: this rank's, where its stage has the weight."""
+        stage, found = self._stage, None
+        holder = stage.holder_of(name)
+        if stage.index == holder:
+            if shard is None:
+                raise RuntimeError(f"stage {holder} does not hold {name}")
+            part = shard.on(self._device, dtype)  # cast before the gather: fewer bytes travel
+            found = full_tensor(part) if keeper is None else gather_to(part, stage.counterpart(keeper))
+        empty = self._empty[name]
+        like = empty.to(_type_of(empty, dtype))
+        if keeper is None:
+            return stage.to_all(found, holder, like, self._device)
+        return stage.to_keeper(found, holder, keeper, like, self._device)
 
 
 def _type_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The training engine that every role uses: forward-only log-probs, forward and backward, optimiser step, weights out.
 
     Sequences --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
-                  (once a micro-batch; each adds its gradients to the shards of the ranks, see `prepare_backward`)
+                  (once a micro-batch; each adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
     optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> names of the files
 
 It needs torch and transformers only, and runs in a plain process, under torchrun, or inside an actor. Calls are
@@ -38,22 +38,28 @@ from workers.model.lora import adapter_weights, add_adapters, merged_shards, wit
 from workers.model.losses import (
     Denominators,
     LossFunction,
-    Predictions,
     Statistics,
     ValueLossFunction,
-    ValuePredictions,
     mean,
     prepare,
     rollout_mismatch,
     to_metrics,
 )
 from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
-from workers.model.model_rules import check_expert_parallel, check_tensor_parallel, check_value_head
+from workers.model.model_rules import (
+    check_expert_parallel,
+    check_pipeline_parallel,
+    check_tensor_parallel,
+    check_value_head,
+)
 from workers.model.optimizer import make_optimizer, make_schedule
-from workers.model.packing import ModelInput, Sequences
-from workers.model.parallel import clip_gradients, fsdp_modules, make_parallel, reshard, shard_model
+from workers.model.packing import Sequences
+from workers.model.parallel import make_parallel, prepare_backward, reshard, shard_model
 from workers.model.parity import make_probe, own_outputs, prove
+from workers.model.passes import Passes, Work, outputs, predictions_of
+from workers.model.pipeline import Stage, clip_over_stages
 from workers.model.skipping import SkipPolicy
+from workers.model.stage_layers import Part, Passing
 from workers.model.tensor_parallel import share_model
 from workers.model.timing import MicroStepClock
 from workers.model.values import load_value_model
@@ -106,6 +112,7 @@ class TrainingEngine:
         self.positions = max_positions(self.module.model.config)
         self._check_model()
         self.layout = RowLayout(model_config, self.parallel, self.module, self.device, self.dtype)
+        self.stage = Stage(self.module, self.parallel, checkpointing=model_config.gradient_checkpointing)
         self.num_parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.module.requires_grad_(optimizer is not None)
         # A frozen engine is a reference: the base model, which adapters leave as it is.
@@ -116,9 +123,13 @@ class TrainingEngine:
             probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
         self.expert_load = ExpertLoad(self.module, self.parallel, self.device)
+        weights = {name: shard.weight for name, shard in self._shards().items()}
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
-        self.checkpoint_weights = CheckpointWeights(self.module.model, source.rules, self._shards, self.device)
+        self.passes = Passes(self.stage, self.layout, self.clock, self.device, self.dtype, self._before_backward)
+        self.checkpoint_weights = CheckpointWeights(
+            self.module.model, source.rules, weights, self._shards, self.device, self.stage
+        )
         self.stored_dtype = stored_dtype(model_config.path, parameter_dtype)
         if optimizer is not None:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
@@ -142,12 +153,14 @@ class TrainingEngine:
         family, sizes = hf_config.model_type, hf_config.to_dict()
         check_tensor_parallel(parallel, self.model_config, self.module.name, family, sizes)
         check_expert_parallel(parallel, self.model_config, self.module.name, hf_config.get_text_config().to_dict())
+        check_pipeline_parallel(parallel, self.module.name, len(self.module.layers))
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
     def _distribute(self, cpu_offload: bool) -> None:
         """Divide the module's parameters between the ranks; compiled layers come before FSDP wraps them."""
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
+        self.stage.keep(self.module)
         if self.model_config.compile:
             compile_layers(self.module.layers)
         shard_model(
@@ -201,12 +214,15 @@ class TrainingEngine:
         """
         self._check_head("lm")
         result = torch.zeros(len(sequences), dtype=torch.float64)
-        for start, stop in self._forward_passes("log_probs", sequences, micro_batches):
-            predictions, _ = self._predict(sequences.slice(start, stop))
+
+        def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
+            predictions = predictions_of(self.head, sequences.slice(start, stop), laid_out, outputs)
             summed = torch.zeros(stop - start, dtype=torch.float64, device=self.device)
             summed.index_add_(0, predictions.sequence_index, predictions.log_probs.double())
             result[start:stop] = summed.cpu()
-        return result
+
+        self._forward_passes("log_probs", sequences, micro_batches, finish)
+        return self.stage.from_last(result)
 
     @torch.no_grad()
     def values(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
@@ -228,10 +244,12 @@ class TrainingEngine:
         """
         self._check_head("value")
         result = torch.zeros(len(sequences), dtype=torch.float32)
-        for start, stop in self._forward_passes("scores", sequences, micro_batches):
-            laid_out = self._lay_out(sequences.slice(start, stop), forward=True, last=True)
-            result[start:stop] = self._values(laid_out).float().cpu()
-        return result
+
+        def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
+            result[start:stop] = laid_out.whole(outputs).float().cpu()
+
+        self._forward_passes("scores", sequences, micro_batches, finish, forward=True, last=True)
+        return self.stage.from_last(result)
 
     def _forward_only(
         self,
@@ -244,23 +262,32 @@ class TrainingEngine:
         """Returns the columns `kept` of the predictions, float32 [T] each, and metrics of what `measure` gives."""
         results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
-        for start, stop in self._forward_passes(name, sequences, micro_batches):
-            predictions, row = self._predict(sequences.slice(start, stop), forward=True)
+
+        def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
+            predictions = predictions_of(self.head, sequences.slice(start, stop), laid_out, outputs)
             first = int(sequences.lengths[:start].sum())
             for result, column in zip(results, kept, strict=True):
-                result[first + row.loss_positions] = getattr(predictions, column).float().cpu()
+                result[first + laid_out.rows.loss_positions] = getattr(predictions, column).float().cpu()
             statistics.append(measure(predictions))
-        return results, to_metrics(statistics)
+
+        self._forward_passes(name, sequences, micro_batches, finish, forward=True)
+        return self.stage.from_last((results, to_metrics(statistics)))
 
     def _forward_passes(
-        self, name: str, sequences: Sequences, micro_batches: Sequence[MicroBatch]
-    ) -> Iterator[MicroBatch]:
-        """The micro-batches, each timed as a micro-step `name` until the next is asked for."""
+        self,
+        name: str,
+        sequences: Sequences,
+        micro_batches: Sequence[MicroBatch],
+        finish: Callable[[int, int, LaidOut, Any], None],
+        **layout: bool,
+    ) -> None:
+        """Each micro-batch forward, timed as a micro-step `name`; finish(start, stop, ...). layout: see `Work`."""
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=True)
-        for start, stop in micro_batches:
-            with self.clock.micro_step(name, sequences.lengths[start:stop]):
-                yield start, stop
+        rounds = self.stage.whole_rounds(micro_batches)
+        slices = [sequences.slice(*rows) for rows in rounds]
+        work = Work(name, slices, lambda index, *found: finish(*rounds[index], *found), **layout)
+        self.passes.run(work, self._outputs)
         reshard(self.module)  # without a backward pass nothing else frees the gathered parameters
 
     def _check_head(self, head: str) -> None:
@@ -288,18 +315,19 @@ class TrainingEngine:
             raise DataError("a mini-batch needs at least one micro-batch on every rank, if only an empty one")
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=False)
+        micro_batches = self.stage.whole_rounds(micro_batches)
         slices = [sequences.slice(*rows) for rows in micro_batches]
         parts = prepare(loss_function, slices, denominators, self.data_parallel_groups)
         statistics: list[Statistics] = []
-        for index, (start, stop) in enumerate(micro_batches):
-            self.prepare_backward(last=index == len(micro_batches) - 1)
-            with self.clock.micro_step("update", sequences.lengths[start:stop]):
-                predictions, _ = self._predict(parts[index])
-                loss, measured = loss_function(predictions, denominators)
-                self.skip_policy.watch(sequences, start, stop, loss)
-                loss.backward()
+
+        def finish(index: int, laid_out: LaidOut, outputs: Any) -> Tensor:
+            loss, measured = loss_function(predictions_of(self.head, parts[index], laid_out, outputs), denominators)
+            self.skip_policy.watch(sequences, *micro_batches[index], loss)
             statistics.append(measured)
-        return to_metrics([*statistics, self.expert_load.take()])
+            return loss
+
+        self.passes.run(Work("update", parts, finish, trains=True), self._outputs)
+        return self.stage.from_last(to_metrics([*statistics, self.expert_load.take()]))
 
     def optimizer_step(self) -> Metrics:
         """Clip, update, advance the schedule, clear the gradients.
@@ -312,7 +340,7 @@ class TrainingEngine:
         """
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
-        norm = clip_gradients(list(self.module.parameters()), self.optimizer_config.max_grad_norm)
+        norm = clip_over_stages(self.stage, self.module, self.optimizer_config.max_grad_norm)
         finite = self.skip_policy.takes_step(norm, self.device)
         learning_rate = self.schedule.get_last_lr()[0]
         if finite:
@@ -366,8 +394,9 @@ class TrainingEngine:
         """
         self._check_adapters("save adapters")
         reshard(self.module)
-        every, keep = adapter_weights(self.module.model, self.device), dist.get_rank() == 0
-        weights = {name: weight.cpu() for name, weight in every if keep}
+        every, keep = adapter_weights(self.module.model, self.device), self.parallel.is_place_zero
+        parts = self.stage.of_all({name: weight.cpu() for name, weight in every if keep})
+        weights = {name: weight for part in parts for name, weight in part.items()}
         write_folder(Path(path), lambda folder: write_adapters(self.module.model, weights, folder))
 
     def _check_adapters(self, what: str) -> None:
@@ -379,7 +408,7 @@ class TrainingEngine:
         """Saves and loads the training state; creating it is collective. Raises ConfigError if frozen."""
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer and has no state to save")
-        return Checkpointer(self.module, self.optimizer, self.schedule, self.device)
+        return Checkpointer(self.module, self.optimizer, self.schedule, self.device, self.stage)
 
     def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
         """Begin to save the training state in the background; see `Checkpointer.save`. Collective.
@@ -410,39 +439,13 @@ class TrainingEngine:
         reshard(self.module)
         write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
 
-    def _predict(self, micro_batch: Sequences, *, forward: bool = False) -> tuple[Any, ModelInput]:
-        """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
-        laid_out = self._lay_out(micro_batch, forward=forward)
-        if self.head == "value":
-            return ValuePredictions.gather(self._values(laid_out), micro_batch, laid_out.rows), laid_out.rows
-        outputs = self.module(**laid_out.arguments, temperature=self.temperature)
-        log_probs, entropy = laid_out.whole(torch.stack(outputs, dim=-1)).unbind(-1)
-        return Predictions.gather(log_probs, entropy, micro_batch, laid_out.rows), laid_out.rows
+    def _before_backward(self, part: Part, last: bool) -> None:
+        settings, layers = self.parallel.config, self.module.layers_of(part)
+        prepare_backward(self.module, layers, last, reshard_after_forward=self.reshard_after_forward, config=settings)
 
-    def _lay_out(self, micro_batch: Sequences, *, forward: bool, last: bool = False) -> LaidOut:
-        laid_out = self.layout.lay_out(micro_batch, forward=forward, last=last)
-        self.clock.leave_out(laid_out.rows.shared)
-        self.expert_load.watch(laid_out.filled if len(micro_batch) and torch.is_grad_enabled() else None)
-        return laid_out
-
-    def _values(self, laid_out: LaidOut) -> Tensor:
-        """[N], on every rank of a context-parallel group those of the whole micro-batch."""
-        arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
-        return laid_out.whole(self.module(**arguments))
-
-    def prepare_backward(self, last: bool) -> None:
-        """Set up the next backward pass; last: whether it is that of the mini-batch's last micro-batch.
-
-        By default every pass reduces its gradients onto the shards: unreduced ones are whole, in float32 and on every
-        rank. Copies of the model (HSDP) sum their shards in the last pass only. Parameters do not change between
-        passes: with `reshard_after_forward=False` they stay gathered until the last.
-        """
-        for module in fsdp_modules(self.module):
-            if self.parallel.config.defer_gradient_reduction:
-                module.set_requires_gradient_sync(last, recurse=False)
-            else:
-                module.set_requires_all_reduce(last, recurse=False)
-            module.set_reshard_after_backward(last or self.reshard_after_forward, recurse=False)
+    def _outputs(self, laid_out: LaidOut, passing: Passing) -> Any:
+        with self.expert_load.counting(laid_out.filled if torch.is_grad_enabled() else None):
+            return outputs(self.module, laid_out, passing, self.temperature)
 
 
 def _measure(predictions: Any) -> Statistics:

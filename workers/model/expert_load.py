@@ -7,6 +7,8 @@ Counted where experts are called, with or without expert parallelism. Padding an
 token that sequences share counts once, since it is computed once.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,15 +31,23 @@ class ExpertLoad:
         sizes = [next(module.parameters()).shape[0] for module in modules]
         self._counts = torch.zeros(len(modules), max(sizes, default=0), dtype=torch.int64, device=device)
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=device)
-        # A sum over these, one after the other, is one over all ranks that hold different tokens.
-        self._groups = [parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp")]
+        # A sum over these, one after the other, is one over all ranks that hold different tokens, or other layers.
+        self._groups = [parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp", "pp")]
         self._filled: Tensor | None = None
         for layer, module in enumerate(modules):
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
 
-    def watch(self, filled: Tensor | None) -> None:
-        """Count the next passes. filled: bool [T], the cells that hold a token, of this rank; None counts nothing."""
+    @contextmanager
+    def counting(self, filled: Tensor | None) -> Iterator[None]:
+        """Count the forward passes of the block, not those that checkpointing repeats later.
+
+        filled: bool [T], the cells that hold a token, of this rank; None counts nothing.
+        """
         self._filled = filled
+        try:
+            yield
+        finally:
+            self._filled = None
 
     def take(self) -> Statistics:
         """Metrics of what was counted since the last call; collective. Nothing for a dense model."""
@@ -46,7 +56,7 @@ class ExpertLoad:
         for group in self._groups:
             dist.all_reduce(self._counts, group=group)
         counts = self._counts.double()
-        # A layer that saw no token, or a stage of none, counts as even.
+        # A layer that saw no token counts as even.
         load = counts.amax(1) * self._sizes / counts.sum(1)
         self._counts.zero_()
         worst = load.nan_to_num(nan=1.0).max()

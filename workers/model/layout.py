@@ -36,7 +36,7 @@ from workers.model.values import after_last
 @dataclass(frozen=True)
 class LaidOut:
     """rows: the whole micro-batch. arguments: those of the model on this rank, on its device. filled: bool [cells],
-    those of this rank that hold a token, there too.
+    those of this rank that hold a token of a sequence, there too.
 
     whole: values [n, ...] of this rank's predicted tokens -> [N, ...] of all, on every rank of the group.
     """
@@ -96,14 +96,14 @@ class RowLayout:
             rows = pad(micro_batch, multiple)
             rows = after_last(rows, micro_batch) if last else rows
             mask = {"attention": None, "attention_mask": rows.attention_mask.to(self._device)}
-            return LaidOut(rows, self._cells(rows) | mask, self._filled(rows), lambda values: values)
+            return LaidOut(rows, self._cells(rows) | mask, self._filled(rows, micro_batch), lambda values: values)
         row = self._row(micro_batch, multiple, to_longest=layout == "padded")
         row = after_last(row, micro_batch) if last else row
         if self._context is None:
             attention = self._attention(row)
             arguments = self._cells(row) | {"attention": attention}
-            return LaidOut(row, arguments, self._filled(row), lambda values: values)
-        return self._part_of(row, self._context)
+            return LaidOut(row, arguments, self._filled(row, micro_batch), lambda values: values)
+        return self._part_of(row, micro_batch, self._context)
 
     def _row(self, micro_batch: Sequences, multiple: int, *, to_longest: bool) -> PackedRow:
         if self.shared_from:
@@ -118,8 +118,8 @@ class RowLayout:
             return SharedAttention(row, self._device)
         return packed_attention(self._backend, row, self._device)
 
-    def _part_of(self, row: PackedRow, context: DeviceMesh) -> LaidOut:
-        """This rank's part of a row that the ranks of `context` share."""
+    def _part_of(self, row: PackedRow, micro_batch: Sequences, context: DeviceMesh) -> LaidOut:
+        """This rank's part of the row of a micro-batch that the ranks of `context` share."""
         group, size = context.get_group(), len(row.targets)
         part = cut(row, context.size(), context.get_local_rank())
         selected = part.selected.to(self._device)
@@ -128,10 +128,12 @@ class RowLayout:
         else:
             attention = Ulysses(self._attention(row), row, group, self._device)
         arguments = self._cells(part) | {"attention": attention}
-        return LaidOut(row, arguments, self._filled(part), lambda values: gather_tokens(values, selected, size, group))
+        filled = self._filled(part, micro_batch)
+        return LaidOut(row, arguments, filled, lambda values: gather_tokens(values, selected, size, group))
 
-    def _filled(self, cells: Any) -> Tensor:
-        return cells.filled.flatten().to(self._device)
+    def _filled(self, cells: Any, micro_batch: Sequences) -> Tensor:
+        """The row of an empty micro-batch has a token, so that the rank takes part in what others do, but no work."""
+        return (cells.filled.flatten() & bool(len(micro_batch))).to(self._device)
 
     def _cells(self, cells: Any) -> dict[str, Tensor]:
         names = ("input_ids", "position_ids", "predicting", "targets")

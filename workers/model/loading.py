@@ -62,7 +62,8 @@ class Source(Generic[Packed]):
     def fill(self, device: torch.device, *, cpu_offload: bool) -> None:
         """Allocate the sharded `module`, copy rank 0's values into it and drop the whole model.
 
-        device: that of the computation; with `cpu_offload` parameters stay in host memory.
+        device: that of the computation; with `cpu_offload` parameters stay in host memory. Of what `module` lacks (a
+        stage of a pipeline has but some layers) nothing is kept.
         """
         whole, self._whole = self._whole, None
         if whole is self.module:
@@ -70,25 +71,31 @@ class Source(Generic[Packed]):
         self.module.to_empty(device=torch.device("cpu") if cpu_offload else device)
         _tie_again(self.module.model)
         state = whole.state_dict() if whole else {}
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(self.module, state, options=options)
         _fill_buffers(self.module, dict(whole.named_buffers()) if whole else {}, device)
 
 
 def _tie_again(model: Any) -> None:
     """Restore the ties (output layer and embedding) that allocating new memory has broken."""
+    present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for target, source in model.all_tied_weights_keys.items():
-        owner, _, name = target.rpartition(".")
-        setattr(model.get_submodule(owner), name, model.get_parameter(source))
+        if {target, source} <= present:  # a stage of a pipeline may have one of them
+            owner, _, name = target.rpartition(".")
+            setattr(model.get_submodule(owner), name, model.get_parameter(source))
 
 
 def _fill_buffers(skeleton: nn.Module, values: dict[str, torch.Tensor], device: torch.device) -> None:
     """Copy buffers that no state dict holds (rotary frequencies); `to_empty` leaves them uninitialised."""
-    for name, buffer in list(skeleton.named_buffers()):
-        value = values[name].to(device) if values else torch.empty_like(buffer, device=device)
+    described = [{name: value.to("meta") for name, value in values.items()}]
+    dist.broadcast_object_list(described, src=0)
+    wanted = {name for name, _ in skeleton.named_buffers()}
+    for name, like in described[0].items():
+        value = values[name].to(device) if values else torch.empty_like(like, device=device)
         dist.broadcast(value, src=0)
-        owner, _, attribute = name.rpartition(".")
-        setattr(skeleton.get_submodule(owner), attribute, value)
+        if name in wanted:
+            owner, _, attribute = name.rpartition(".")
+            setattr(skeleton.get_submodule(owner), attribute, value)
 
 
 def _on_rank_zero(load: Callable[[], Answer]) -> Answer | None:

@@ -25,6 +25,7 @@ from workers.model.logprobs import linear_log_probs
 from workers.model.model_rules import check_kernel_features, check_layout
 from workers.model.parallel import full_tensor
 from workers.model.recurrent import check_mixers, find_mixers, split_by_segment
+from workers.model.stage_layers import Part, Passing, carried
 from workers.model.tensor_parallel import own_vocabulary
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,13 @@ class PackedModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        return list(_layers(self.model) or ())
+        layers = _layers(self.model)
+        return [] if layers is None else list(layers.children())
+
+    def layers_of(self, part: Part) -> list[nn.Module]:
+        """Those of a part that this process holds."""
+        layers = _layers(self.model)
+        return [] if layers is None else [layers.get_submodule(str(index)) for index in part.layers]
 
     @property
     def is_recurrent(self) -> bool:
@@ -81,13 +88,25 @@ class PackedModel(nn.Module):
         predicting: Tensor,
         attention: PackedAttention | None,
         attention_mask: Tensor | None,
+        passing: Passing | None,
     ) -> Tensor:
-        """The last hidden states [N, H] of the cells `predicting`; see `PackedCausalLM.forward`."""
+        """The last hidden states [N, H] of the cells `predicting`; see `PackedCausalLM.forward`.
+
+        passing: through a part of the layers alone; where others follow, those of all cells [R, W, H] are returned.
+        """
         # Packed rows get neither cache nor mask: with either, transformers would not tell their segments apart.
         arguments: dict[str, Any] = {"position_ids": position_ids} if self.takes_positions else {}
         arguments |= {"attention_mask": attention_mask} if attention is None else {"packed_attention": attention}
-        with activations_on_host(input_ids.device) if self.activation_offload else nullcontext():
-            output = decoder_of(self.model)(input_ids=input_ids, use_cache=False, **arguments)
+        read = {"input_ids": input_ids}
+        if passing is not None and passing.received is not None:
+            read = {"inputs_embeds": passing.received}
+        with (
+            activations_on_host(input_ids.device) if self.activation_offload else nullcontext(),
+            carried(_layers(self.model), passing),
+        ):
+            output = decoder_of(self.model)(use_cache=False, **read, **arguments)
+        if passing is not None and not passing.part.last:
+            return passing.result()
         # Under tensor parallelism every rank has a part of the tokens, and of the vocabulary.
         return full_tensor(output.last_hidden_state).flatten(0, 1).index_select(0, predicting)
 
@@ -108,14 +127,19 @@ class PackedCausalLM(PackedModel):
         attention: PackedAttention | None,
         temperature: float,
         attention_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        passing: Passing | None = None,
+    ) -> tuple[Tensor, Tensor] | Tensor:
         """input_ids, position_ids int64 [R, W]; the hidden states in the cells `predicting` int64 [N], counted row by
         row, predict `targets` [N]. `attention` is that of a packed row; padded rows have an attention_mask [R, W].
 
-        Returns (log_probs [N], entropy [N]), see `linear_log_probs`.
+        Returns (log_probs [N], entropy [N]), see `linear_log_probs`; for a part of the layers that others follow, what
+        these take.
         """
+        hidden = self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask, passing)
+        if passing is not None and not passing.part.last:
+            return hidden
         return linear_log_probs(
-            self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask),
+            hidden,
             targets=targets,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens(input_ids.device.type),

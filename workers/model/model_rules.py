@@ -190,6 +190,23 @@ def check_expert_parallel(
         )
 
 
+def check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int | None) -> None:
+    """Raise UnsupportedModelError if a model, of so many layers if known, has too few for the parts of a pipeline,
+    ConfigError for parts of stages where there is one stage."""
+    stages, virtual = parallel.pipeline_parallel, parallel.virtual_stages
+    if virtual > 1 and stages == 1:
+        raise ConfigError(
+            f"policy.parallel.virtual_stages={virtual} has no effect without policy.parallel.pipeline_parallel above "
+            "1; set that, or remove policy.parallel.virtual_stages."
+        )
+    if layers is not None and layers < stages * virtual:
+        parts = f" * virtual_stages={virtual}" * (virtual > 1)
+        raise UnsupportedModelError(
+            f"{model} has {layers} layers, fewer than the parts of policy.parallel.pipeline_parallel={stages}{parts}; "
+            "lower it."
+        )
+
+
 def check_tensor_parallel(
     parallel: ParallelConfig, settings: ModelConfig, model: str, family: str, sizes: Mapping[str, Any]
 ) -> None:

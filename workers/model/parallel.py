@@ -1,20 +1,22 @@
 """The device mesh of the ranks, FSDP2 sharding over it, and gradient clipping.
 
-    rank = ((dp_replicate * DP_SHARD + dp_shard) * CP + cp) * TP + tp          ranks of one tp group are neighbours
+    rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp    tp groups are neighbours
 
     fully_shard(layer) ... fully_shard(root)     parameters gathered layer by layer, forward and backward
     gradients --reduce-scatter over dp_shard x cp, all-reduce over dp_replicate, SUM--> shards --global norm--> clipped
 
-Ranks that differ in cp or tp alone hold the same sequences; dp = dp_replicate * dp_shard groups hold different ones.
+Ranks that differ in pp, cp or tp alone hold the same sequences; dp = dp_replicate * dp_shard groups hold different
+ones. Only the ranks of one stage, alike in pp, shard the same parameters.
 Sums, not averages: every loss is already divided by denominators of the whole mini-batch, and a context-parallel rank
 gives the gradient of its own tokens alone.
 """
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,12 @@ from torch.distributed.tensor import DTensor, Shard
 from workers.config import ParallelConfig
 from workers.errors import ConfigError
 
-DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """The mesh of all ranks with the dimensions `dp_replicate`, `dp_shard`, `cp` and `tp`.
+    """The mesh of all ranks with the dimensions `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`.
 
     sharding: the part of it over which FSDP2 shards parameters, with `dp_replicate` before it for HSDP. config: the
     settings it was made from.
@@ -52,14 +54,24 @@ class Parallel:
         return self.mesh["tp"]
 
     @property
+    def pipeline(self) -> DeviceMesh:
+        """The ranks with this rank's sequences that hold the other layers, stage after stage."""
+        return self.mesh["pp"]
+
+    @property
     def dp(self) -> int:
         """Groups of ranks that hold different sequences."""
         return self.mesh["dp_replicate"].size() * self.mesh["dp_shard"].size()
 
     @property
+    def is_place_zero(self) -> bool:
+        """Whether this rank has in its stage the place that rank 0 has in the first."""
+        return dist.get_rank() % (dist.get_world_size() // self.pipeline.size()) == 0
+
+    @property
     def leads_dp_group(self) -> bool:
         """Whether this rank is the first of those that hold the same sequences."""
-        return self.context.get_local_rank() == self.tensor.get_local_rank() == 0
+        return all(group.get_local_rank() == 0 for group in (self.pipeline, self.context, self.tensor))
 
 
 def process_group_backend(device: torch.device) -> str:
@@ -81,13 +93,15 @@ def make_parallel(device: torch.device, config: ParallelConfig | None = None) ->
     return Parallel(mesh, _sharding(mesh), config)
 
 
-def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int]:
+def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, int]:
     """Sizes of `DIMENSIONS` for `ranks` ranks. Raises ConfigError if they do not divide."""
-    sharing = config.context_parallel * config.tensor_parallel
+    sharing = config.context_parallel * config.tensor_parallel * config.pipeline_parallel
     dp, left = divmod(ranks, sharing)
     if left:
+        staged = " * parallel.pipeline_parallel" * (config.pipeline_parallel > 1)
         raise ConfigError(
-            f"{ranks} ranks are not a multiple of parallel.context_parallel * parallel.tensor_parallel = {sharing}"
+            f"{ranks} ranks are not a multiple of parallel.context_parallel * parallel.tensor_parallel{staged} = "
+            f"{sharing}"
         )
     if dp % config.replicate:
         raise ConfigError(f"parallel.replicate={config.replicate} does not divide the {dp} data-parallel ranks")
@@ -97,7 +111,13 @@ def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int]:
             f"parallel.expert_parallel={config.expert_parallel} does not divide dp / replicate * context_parallel = "
             f"{sharing_experts} ranks, which hold different tokens of one copy of the model"
         )
-    return config.replicate, dp // config.replicate, config.context_parallel, config.tensor_parallel
+    return (
+        config.pipeline_parallel,
+        config.replicate,
+        dp // config.replicate,
+        config.context_parallel,
+        config.tensor_parallel,
+    )
 
 
 def _sharding(mesh: DeviceMesh) -> DeviceMesh:
@@ -169,8 +189,34 @@ def reshard(root: nn.Module) -> None:
         module.reshard()
 
 
-def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
+def prepare_backward(
+    root: nn.Module, layers: Iterable[nn.Module], last: bool, *, reshard_after_forward: bool, config: ParallelConfig
+) -> None:
+    """Set up the next backward pass, which goes through `layers` and what `root` has beside all layers.
+
+    last: whether it is that of the mini-batch's last micro-batch.
+
+    By default every pass reduces its gradients onto the shards: unreduced ones are whole, in float32 and on every rank.
+    Copies of the model (HSDP) sum their shards in the last pass only. Parameters do not change between passes: without
+    `reshard_after_forward` they stay gathered until the last.
+    """
+    for module in [cast(FSDPModule, root), *(each for layer in layers for each in fsdp_modules(layer))]:
+        if config.defer_gradient_reduction:
+            module.set_requires_gradient_sync(last, recurse=False)
+        else:
+            module.set_requires_all_reduce(last, recurse=False)
+        module.set_reshard_after_backward(last or reshard_after_forward, recurse=False)
+
+
+def clip_gradients(
+    parameters: list[nn.Parameter],
+    max_norm: float,
+    stages: dist.ProcessGroup | None = None,
+    counted_elsewhere: Collection[nn.Parameter] = (),
+) -> float:
     """Scale all gradients down to the global L2 norm `max_norm`; returns the norm before, the same on every rank.
+
+    stages: the ranks that hold the other layers, if any. counted_elsewhere: parameters that count on another of them.
 
     With tensor parallelism some parameters lie on the mesh of FSDP and tp, some on that of FSDP alone; torch's norm
     refuses a mixture, so it is taken mesh by mesh: |g| = sqrt(sum over meshes of |g_mesh|^2).
@@ -179,8 +225,13 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> float:
     for parameter in parameters:
         if parameter.grad is not None:
             by_mesh[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
-    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group])) for group in by_mesh.values()]
+    counted = [[p.grad for p in group if not any(p is one for one in counted_elsewhere)] for group in by_mesh.values()]
+    norms = [full_tensor(nn.utils.get_total_norm(gradients)) for gradients in counted if gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms))
+    if stages is not None:
+        squared = norm.square()
+        dist.all_reduce(squared, group=stages)
+        norm = squared.sqrt()
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return float(norm)

@@ -30,6 +30,8 @@ from workers.model.layout import LaidOut, RowLayout
 from workers.model.model import PackedModel, described
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor, reshard
+from workers.model.passes import Work
+from workers.model.stage_layers import Passing
 from workers.model.values import HEAD, PackedValueModel
 from workers.tolerance import TOLERANCE
 
@@ -137,7 +139,8 @@ def prove(engine: "TrainingEngine", probe: Probe, expected: Expected) -> Differe
 def _prove_pass(engine: "TrainingEngine", probe: Probe, expected: Expected, forward: bool) -> Difference:
     """Prove the layout of training, or with `forward` that of forward-only passes."""
     config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
-    path = _path(config, engine.parallel.context.size(), engine.parallel.tensor.size())
+    parallel = engine.parallel
+    path = _path(config, parallel.context.size(), parallel.tensor.size(), parallel.pipeline.size())
     outputs = _translated(engine.module, path, lambda: _engine_outputs(engine, probe, forward))
     found = compare(outputs, expected.outputs)
     worst = torch.tensor([found.mean, found.largest, found.gradient], device=engine.device)
@@ -149,19 +152,29 @@ def _prove_pass(engine: "TrainingEngine", probe: Probe, expected: Expected, forw
 
 def _engine_outputs(engine: "TrainingEngine", probe: Probe, forward: bool) -> Outputs:
     trains, gradient = bool(probe.parameter), None
-    if trains:
-        engine.prepare_backward(last=True)
+    found: list[Tensor] = []
+
+    def finish(_: int, __: LaidOut, values: Tensor) -> Tensor | None:
+        found.append(values.detach().float().cpu())
+        # All ranks have the same sequences, and their gradients are summed.
+        return values.sum() / engine.parallel.dp if trains else None
+
+    def compute(laid_out: LaidOut, passing: Passing) -> Tensor:
+        return row_values(engine.module, laid_out, probe.temperature, passing)
+
     with _undisturbed(engine.device), torch.set_grad_enabled(trains):
-        values = row_values(engine.module, engine.layout.lay_out(probe.sequences, forward=forward), probe.temperature)
-        if trains:
-            # All ranks have the same sequences, and their gradients are summed.
-            (values.sum() / engine.parallel.dp).backward()
+        rounds = engine.stage.whole_rounds([(0, len(probe.sequences))])
+        slices = [probe.sequences.slice(*rows) for rows in rounds]
+        engine.passes.run(Work("parity", slices, finish, trains, forward), compute)
+        if trains and engine.stage.is_first:
             summed = engine.module.get_parameter(probe.parameter).grad
             gradient = None if summed is None else full_tensor(summed.to(engine.device))
     for parameter in engine.module.parameters():
         parameter.grad = None
     reshard(engine.module)
-    return Outputs(values.detach().float().cpu(), _flat(gradient))
+    engine.clock.take()
+    values = engine.stage.from_last(found[0] if found else None)
+    return Outputs(values, engine.stage.from_stage(0, _flat(gradient)))
 
 
 def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0, prefix: int = 0) -> Probe:
@@ -251,12 +264,16 @@ def check_weights(packed: PackedModel) -> None:
             )
 
 
-def row_values(packed: nn.Module, laid_out: LaidOut, temperature: float) -> Tensor:
+def row_values(packed: nn.Module, laid_out: LaidOut, temperature: float, passing: Passing | None = None) -> Tensor:
     """Outputs [N, C] of the engine's path, on every rank of a context-parallel group: log-probs, or values and the
-    inputs of the value head."""
+    inputs of the value head. For a part of the layers that others follow, what these take."""
+    arguments, sends = laid_out.arguments | {"passing": passing}, passing is not None and not passing.part.last
     if not isinstance(packed, PackedValueModel):
-        return laid_out.whole(packed(**laid_out.arguments, temperature=temperature)[0])[:, None]
-    arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
+        outputs = packed(**arguments, temperature=temperature)
+        return outputs if sends else laid_out.whole(outputs[0])[:, None]
+    del arguments["targets"]
+    if sends:
+        return packed(**arguments)
     with _head_inputs(packed) as seen:
         values = packed(**arguments)
     return laid_out.whole(torch.cat([values[:, None], seen[0].to(values.dtype)], dim=1))
@@ -308,8 +325,12 @@ def judge(
         )
 
 
-def _path(config: ModelConfig, context_parallel: int = 1, tensor_parallel: int = 1) -> str:
-    sizes = {"context_parallel": context_parallel, "tensor_parallel": tensor_parallel}
+def _path(config: ModelConfig, context_parallel: int = 1, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> str:
+    sizes = {
+        "context_parallel": context_parallel,
+        "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel,
+    }
     shared = [f"policy.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
     return ", ".join([f"model.layout={config.layout}", *shared])
 

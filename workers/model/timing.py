@@ -1,15 +1,17 @@
 """Times of a rank's micro-steps, for timelines and for fitting the cost model.
 
-    with clock.micro_step("update", lengths): forward, backward        --take()--> [MicroStepTime, ...]
+    with clock.micro_step("update", lengths) as step: forward
+    with clock.more_of(step): backward                                 --take()--> [MicroStepTime, ...]
 
-A rank's seconds include what it waits for the others in collectives inside the micro-step.
+A rank's seconds include what it waits for the others in collectives inside the micro-step. A pipeline computes other
+micro-batches between the two parts: seconds are those of the parts alone, beginning with the first.
 """
 
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,15 +38,14 @@ class MicroStepTime:
     squared_tokens: int
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A micro-step with its two marks: seconds of `perf_counter`, or CUDA events that may still be to come."""
+@dataclass
+class MicroStep:
+    """A micro-step and the two marks of each of its parts: seconds of `perf_counter`, or CUDA events that may still be
+    to come. regressors: int64 [2], see `MicroStepTime`."""
 
     name: str
-    begin: Any
-    end: Any
-    tokens: int
-    squared_tokens: int
+    regressors: Tensor
+    parts: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class MicroStepClock:
@@ -52,18 +53,27 @@ class MicroStepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._measured: deque[_Measured] = deque(maxlen=MOST_KEPT)
+        self._measured: deque[MicroStep] = deque(maxlen=MOST_KEPT)
         self._regressors = torch.zeros(2, dtype=torch.int64)
         self._origin: tuple[float, Any] | None = None  # wall clock and mark of one moment, to which all others relate
 
     @contextmanager
-    def micro_step(self, name: str, lengths: Tensor) -> Iterator[None]:
+    def micro_step(self, name: str, lengths: Tensor) -> Iterator[MicroStep]:
         """Measure the block. lengths: int64 [sequences], on the CPU. One that raises is not recorded."""
         self._origin = self._origin or self._now()
-        begin = self._mark()
         self._regressors = _regressors(lengths)
+        step = MicroStep(name, self._regressors)
+        with self.more_of(step):
+            yield step
+        step.regressors = self._regressors
+        self._measured.append(step)
+
+    @contextmanager
+    def more_of(self, step: MicroStep) -> Iterator[None]:
+        """Measure the block as another part of `step`."""
+        begin = self._mark()
         yield
-        self._measured.append(_Measured(name, begin, self._mark(), *self._regressors.tolist()))
+        step.parts.append((begin, self._mark()))
 
     def leave_out(self, beginnings: Sequence[int]) -> None:
         """Tokens at the beginnings of sequences of this micro-step that other sequences compute."""
@@ -81,10 +91,9 @@ class MicroStepClock:
         return [
             MicroStepTime(
                 found.name,
-                wall + self._between(origin, found.begin),
-                self._between(found.begin, found.end),
-                found.tokens,
-                found.squared_tokens,
+                wall + self._between(origin, found.parts[0][0]),
+                sum(self._between(*part) for part in found.parts),
+                *found.regressors.tolist(),
             )
             for found in measured
         ]

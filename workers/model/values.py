@@ -24,6 +24,7 @@ from workers.model.model import PackedModel, read_pretrained, read_rows
 from workers.model.packing import ModelInput, PackedRow, Sequences
 from workers.model.padded import PaddedRows
 from workers.model.shared_prefixes import SharedRow
+from workers.model.stage_layers import Passing
 
 HEAD = "score"  # what transformers calls the head of sequence classification, in every family
 
@@ -41,9 +42,12 @@ class PackedValueModel(PackedModel):
         predicting: Tensor,
         attention: PackedAttention | None,
         attention_mask: Tensor | None = None,
+        passing: Passing | None = None,
     ) -> Tensor:
         """Values of the cells `predicting`, float32 [N] (float64 for a float64 model); see `PackedCausalLM.forward`."""
-        hidden = self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask)
+        hidden = self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask, passing)
+        if passing is not None and not passing.part.last:
+            return hidden
         # Of one label; summed rather than squeezed, because FSDP wants outputs that are no views.
         values = getattr(self.model, HEAD)(hidden).sum(-1)
         return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -59,6 +59,7 @@ def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
         ("policy.parallel.context_parallel=3", "policy.parallel.context_parallel_method=ring"),
         ("policy.parallel.tensor_parallel=2", "policy.parallel.replicate=2"),
         ("policy.parallel.replicate=2", "policy.parallel.defer_gradient_reduction=true"),
+        ("policy.parallel.pipeline_parallel=2", "balance.order=makespan"),
         ("resources.device=cuda", "policy.parallel.tensor_parallel=2", "rollout.replicas=4"),
         ("rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20"),
         ("algorithm.advantage=pass_at_k", "algorithm.pass_k=1"),
@@ -246,6 +247,15 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "policy.max_tokens=47 times policy.parallel.context_parallel=2 is below the longest possible sequence",
         ),
         (("policy.parallel.replicate=3",), "policy.parallel.replicate=3 does not divide policy.ranks=2"),
+        (("balance.order=makespan",), "balance.order=makespan is of a pipeline; set policy.parallel.pipeline_parallel"),
+        (
+            ("policy.parallel.virtual_stages=2",),
+            "policy.parallel.virtual_stages=2 has no effect without policy.parallel.pipeline_parallel above 1",
+        ),
+        (
+            ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2"),
+            "has 2 layers, fewer than the parts of policy.parallel.pipeline_parallel=2 * virtual_stages=2; lower it.",
+        ),
         (
             ("policy.parallel.context_parallel_method=ring",),
             "policy.parallel.context_parallel_method=ring has no effect without policy.parallel.context_parallel",

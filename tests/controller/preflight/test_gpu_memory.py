@@ -185,6 +185,20 @@ def test_a_rank_gathers_its_own_experts_alone() -> None:
     assert after.parts["activations"] - before.parts["activations"] == pytest.approx(travelling)
 
 
+def test_stages_take_most_of_what_is_gathered_and_kept_away_and_no_state() -> None:
+    """7B, 28 layers, an output layer of 4 V h beside layers of 4 L with checkpointing: 14.6, 7.5 + 7.3, ... layers."""
+    shape = model_shape(qwen_description("7B"))
+    staged = eight_gpus()
+    staged.policy.ranks, staged.policy.parallel.pipeline_parallel = 2, 4
+    assert [shape.of_fullest_stage(count, 1, checkpointing=True).layers for count in (1, 2, 4)] == [28, 15, 8]
+    plain, found = (gpu_memory(config, shape, 80.0).training for config in (eight_gpus(), staged))
+    assert plain["weights"] < found["weights"] < 2 * plain["weights"]
+    interleaved = eight_gpus()
+    interleaved.policy.ranks, interleaved.policy.parallel.pipeline_parallel = 2, 4
+    interleaved.policy.parallel.virtual_stages = 2
+    assert gpu_memory(interleaved, shape, 80.0).training["activations"] > found["activations"]
+
+
 def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> None:
     """By hand: P without the output layer, 4 P / 8 of it; 2 (2 L + R) gathered, T 2 (5 h + 3 f) of the layer."""
     small, scorer = model_shape(qwen_description("0.5B")), model_shape(qwen_description("32B")).with_value_head()

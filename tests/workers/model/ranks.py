@@ -133,4 +133,5 @@ def dp_rank(parallel: Any) -> int:
     """Whose sequences this rank of a `workers.model.parallel.Parallel` computes, 0 to dp - 1."""
     import torch.distributed as dist
 
-    return dist.get_rank() // (parallel.context.size() * parallel.tensor.size())
+    of_a_stage = dist.get_rank() % (dist.get_world_size() // parallel.pipeline.size())
+    return of_a_stage // (parallel.context.size() * parallel.tensor.size())

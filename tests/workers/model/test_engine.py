@@ -128,7 +128,7 @@ def test_training_takes_a_part_of_the_rows_but_none_twice(path):
 
 def test_one_process_without_a_group_gets_a_mesh_of_one():
     parallel = make_parallel(torch.device("cpu"))
-    assert parallel.mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "cp", "tp")
+    assert parallel.mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     assert parallel.mesh.size() == parallel.sharding.size() == parallel.dp == 1
 
 

@@ -18,9 +18,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("ranks", "config", "shape"),
     [
-        (1, ParallelConfig(), (1, 1, 1, 1)),
-        (8, ParallelConfig(replicate=2), (2, 4, 1, 1)),
-        (16, ParallelConfig(context_parallel=2, tensor_parallel=4), (1, 2, 2, 4)),
+        (1, ParallelConfig(), (1, 1, 1, 1, 1)),
+        (8, ParallelConfig(replicate=2), (1, 2, 4, 1, 1)),
+        (16, ParallelConfig(context_parallel=2, tensor_parallel=4), (1, 1, 2, 2, 4)),
+        (16, ParallelConfig(pipeline_parallel=2, context_parallel=2, replicate=2), (2, 2, 2, 2, 1)),
     ],
 )
 def test_ranks_fill_the_mesh(ranks, config, shape):
@@ -37,6 +38,7 @@ def test_ranks_fill_the_mesh(ranks, config, shape):
             ParallelConfig(expert_parallel=8, replicate=2),
             r"expert_parallel=8 does not divide dp / replicate \* context_parallel = 4 ranks",
         ),
+        (6, ParallelConfig(pipeline_parallel=4), "6 ranks are not a multiple of .*pipeline_parallel = 4"),
         (4, ParallelConfig(replicate=3), "replicate=3 does not divide the 4 data-parallel ranks"),
     ],
 )

@@ -62,6 +62,7 @@ class Case:
     layout: str = "packed"
     forward_layout: str = "same"
     share_prefixes: str = "never"
+    layers: int = 2
 
     @property
     def tolerance(self) -> float:
@@ -105,6 +106,13 @@ CASES = {
     "qwen2 shared, by group": Case(aggregation="group_mean_token_mean", share_prefixes="always"),
     "qwen3_moe shared": Case("qwen3_moe", tied=False, share_prefixes="always"),
     "mistral offloaded": Case("mistral", tied=False, gradient_checkpointing=True, activation_offload=True),
+    "qwen2 of 5 layers": Case(layers=5),
+    "qwen3 of 8 layers, untied": Case(
+        "qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7, layers=8
+    ),
+    "qwen3_moe of 3 layers": Case(
+        "qwen3_moe", tied=False, reshard_after_forward=False, share_prefixes="always", layers=3
+    ),
 }
 
 
@@ -117,11 +125,20 @@ class Way:
 
     @property
     def dp(self) -> int:
-        return self.ranks // (self.parallel.context_parallel * self.parallel.tensor_parallel)
+        parallel = self.parallel
+        return self.ranks // (parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel)
 
 
-def shared(ranks: int, cp: int = 1, method: str = "ulysses", tp: int = 1, replicate: int = 1) -> Way:
-    return Way(ranks, ParallelConfig(cp, method, tp, replicate))
+def shared(
+    ranks: int,
+    cp: int = 1,
+    method: str = "ulysses",
+    tp: int = 1,
+    replicate: int = 1,
+    pp: int = 1,
+    virtual: int = 1,
+) -> Way:
+    return Way(ranks, ParallelConfig(cp, method, tp, replicate, pipeline_parallel=pp, virtual_stages=virtual))
 
 
 WAYS = {
@@ -140,12 +157,32 @@ WAYS = {
     "2 copies, tp 2": shared(4, tp=2, replicate=2),
     "ulysses 2, tp 2": shared(4, cp=2, tp=2),
     "ring 2, tp 2": shared(4, cp=2, method="ring", tp=2),
+    "pp 2": shared(2, pp=2),
+    "pp 4": shared(4, pp=4),
+    "pp 2, dp 2": shared(4, pp=2),
+    "pp 2, 2 copies": shared(4, pp=2, replicate=2),
+    "pp 2, ulysses 2": shared(4, cp=2, pp=2),
+    "pp 2, ring 2": shared(4, cp=2, method="ring", pp=2),
+    "pp 2, tp 2": shared(4, tp=2, pp=2),
+    "pp 2 x 2": shared(2, pp=2, virtual=2),
+    "pp 4 x 2": shared(4, pp=4, virtual=2),
+    "pp 2 x 2, 2 copies": shared(4, pp=2, virtual=2, replicate=2),
+    "pp 2 x 2, ring 2": shared(4, cp=2, method="ring", pp=2, virtual=2),
 }
+IN_STAGES = [way for way in WAYS if way.startswith("pp")]
 
 
 # One model in every way, and every other model in those that could treat it differently.
 COMBINATIONS = [
-    *(("qwen2", way) for way in WAYS),
+    *(("qwen2", way) for way in WAYS if way not in IN_STAGES),
+    *(("qwen2 of 5 layers", way) for way in IN_STAGES if way != "pp 4 x 2"),
+    ("qwen3 of 8 layers, untied", "pp 4 x 2"),
+    *(("qwen3 of 8 layers, untied", way) for way in ("pp 4", "pp 2, ring 2", "pp 2, tp 2")),
+    ("qwen3_moe of 3 layers", "pp 2, dp 2"),
+    *(("qwen2 padded", way) for way in ("pp 2", "pp 2, 2 copies")),
+    ("qwen2 shared", "pp 2, ulysses 2"),
+    ("llama checkpointed", "pp 2, 2 copies"),
+    ("mistral offloaded", "pp 2"),
     *(("qwen2 float32", way) for way in ("2 ranks", "ring 2, tp 2")),
     *(("qwen2 padded", way) for way in ("1 rank", "4 ranks", "ulysses 2", "ring 2", "tp 2")),
     ("qwen2 packed, padded forward", "1 rank"),
@@ -333,14 +370,24 @@ def engine_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]
     log_probs, _ = engine.log_probs(mine, share.micro_batches)
     denominators = Denominators.of(whole, GROUPS)
     metrics = engine.forward_backward(mine, share.micro_batches, make_policy_loss(case.loss), denominators)
-    gradients = {
-        name: full_tensor(parameter.grad).clone() for name, parameter in engine.module.model.named_parameters()
-    }
+    gradients = whole_gradients(engine)
     metrics |= engine.optimizer_step()
     weights = {name: weight.clone() for name, weight in engine.named_weights()}
     by_row = dict(zip(share.rows, log_probs.split(mine.lengths.tolist()), strict=True))
     leads = engine.parallel.leads_dp_group
     return {"leads": leads, "log_probs": by_row, "metrics": metrics, "gradients": gradients, "weights": weights}
+
+
+def whole_gradients(engine: TrainingEngine) -> dict[str, Tensor]:
+    """Of the whole model by name, on every rank; a weight that two stages hold has the sum of its gradients."""
+    stage, model = engine.stage, engine.module.model
+    mine = {name: full_tensor(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    whole: dict[str, Tensor] = {}
+    for part in stage.of_all(mine):
+        for name, gradient in part.items():
+            name = stage.tied[0] if stage.tied and name == stage.tied[1] else name
+            whole[name] = whole[name] + gradient if name in whole else gradient
+    return whole
 
 
 def join_ranks(parts: list[dict[str, Any]]) -> Outcome:
@@ -386,7 +433,12 @@ def cached_reference(case: Case, path: str) -> Outcome:
 def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     return {
-        name: save_tiny_model(folder / name.replace(" ", "-"), case.family, tie_word_embeddings=case.tied)
+        name: save_tiny_model(
+            folder / name.replace(" ", "-"),
+            case.family,
+            tie_word_embeddings=case.tied,
+            num_hidden_layers=case.layers,
+        )
         for name, case in CASES.items()
     }
 
@@ -417,6 +469,9 @@ def test_random_plans_of_sequences_that_share_change_nothing(ranks: RankPool, pa
         ("llama checkpointed", "2 copies, ring 2", True),
         ("qwen2", "2 copies, tp 2", True),
         ("qwen2", "2 ranks", True),
+        ("qwen2 of 5 layers", "pp 2, 2 copies", True),
+        ("qwen2 of 5 layers", "pp 2 x 2, 2 copies", False),
+        ("qwen2 of 5 layers", "pp 2 x 2", True),
     ],
 )
 def test_gradients_are_the_same_in_whichever_micro_step_they_are_reduced(ranks: RankPool, paths, name, way, defer):
@@ -490,7 +545,7 @@ def save_and_compare(path: str, target: str, parallel: ParallelConfig) -> list[s
     return sorted(entry.name for entry in folder.parent.iterdir())
 
 
-@pytest.mark.parametrize("way", ["2 copies, ring 2", "dp 2, tp 2"])
+@pytest.mark.parametrize("way", ["2 copies, ring 2", "dp 2, tp 2", "pp 2, tp 2"])
 def test_saved_weights_are_whole_under_every_sharding(ranks: RankPool, paths, tmp_path, way):
     target = tmp_path / "exported"
     parallel = WAYS[way].parallel
@@ -516,7 +571,7 @@ def step_with_nan(path: str, way: Way) -> tuple[Metrics, bool]:
     return metrics, all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
 
 
-@pytest.mark.parametrize("way", ["2 ranks", "dp 2, ulysses 2"])
+@pytest.mark.parametrize("way", ["2 ranks", "dp 2, ulysses 2", "pp 2, dp 2"])
 def test_nan_on_one_rank_makes_all_skip_the_step_which_counts_once(ranks: RankPool, paths, way):
     parts = ranks.run(step_with_nan, WAYS[way].ranks, paths["qwen2"], WAYS[way])
     assert all(unchanged for _, unchanged in parts)
@@ -549,7 +604,16 @@ def take_step(engine: TrainingEngine, way: Way, seed: int) -> None:
     engine.optimizer_step()
 
 
-@pytest.mark.parametrize(("before", "after"), [("dp 2, tp 2", "ring 2"), ("2 copies, ring 2", "tp 2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp 2, tp 2", "ring 2"),
+        ("2 copies, ring 2", "tp 2"),
+        ("pp 2, dp 2", "1 rank"),
+        ("pp 2, tp 2", "pp 2, ring 2"),
+        ("2 ranks", "pp 2"),
+    ],
+)
 def test_training_goes_on_from_a_checkpoint_under_another_sharding(ranks: RankPool, paths, tmp_path, before, after):
     folder = str(tmp_path / "checkpoint")
     expected = ranks.run(train_and_save, WAYS[before].ranks, paths["qwen2"], WAYS[before], folder)[0]

@@ -1,0 +1,156 @@
+"""Models cut into stages: where they are cut, that each family computes the same there, and what cannot be cut."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.workers.model.ranks import RankPool
+from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, save_tokenizer
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.engine import TrainingEngine
+from workers.model.losses import Denominators, make_value_loss, sft
+from workers.model.stage_split import split_layers
+
+MICRO_BATCHES = [(0, 4), (4, 4), (4, 7), (7, 11)]
+
+
+def costs_of(ranges: list[range], costs: list[float], last: float) -> list[float]:
+    found = [sum(costs[layer] for layer in layers) for layers in ranges]
+    found[-1] += last
+    return found
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 4), st.integers(0, 20))
+def test_the_dearest_stage_is_as_cheap_as_it_can_be(costs, parts, last):
+    if len(costs) < parts:
+        with pytest.raises(ConfigError, match=rf"{parts} parts of a model that has {len(costs)} layers"):
+            split_layers(costs, last, parts)
+        return
+    ranges = split_layers(costs, last, parts)
+    assert [layer for layers in ranges for layer in layers] == list(range(len(costs)))
+    assert len(ranges) == parts
+    assert all(ranges)
+    every = [
+        [range(start, stop) for start, stop in zip((0, *cuts), (*cuts, len(costs)), strict=True)]
+        for cuts in combinations(range(1, len(costs)), parts - 1)
+    ]
+    best = min(max(costs_of(cut, costs, last)) for cut in every)
+    assert max(costs_of(ranges, costs, last)) == best
+
+
+def build(path: str, parallel: ParallelConfig, head: str = "lm", rank: int = 0, trains: bool = True) -> TrainingEngine:
+    return TrainingEngine(
+        ModelConfig(path=path, dtype="float32", share_prefixes="never", lora=LoraConfig(rank=rank)),
+        optimizer=OptimizerConfig(learning_rate=1e-2) if trains else None,
+        total_steps=10,
+        device="cpu",
+        parallel=parallel,
+        head=head,
+        check_parity=True,
+    )
+
+
+def what_stages_hold(paths: list[str], parallel: ParallelConfig) -> list[tuple[int, list[str]]]:
+    """(parameters of the whole model, names of this rank's) of each model; building one proves its log-probs."""
+    engines = [build(path, parallel, trains=False) for path in paths]
+    return [(engine.num_parameters, [name for name, _ in engine.module.model.named_parameters()]) for engine in engines]
+
+
+def test_families_of_the_common_form_pass_their_proof_in_stages(ranks: RankPool, tmp_path: Path):
+    """gemma2 scales the embedding and caps logits, gemma3 has two rotary tables, gpt_oss sinks, mixtral experts."""
+    families = ("gemma2", "gemma3", "gpt_oss", "mixtral", "llama")
+    paths = [save_tiny_model(tmp_path / family, family) for family in families]
+    first, last = ranks.run(what_stages_hold, 2, paths, ParallelConfig(pipeline_parallel=2))
+    for (total, begins), (also, ends) in zip(first, last, strict=True):
+        assert total == also
+        assert {name.split(".")[2] for name in begins if ".layers." in name} == {"0"}
+        assert {name.split(".")[2] for name in ends if ".layers." in name} == {"1"}
+        assert "model.embed_tokens.weight" in begins
+        assert "model.norm.weight" in ends
+
+
+def trained_adapters(path: str, target: str, pp: int) -> dict[str, Tensor]:
+    """One step of adapters in stages; merged weights, and the adapters written to `target`."""
+    engine = build(path, ParallelConfig(pipeline_parallel=pp), rank=2)
+    sequences = random_sequences(dtype=torch.float32)
+    engine.forward_backward(sequences, MICRO_BATCHES, sft, Denominators.of(sequences))
+    engine.optimizer_step()
+    engine.save_adapters(target)
+    return {name: weight.clone() for name, weight in engine.named_weights()}
+
+
+def test_adapters_on_every_stage_learn_and_are_written_as_on_one(ranks: RankPool, tmp_path: Path):
+    path = save_tiny_model(tmp_path / "model", num_hidden_layers=3)
+    expected = ranks.run(trained_adapters, 1, path, str(tmp_path / "one"), 1)[0]
+    for weights in ranks.run(trained_adapters, 2, path, str(tmp_path / "two"), 2):
+        assert list(weights) == list(expected)
+        for name, weight in expected.items():
+            assert relative_error(weights[name], weight) < 1e-4, name
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+
+
+def trained_critic(path: str, pp: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Values, scores, and the weights after a step of a critic in stages."""
+    engine = build(path, ParallelConfig(pipeline_parallel=pp), head="value")
+    sequences = random_sequences(dtype=torch.float32)
+    sequences.tokens["returns"] = torch.linspace(-1, 1, sequences.num_tokens)
+    sequences.tokens["old_values"] = torch.zeros(sequences.num_tokens)
+    engine.forward_backward(sequences, MICRO_BATCHES, make_value_loss(ValueLossConfig()), Denominators.of(sequences))
+    engine.optimizer_step()
+    values, _ = engine.values(sequences, MICRO_BATCHES)
+    return values, engine.scores(sequences, MICRO_BATCHES), dict(engine.named_weights())
+
+
+def test_a_critic_has_its_head_on_the_last_stage(ranks: RankPool, tmp_path: Path):
+    path = save_tiny_model(tmp_path / "model", num_hidden_layers=3)
+    values, scores, weights = ranks.run(trained_critic, 1, path, 1)[0]
+    assert values.abs().max() > 0
+    for found in ranks.run(trained_critic, 2, path, 2):
+        torch.testing.assert_close(found[0], values, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[1], scores, rtol=1e-4, atol=1e-5)
+        assert list(found[2]) == list(weights)
+
+
+def tied_copies(path: str) -> Tensor | None:
+    """The weight of embedding and output layer as this stage has it after three steps; None where it has none."""
+    engine = build(path, ParallelConfig(pipeline_parallel=4))
+    sequences = random_sequences(dtype=torch.float32)
+    for _ in range(3):
+        engine.forward_backward(sequences, MICRO_BATCHES, sft, Denominators.of(sequences))
+        engine.optimizer_step()
+    names = dict(engine.module.model.named_parameters())
+    found = [names[name] for name in ("model.embed_tokens.weight", "lm_head.weight") if name in names]
+    return found[0].detach().to_local().clone() if found else None
+
+
+def test_both_copies_of_a_tied_weight_stay_alike_to_the_last_bit(ranks: RankPool, tmp_path: Path):
+    first, *between, last = ranks.run(tied_copies, 4, save_tiny_model(tmp_path / "model", num_hidden_layers=4))
+    assert between == [None, None]
+    assert torch.equal(first, last)
+
+
+def refusal(path: str, count: int) -> str:
+    with pytest.raises((ConfigError, UnsupportedModelError)) as error:
+        build(path, ParallelConfig(pipeline_parallel=count))
+    dist.barrier()
+    return str(error.value)
+
+
+def test_models_that_cannot_be_cut_are_refused_by_every_rank(ranks: RankPool, tmp_path: Path):
+    config = transformers.GPT2Config(vocab_size=37, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    save_tokenizer(tmp_path / "gpt2", 37)
+    for text in ranks.run(refusal, 2, str(tmp_path / "gpt2"), 2):
+        assert "transformer.wpe.weight beside embedding, layers, norm and output layer" in text
+    for text in ranks.run(refusal, 4, save_tiny_model(tmp_path / "shallow"), 4):
+        assert "has 2 layers, fewer than the parts of policy.parallel.pipeline_parallel=4; lower it." in text

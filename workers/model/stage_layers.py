@@ -1,0 +1,107 @@
+"""A decoder's list of layers of which this rank holds some, under their own names; the others pass their input on.
+
+    layers     0     1     2     3     4     5         a part with layers 2 and 3
+               |     |   [own] [own]   |     |
+               |  received --> 2 --> 3 --> sent |       what goes through the others is not looked at
+
+The family's own loop over the layers runs as it is, with its masks, rotary tables and factors on the embedding.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from workers.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive layers of a model. first: they follow the embedding. last: the output layer follows them."""
+
+    layers: range
+    first: bool
+    last: bool
+
+
+@dataclass
+class Passing:
+    """One pass of a micro-batch through a part. received: hidden states [R, W, H] of the part before, None for the
+    first part; sent: those for the part after, once they are computed."""
+
+    part: Part
+    received: Tensor | None = None
+    sent: Tensor | None = None
+
+    def through_other(self, index: int, hidden: Tensor) -> Tensor:
+        """What layer `index`, which is not of the part, gives for the input `hidden`."""
+        if index == self.part.layers.stop and not self.part.last:
+            self.sent = hidden
+        if index == self.part.layers.start - 1 and self.received is not None:
+            return self.received
+        return hidden
+
+    def result(self) -> Tensor:
+        """`sent`. Raises UnsupportedModelError if the family's loop has not come to it."""
+        if self.sent is None:
+            raise UnsupportedModelError(
+                "the model does not run through its list of layers one after another, so it cannot be cut into stages; "
+                "set policy.parallel.pipeline_parallel=1"
+            )
+        return self.sent
+
+
+class StageLayers(nn.ModuleList):
+    """Stands in for a decoder's list of layers; only the kept ones are modules of it."""
+
+    def __init__(self, layers: nn.ModuleList, kept: set[int]) -> None:
+        super().__init__()
+        self.passing: Passing | None = None
+        self._whole = list(layers)
+        for index in sorted(kept):
+            self.add_module(str(index), layers[index])
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self._called(index) for index in range(len(self))])
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def _called(self, index: int) -> Callable[..., Any]:
+        if self.passing is None:
+            raise RuntimeError("the layers of a stage are run by a pass through a part of them")
+        layer = self._whole[index]
+        return layer if index in self.passing.part.layers else _Other(layer, index, self.passing)
+
+
+@dataclass(frozen=True)
+class _Other:
+    """A layer that is not run, with the attributes that the family's loop may read of it."""
+
+    layer: nn.Module
+    index: int
+    passing: Passing
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self.passing.through_other(self.index, hidden_states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+@contextmanager
+def carried(layers: nn.Module | None, passing: Passing | None) -> Iterator[None]:
+    """Inside, the family's loop over `layers` runs the part of `passing`."""
+    if not isinstance(layers, StageLayers):
+        yield
+        return
+    layers.passing = passing
+    try:
+        yield
+    finally:
+        layers.passing = None

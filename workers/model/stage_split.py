@@ -1,0 +1,56 @@
+"""Where a model is cut into the stages of a pipeline: layers stay in order, and the dearest part is as cheap as can be.
+
+    costs of the layers and of the output layer --split_layers--> one range of layers for each part
+
+It imports no torch: a dry run asks it, too. The problem is the linear partition of a sequence; exact, by dynamic
+programming over (part, last layer).
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from workers.errors import ConfigError
+
+FORWARD_AND_BACKWARD, RECOMPUTED = 3.0, 1.0
+"""Multiples of a forward pass: of a trained layer, and what checkpointing, or logits made again, add to it."""
+
+
+def relative_costs(layers: Sequence[float], head: float, *, checkpointing: bool) -> tuple[list[float], float]:
+    """(costs of the layers, cost of the output layer) for `split_layers`, of the weights that a token goes through.
+
+    The output layer makes its logits again in backward (`logprobs.py`). Attention itself costs all layers the same, and
+    the embedding is a look-up: both are left out.
+    """
+    factor = FORWARD_AND_BACKWARD + RECOMPUTED * checkpointing
+    return [factor * layer for layer in layers], (FORWARD_AND_BACKWARD + RECOMPUTED) * head
+
+
+def split_layers(costs: Sequence[float], last: float, parts: int) -> list[range]:
+    """Consecutive ranges of layers, one at least in each part, whose most expensive one is as cheap as can be.
+
+    costs: of each layer. last: of what follows them in the last part. Raises ConfigError for fewer layers than parts.
+    """
+    layers = len(costs)
+    if layers < parts:
+        raise ConfigError(
+            f"policy.parallel.pipeline_parallel asks for {parts} parts of a model that has {layers} layers; lower it."
+        )
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # worst[stop]: cost of the dearest part when layers before `stop` fill the parts so far; begins[part][stop] its cut.
+    worst = {stop: sums[stop] + last * (parts == 1) for stop in range(1, layers + 1)}
+    begins: list[dict[int, int]] = [dict.fromkeys(worst, 0)]
+    for part in range(1, parts):
+        extra = last if part == parts - 1 else 0.0
+        choices = {
+            stop: [(max(worst[start], sums[stop] - sums[start] + extra), start) for start in worst if start < stop]
+            for stop in range(part + 1, layers + 1)
+        }
+        best = {stop: min(found) for stop, found in choices.items() if found}
+        worst = {stop: cost for stop, (cost, _) in best.items()}
+        begins.append({stop: start for stop, (_, start) in best.items()})
+    cuts = [layers]
+    for part in reversed(range(parts)):
+        cuts.insert(0, begins[part][cuts[0]])
+    return [range(start, stop) for start, stop in pairwise(cuts)]
