@@ -88,7 +88,7 @@ class PackedModel(nn.Module):
         predicting: Tensor,
         attention: PackedAttention | None,
         attention_mask: Tensor | None,
-        passing: Passing | None,
+        passing: Passing | None = None,
     ) -> Tensor:
         """The last hidden states [N, H] of the cells `predicting`; see `PackedCausalLM.forward`.
 

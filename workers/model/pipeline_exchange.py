@@ -24,9 +24,11 @@ class Exchange:
     def __init__(self, parallel: Parallel) -> None:
         pipeline = parallel.pipeline
         self._index, self._stages = pipeline.get_local_rank(), pipeline.size()
-        self._groups = {("forward", False): pipeline.get_group(), ("backward", False): _same_groups_again(parallel)}
+        self._groups: dict[tuple[Kind, bool], dist.ProcessGroup] = {("forward", False): pipeline.get_group()}
+        self._groups["backward", False] = _same_groups_again(parallel)
         if parallel.config.virtual_stages > 1:
-            self._groups |= {(kind, True): _same_groups_again(parallel) for kind in ("forward", "backward")}
+            self._groups["forward", True] = _same_groups_again(parallel)
+            self._groups["backward", True] = _same_groups_again(parallel)
         self._meet(parallel.mesh.device_type)
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
 
