@@ -19,6 +19,7 @@ hypothesis.settings.load_profile("untimed")
 OF_THE_ENGINE = ("tests/workers/rollout/test_turns.py", "tests/workers/rollout/test_worker.py")
 # Begun first: of two processes that take a file at a time, one would wait for the other at the end.
 LONG = ("tests/end_to_end/", "tests/workers/model/test_plan_invariance.py", "tests/workers/rollout/test_transfers.py")
+LONG += OF_THE_ENGINE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
