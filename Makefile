@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 QUICK := not slow and not gpu and not soak
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed-$(shell cat requirements/cpu.txt requirements/dev.txt pyproject.toml | cksum | cut -d' ' -f1)
 
 WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quickstart's model, once
@@ -24,17 +25,19 @@ fit: setup
 	$(WARM_START)
 	$(BIN)/python -m controller.fit --config examples/addition/config.yaml $(ARGS)
 
+# mypy's results of one set of options are none for another: with a folder each, both checks take up what they knew.
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict -p balancing
+	$(BIN)/mypy --strict -p balancing --cache-dir .mypy_cache/strict
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two at a time where nothing is shared, a file each; status 5 says that ARGS selects no test of that half.
+# Two files at a time. Whole runs, in the second half, have Rays of their own, and time limits: at most another run is
+# beside them. Status 5 says that ARGS selects no test of that half.
 test: lint
-	$(BIN)/python -m pytest -m "$(QUICK) and not alone" -n 2 --dist loadfile $(ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m "$(QUICK) and alone" $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "$(QUICK) and not alone" $(TWO) $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "$(QUICK) and alone" $(TWO) $(ARGS) || [ $$? = 5 ]
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu and not soak" $(ARGS)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -13,8 +13,13 @@ if TYPE_CHECKING:
     from tests.workers.model.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own, 15, a run hardly goes on beside anything else
 hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
 hypothesis.settings.load_profile("untimed")
+OF_THE_ENGINE = ("tests/workers/rollout/test_turns.py", "tests/workers/rollout/test_worker.py")
+# Begun first: of two processes that take a file at a time, one would wait for the other at the end.
+LONG = ("tests/end_to_end/", "tests/workers/model/test_plan_invariance.py", "tests/workers/rollout/test_transfers.py")
+LONG += OF_THE_ENGINE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,6 +27,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ray_session" in getattr(item, "fixturenames", ()) or "end_to_end" in item.path.parts:
             item.add_marker("alone")
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file after the other goes to the next worker that is free; those that share an engine go to one together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "the engine" if nodeid.startswith(OF_THE_ENGINE) else super()._split_scope(nodeid)
+
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +66,7 @@ def documentation_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("controller.parity.MOST_BYTES", 2**28)  # the hub's models here are gigabytes of zeros
     write_documentation_workspace(tmp_path)
     return tmp_path
 

@@ -47,10 +47,9 @@ class Consumer:
         return (column.values() if column.is_nested else column).numel()
 
 
-def produce(lengths: np.ndarray) -> RemoteBatch:
-    """A batch whose rows lie in one block for each of 4 producers."""
-    parts = np.array_split(np.arange(len(lengths)), WORKERS)
-    producers = [Producer.remote() for _ in parts]
+def produce(lengths: np.ndarray, producers: list) -> RemoteBatch:
+    """A batch whose rows lie in one block for each producer."""
+    parts = np.array_split(np.arange(len(lengths)), len(producers))
     refs = tuple(p.block.remote(lengths[part], i) for i, (p, part) in enumerate(zip(producers, parts, strict=True)))
     ray.wait(list(refs), num_returns=len(refs), fetch_local=False)
     block = np.concatenate([np.full(len(part), i, np.int32) for i, part in enumerate(parts)])
@@ -58,15 +57,15 @@ def produce(lengths: np.ndarray) -> RemoteBatch:
     return RemoteBatch({"length": lengths}, {name: TokenColumn(name, refs, block, row) for name in COLUMNS})
 
 
-def plan_of(batch: RemoteBatch) -> Plan:
+def plan_of(batch: RemoteBatch, ranks: int) -> Plan:
     """One mini-batch of everything over the workers; made before dispatch, and not part of it."""
     lengths = batch["length"]
-    return plan_batch(lengths, ranks=WORKERS, max_tokens=int(2 * lengths.max()))
+    return plan_batch(lengths, ranks=ranks, max_tokens=int(2 * lengths.max()))
 
 
 def dispatch_by_reference(batch: RemoteBatch, plan: Plan, consumers: list) -> int:
     """Send handles under a plan, let the workers fetch."""
-    shares = [batch.select(plan.for_rank(rank).rows) for rank in range(WORKERS)]
+    shares = [batch.select(plan.for_rank(rank).rows) for rank in range(plan.ranks)]
     return sum(ray.get([c.by_reference.remote(ray.put(s)) for c, s in zip(consumers, shares, strict=True)]))
 
 
@@ -115,8 +114,8 @@ def main() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(600), 0.9, options.sequences), 16, 4096).astype(np.int64)
     consumers = [Consumer.remote() for _ in range(WORKERS)]
-    batch = produce(lengths)
-    plan = plan_of(batch)
+    batch = produce(lengths, [Producer.remote() for _ in range(WORKERS)])
+    plan = plan_of(batch, WORKERS)
     ways = {
         "references (Ballast)": lambda: dispatch_by_reference(batch, plan, consumers),
         "driver gathers, pads to 4096, sends": lambda: dispatch_by_driver(batch, consumers, 4096),

@@ -1,4 +1,4 @@
-"""On a real Ray cluster of 8 nodes of 8 GPUs: groups and engines stay on a node, and Ray packs as its port."""
+"""On a real Ray cluster of nodes of 8 GPUs: groups and engines stay on a node, and Ray packs as its port."""
 
 import json
 import subprocess
@@ -16,31 +16,36 @@ from tests.controller.fake_nodes import CPUS, GPUS, configurations
 from tests.controller.ray_packing import pack
 
 ROOT = Path(__file__).parents[2]
-NODES = 8
 pytestmark = pytest.mark.alone
 
 
+@pytest.fixture(scope="module", params=[4, pytest.param(8, marks=pytest.mark.slow)])
+def nodes(request: pytest.FixtureRequest) -> int:
+    """4 s each."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def placed() -> dict[str, Any]:
+def placed(nodes: int) -> dict[str, Any]:
     process = subprocess.run(
-        [sys.executable, "-m", "tests.controller.fake_nodes", str(NODES)], cwd=ROOT, text=True, capture_output=True
+        [sys.executable, "-m", "tests.controller.fake_nodes", str(nodes)], cwd=ROOT, text=True, capture_output=True
     )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def test_pairs_and_engines_that_share_gpus_stay_on_a_node(placed: dict[str, Any]) -> None:
+def test_pairs_and_engines_that_share_gpus_stay_on_a_node(nodes: int, placed: dict[str, Any]) -> None:
     ranks = placed["colocated"]["ranks"]["training"]
     assert set(Counter(ranks).values()) == {GPUS}
-    assert len(ranks) == NODES * GPUS
+    assert len(ranks) == nodes * GPUS
     assert groups_on_several_nodes(ranks, 2) == []
     assert groups_on_several_nodes(ranks, 4) == []
     assert groups_on_several_nodes(placed["colocated"]["bundles"]["training"], 2), "Ray's own order is as good"
 
 
-def test_pairs_stay_on_a_node_where_engines_have_gpus_of_their_own(placed: dict[str, Any]) -> None:
+def test_pairs_stay_on_a_node_where_engines_have_gpus_of_their_own(nodes: int, placed: dict[str, Any]) -> None:
     ranks, engines = (placed["apart"]["ranks"][pool] for pool in ("training", "rollout"))
-    assert (len(ranks), len(engines)) == (NODES * 4, NODES)
+    assert (len(ranks), len(engines)) == (nodes * 4, nodes)
     assert groups_on_several_nodes(ranks, 2) == []
     used = Counter(ranks) + Counter({node: 4 * count for node, count in Counter(engines).items()})
     assert set(used.values()) == {GPUS}
@@ -58,9 +63,9 @@ def test_actors_see_the_node_and_the_gpu_of_their_rank(placed: dict[str, Any]) -
     assert first[0] == last[0]
 
 
-def test_ray_packs_as_its_port_does(placed: dict[str, Any]) -> None:
-    pool = training_pool(configurations(NODES)["colocated"])
-    ported = pack(pool.bundles, [{"CPU": float(CPUS), "GPU": float(GPUS)}] * NODES)
+def test_ray_packs_as_its_port_does(nodes: int, placed: dict[str, Any]) -> None:
+    pool = training_pool(configurations(nodes)["colocated"])
+    ported = pack(pool.bundles, [{"CPU": float(CPUS), "GPU": float(GPUS)}] * nodes)
     assert together(placed["colocated"]["bundles"]["training"]) == together(ported)
 
 

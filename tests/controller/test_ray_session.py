@@ -1,6 +1,9 @@
-"""What ray.init raises becomes one sentence, whatever its type."""
+"""What ray.init raises becomes one sentence, whatever its type; and SIGTERM stays an interrupt."""
 
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -31,3 +34,19 @@ def test_a_ray_that_does_not_come_up_is_one_sentence(
     config.resources.ray_address = address
     with pytest.raises(ResourceError, match=message), ray_session(config, Console()):
         pass
+
+
+def test_sigterm_interrupts_a_run_although_ray_handles_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> SimpleNamespace:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt), ray_session(load(write_workspace(tmp_path)), Console()):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)

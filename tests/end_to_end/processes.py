@@ -1,10 +1,13 @@
 """Runs in processes of their own, and whether any of these is left."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,9 +17,13 @@ MARK = "BALLAST_TEST_RUN"
 
 
 def marked_environment() -> dict[str, str]:
-    """This environment with a mark that every process started from it inherits, and without a cluster of ours."""
+    """This environment with a mark that every process started from it inherits, and without a cluster of ours.
+
+    Ray's workers get the priority of other processes, as in tests/conftest.py.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     binaries = str(Path(sys.executable).parent)
+    environment |= {"RAY_worker_niceness": "0"}
     return environment | {MARK: uuid.uuid4().hex, "PATH": f"{binaries}:{environment['PATH']}"}
 
 
@@ -63,3 +70,36 @@ def settings_file(workspace: Path) -> list[str]:
     file = workspace / "empty.yaml"
     file.write_text("{}\n")
     return ["--config", str(file)]
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """How a command ended: its exit code, its output, and the processes of its mark that still ran a minute later.
+
+    said: the lines of its output up to the one that it was stopped at.
+    """
+
+    code: int
+    said: list[str]
+    errors: str
+    left: list[str]
+
+
+def stopped(stop: signal.Signals, begin: str, command: list[str], environment: dict[str, str]) -> Stopped:
+    """Start the command, and send it the signal when it has said a line that begins so.
+
+    environment: a marked one. Ctrl-C goes to the whole foreground group, as a terminal sends it.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
+    said: list[str] = []
+    for line in run.stdout:
+        said.append(line)
+        if line.startswith(begin):
+            break
+    if stop is signal.SIGINT:
+        os.killpg(run.pid, stop)
+    else:
+        run.send_signal(stop)
+    _, errors = run.communicate(timeout=120)
+    return Stopped(run.returncode, said, errors, all_end(environment[MARK], 60))

@@ -1,12 +1,13 @@
-"""A run killed in the middle goes on as if it had not been."""
+"""`python -m controller.fit` in a shell: a killed run goes on as if it had not been, and can be stopped."""
 
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,53 +16,82 @@ import pytest
 from controller.observability.run_folder import RunFolder, step_file
 from controller.sample_files import read_samples
 from controller.step_samples import read_step
-from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment, settings_file
+from tests.end_to_end.processes import ROOT, Stopped, marked_environment, settings_file, stopped
+from workers.model.checkpoint_folder import complete
 
 PROMPTS, SAMPLES = 5, 3  # of a step, of a prompt
 
 
 def command(settings: list[str], workspace: Path, name: str) -> list[str]:
     fit = [sys.executable, "-m", "controller.fit", *settings_file(workspace), *settings]
-    fit += [f"run.name={name}", "run.steps=6", "run.checkpoint_every=3", "run.resume=auto"]
+    fit += [f"run.name={name}", "run.checkpoint_every=3", "run.resume=auto"]
     return [*fit, "batch.mini_batches=2", "policy.optimizer.learning_rate=1e-3"]
-
-
-def records(workspace: Path, name: str) -> list[dict]:
-    lines = (workspace / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def kill_after(begin: str, fit: list[str], environment: dict[str, str]) -> None:
     """Start the command, and kill its driver when it has said a line that begins so."""
-    run = subprocess.Popen(fit, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE)
-    for line in run.stdout:
-        if line.startswith(begin):
-            break
-    os.kill(run.pid, signal.SIGKILL)
-    run.wait()
-    assert all_end(environment[MARK], 60) == []
+    killed = stopped(signal.SIGKILL, begin, fit, environment)
+    assert (killed.code, killed.left) == (-signal.SIGKILL, [])
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(settings: list[str], workspace: Path) -> None:
-    """Killed after step 5, it goes on from the checkpoint of step 3: steps 4 and 5 come again and are the same."""
-    environment, fit = marked_environment(), command(settings, workspace, "killed")
-    kill_after("step 5", fit, environment)
-    before = records(workspace, "killed")[:6]
+@dataclass(frozen=True)
+class Resumed:
+    """before: the lines of metrics.jsonl when the run had been killed; after: when it had been stopped as well."""
 
-    resumed = subprocess.run(fit, cwd=ROOT, env=environment, text=True, capture_output=True)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "going on from" in resumed.stdout
-    assert "step 3/6" not in resumed.stdout
-    assert "step 4/6" in resumed.stdout
-    after = records(workspace, "killed")
-    assert [record["step"] for record in after] == list(range(7))
-    for first, second in zip(before, after, strict=False):
+    folder: Path
+    before: list[dict]
+    again: Stopped
+    after: list[dict]
+
+
+@pytest.fixture(scope="module")
+def resumed(settings: list[str], workspace: Path) -> Resumed:
+    """Killed after step 5 and begun again, a run is stopped by Ctrl-C after its step 6."""
+    environment, folder = marked_environment(), workspace / "runs" / "killed"
+    fit = [*command(settings, workspace, "killed"), "run.steps=1000"]
+    kill_after("step    5/", fit, environment)
+    before = records(folder)
+    again = stopped(signal.SIGINT, "step    6/", fit, environment)
+    return Resumed(folder, before, again, records(folder))
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(resumed: Resumed) -> None:
+    """It goes on from the checkpoint of step 3: steps 4 and 5 come again and are the same."""
+    assert any("going on from" in line and "step-3" in line for line in resumed.again.said)
+    assert [line[:9] for line in resumed.again.said if line.startswith("step ")] == [f"step    {s}" for s in (4, 5, 6)]
+    assert [record["step"] for record in resumed.after] == list(range(len(resumed.after)))
+    for first, second in zip(resumed.before[:6], resumed.after[:6], strict=True):
         for name in ("reward/mean", "rollout/response_tokens_mean", "rollout/weight_version", "validation/reward"):
             assert first.get(name) == second.get(name), (first["step"], name)
         for name in ("policy/loss", "policy/learning_rate"):
             assert first.get(name) == pytest.approx(second.get(name), abs=1e-6)
-    checkpoints = workspace / "runs" / "killed" / "checkpoints" / "policy"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-3", "step-6"]
+
+
+def test_a_run_stopped_by_ctrl_c_says_so_and_leaves_a_checkpoint_and_no_process(resumed: Resumed) -> None:
+    check_stopped(resumed.again, resumed.folder, "step    6/1000")
+
+
+@pytest.mark.slow  # tests/controller/test_interrupts.py and test_ray_session.py have both signals
+def test_a_run_stopped_by_sigterm_says_so_too(settings: list[str], workspace: Path) -> None:
+    fit = [*command(settings, workspace, "sigterm"), "run.steps=1000", "policy.ranks=1"]
+    found = stopped(signal.SIGTERM, "step ", fit, marked_environment())
+    check_stopped(found, workspace / "runs" / "sigterm", "step    1/1000")
+
+
+def check_stopped(found: Stopped, folder: Path, last_said: str) -> None:
+    assert found.code == 1, found.errors
+    stopped_at = [
+        line for line in found.errors.splitlines() if line.startswith("stopped: run.resume=auto goes on from ")
+    ]
+    assert len(stopped_at) == 1, found.errors
+    assert re.match(last_said + r"  reward \d\.\d+", found.said[-1])
+    assert found.left == []
+    last = records(folder)[-1]["step"]
+    assert [path.name for path, _ in complete(folder / "checkpoints" / "policy")][-1] == f"step-{last}"
 
 
 @pytest.mark.slow  # tests/controller/test_continuous_collector.py has the rules
@@ -70,7 +100,7 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
 ) -> None:
     """Killed after step 5, it goes on from the checkpoint of step 3 with the samples that no step had trained on."""
     environment, fit = marked_environment(), command(settings, workspace, "ahead-killed")
-    fit += ["rollout.max_staleness=2", "rollout.sampling.max_new_tokens=64", "run.record_samples=true"]
+    fit += ["run.steps=6", "rollout.max_staleness=2", "rollout.sampling.max_new_tokens=64", "run.record_samples=true"]
     fit += ["policy.max_tokens=256", "policy.optimizer.learning_rate=1e-4"]
     kill_after("step 5", fit, environment)
     folder = workspace / "runs" / "ahead-killed"

@@ -182,6 +182,8 @@ def read_pretrained(
             config=hf_config,
             dtype=dtype,
             local_files_only=True,
+            # transformers does not pass it on where it looks for adapters: without a network it would try for 24 s
+            adapter_kwargs={"local_files_only": True},
             trust_remote_code=False,
             output_loading_info=True,
         )

@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["pytest", "hypothesis", "workers.model.engine"]
+PRELOADED = ["pytest", "hypothesis", "workers.model.engine", "controller.actors.roles"]
+PRELOADED += ["transformers.models.qwen2.modeling_qwen2", "transformers.processing_utils"]  # of most tests' models
 GRACE_S = 5.0  # for the other ranks to fail too, after which they are taken to wait for the one that did
 TIMEOUT_S = 240.0
 CALLS_OF_A_PROCESS = 8  # torch caches meshes with their groups, whose threads wake a hundred times a second for good

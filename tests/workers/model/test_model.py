@@ -48,6 +48,23 @@ def test_a_missing_folder_is_one_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
+def test_a_model_of_the_hub_is_read_from_the_cache_without_a_request(tmp_path, monkeypatch):
+    model = tmp_path / "models--tiny--qwen2"
+    save_tiny_model(model / "snapshots" / "0")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0")
+    asked = []
+
+    def ask(url: str, **options: object) -> None:
+        asked.append(url)
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", ask)
+    load_model(ModelConfig(path="tiny/qwen2"), torch.float32)
+    assert asked == []
+
+
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="has no tokenizer"):
