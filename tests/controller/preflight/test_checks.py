@@ -254,7 +254,8 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
         ),
         (
             ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=40"),
-            "layers, fewer than the parts of policy.parallel.pipeline_parallel=2 * virtual_stages=40; lower it.",
+            "model.path: a model of type qwen2 has 4 layers, fewer than the parts of "
+            "policy.parallel.pipeline_parallel=2 * virtual_stages=40; lower it.",
         ),
         (
             ("policy.parallel.context_parallel_method=ring",),
