@@ -34,11 +34,13 @@ class Explanation:
 
 
 def explanation(plan: Plan) -> Explanation:
-    """The explanation as data. If ranks wait, it plans the batch up to nine more times."""
+    """The explanation as data. If ranks or stages wait, it plans the batch up to nine more times."""
     grids = predicted_grids(plan)
     time, ideal = step_time(grids), ideal_time(grids)
     waiting = 1.0 - ideal / time
-    advice = tried(plan, faster(plan)) if waiting >= NEGLIGIBLE else []
+    # Stages of a pipeline wait also where no rank does.
+    waits = waiting >= NEGLIGIBLE or plan.settings.pipeline is not None
+    advice = tried(plan, faster(plan)) if waits else []
     advice += tried(plan, less_padded(plan), "padding")
     bound = lower_bound(plan) / ideal - 1.0
     return Explanation(tuple(findings(plan)), tuple(advice), time / ideal - 1.0, bound, waiting)
