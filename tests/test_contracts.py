@@ -89,7 +89,9 @@ def _rollout_tables() -> Tables:
 def _model_tables() -> Tables:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
+    from torch.nn import Module
 
+    sharded = type("ShardedModule", (FSDPModule, Module), {})
     meshes = (
         "mesh",
         "mesh[]",
@@ -103,9 +105,16 @@ def _model_tables() -> Tables:
         "self.tensor",
         "self.parallel.mesh[]",
         "self.parallel.tensor",
+        "pipeline",
+        "parallel.pipeline",
+        "self.parallel.pipeline",
+        "stage.parallel.pipeline",
+        "self.pipeline",
+        "parallel.mesh[]",
+        "parallel.mesh",
     )
     return Tables(
-        receivers={"module": FSDPModule} | dict.fromkeys(meshes, DeviceMesh),
+        receivers={"module": sharded} | dict.fromkeys(meshes, DeviceMesh),
         stars={"_tokens_first(query, key, value)": 3, "where": 4, "given": 6},
         watched=(FSDPModule, DeviceMesh),
         published={"flash_attn.flash_attn_varlen_func": flash_attn_varlen_func},

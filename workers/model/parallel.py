@@ -71,7 +71,7 @@ class Parallel:
     @property
     def leads_dp_group(self) -> bool:
         """Whether this rank is the first of those that hold the same sequences."""
-        return all(group.get_local_rank() == 0 for group in (self.pipeline, self.context, self.tensor))
+        return all(mesh.get_local_rank() == 0 for mesh in (self.pipeline, self.context, self.tensor))
 
 
 def process_group_backend(device: torch.device) -> str:
