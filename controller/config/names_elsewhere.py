@@ -39,7 +39,6 @@ NAMES_ELSEWHERE = {
     "gpu_memory_utilization": "rollout.memory_fraction",
     "tensor_model_parallel_size": "rollout.tensor_parallel",
     "pipeline_model_parallel_size": "policy.parallel.pipeline_parallel",
-    "pipeline_parallel_size": "policy.parallel.pipeline_parallel",
     "virtual_pipeline_model_parallel_size": "policy.parallel.virtual_stages",
     "adv_estimator": "algorithm.advantage",
     "norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
