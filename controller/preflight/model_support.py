@@ -43,7 +43,7 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
         cuda=config.uses_gpus,
         half=config.model.dtype != "float32",
     )
-    check_pipeline_parallel(parallel, model, text.get("num_hidden_layers"))
+    check_pipeline_parallel(parallel, config.model, model, text.get("num_hidden_layers"))
     family = text.get("model_type", description.get("model_type", ""))
     check_tensor_parallel(parallel, config.model, model, family, text)
     check_expert_parallel(parallel, config.model, model, text)

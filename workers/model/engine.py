@@ -153,7 +153,7 @@ class TrainingEngine:
         family, sizes = hf_config.model_type, hf_config.to_dict()
         check_tensor_parallel(parallel, self.model_config, self.module.name, family, sizes)
         check_expert_parallel(parallel, self.model_config, self.module.name, hf_config.get_text_config().to_dict())
-        check_pipeline_parallel(parallel, self.module.name, len(self.module.layers))
+        check_pipeline_parallel(parallel, self.model_config, self.module.name, len(self.module.layers))
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
     def _distribute(self, cpu_offload: bool) -> None:

@@ -190,7 +190,7 @@ def check_expert_parallel(
         )
 
 
-def check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int | None) -> None:
+def check_pipeline_parallel(parallel: ParallelConfig, settings: ModelConfig, model: str, layers: int | None) -> None:
     """Raise UnsupportedModelError if a model, of so many layers if known, has too few for the parts of a pipeline,
     ConfigError for parts of stages where there is one stage."""
     stages, virtual = parallel.pipeline_parallel, parallel.virtual_stages
@@ -198,6 +198,10 @@ def check_pipeline_parallel(parallel: ParallelConfig, model: str, layers: int | 
         raise ConfigError(
             f"policy.parallel.virtual_stages={virtual} has no effect without policy.parallel.pipeline_parallel above "
             "1; set that, or remove policy.parallel.virtual_stages."
+        )
+    if settings.compile and stages > 1:
+        raise ConfigError(
+            "model.compile is not tested with stages; set model.compile=false or policy.parallel.pipeline_parallel=1."
         )
     if layers is not None and layers < stages * virtual:
         parts = f" * virtual_stages={virtual}" * (virtual > 1)

@@ -253,6 +253,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "policy.parallel.virtual_stages=2 has no effect without policy.parallel.pipeline_parallel above 1",
         ),
         (
+            ("resources.device=cuda", "policy.parallel.pipeline_parallel=2", "model.compile=true"),
+            "model.compile is not tested with stages; set model.compile=false or policy.parallel.pipeline_parallel=1",
+        ),
+        (
             ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=40"),
             "model.path: a model of type qwen2 has 4 layers, fewer than the parts of "
             "policy.parallel.pipeline_parallel=2 * virtual_stages=40; lower it.",
