@@ -218,7 +218,7 @@ def report(
     remains = ", ".join(f"{what}: {len(found)}" for what, found in left.items())
     return "\n".join(
         [
-            "# Soak",
+            "# Soak with generation ahead" if ahead else "# Soak",
             "",
             f"Made by `python -m tests.benchmarks.soak --steps {arguments.steps} --kills {arguments.kills} --until "
             f"{arguments.until}{option}` (`make soak`), seed {arguments.seed}: {arguments.steps} steps of a tiny "
