@@ -168,6 +168,7 @@ def main() -> None:
         tokens = statistics.median(count for turn in turns for count in turn["tokens"])
         ratio = medians[way] / next(iter(medians.values()))
         page += f"| {way} | {each} | {medians[way]:.2f} | {ratio:.2f} | {tokens:,.0f} |\n"
+    print(page)
     page += "\n" + pause_of_updates()
     print(page)
     if arguments.output:

@@ -22,7 +22,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,14 +33,14 @@ from workers.rollout.weight_transfer import pack_weights
 from workers.rollout.worker import RolloutWorker
 
 LONGEST, PROMPT_TOKENS, IN_FLIGHT = 256, 26, (32, 256)
-UPDATES, FIRST_S, BETWEEN_S = 3, 0.5, 0.5
+UPDATES = 3
 KEPT = ("recompute", "keep")
 HEADER = """## What an update costs requests in flight
 
 Written by `python -m tests.benchmarks.update_pause` (part of `tests.benchmarks.step`): one engine on {cores} cores, a
 random model of 3M parameters, prompts of {prompt} tokens, responses of 64 on average and {longest} at most, all sent at
-once; {updates} updates, {between} s apart, bring the weights that it has. `held`: seconds from the moment an engine is
-asked to hold its requests until they go on. `lost`: what the whole takes longer, for an update; medians of {rounds}
+once; {updates} updates, the last one half way, bring the weights that it has. `held`: seconds from the moment an engine
+is asked to hold its requests until they go on. `lost`: what the whole takes longer, for an update; medians of {rounds}
 rounds in turns. `tokens not sampled`: those that the engine would have sampled in this time.
 
 | requests | `rollout.kv_cache_after_update` | seconds without updates | held, s | lost, s | tokens not sampled |
@@ -85,17 +84,16 @@ async def sample(worker: RolloutWorker, count: int) -> int:
     return tokens
 
 
-async def measured(worker: RolloutWorker, count: int, payload: np.ndarray | None) -> Run:
-    """One run, with updates while requests are in flight if there is a payload."""
+async def measured(worker: RolloutWorker, count: int, payload: np.ndarray | None, every_s: float = 0.0) -> Run:
+    """One run, with updates while requests are in flight if there is a payload, so many seconds after each other."""
     await worker.take_weight_loads()
     start = time.perf_counter()
     sampling = asyncio.create_task(sample(worker, count))
-    await asyncio.sleep(FIRST_S)
     for _ in range(UPDATES if payload is not None else 0):
+        await asyncio.sleep(every_s)
         if sampling.done():
             raise SystemExit("the responses ended before the last update; make them longer")
         await worker.update_weights(payload, 1)
-        await asyncio.sleep(BETWEEN_S)
     tokens = await sampling
     return Run(time.perf_counter() - start, tokens, tuple(load.seconds for load in await worker.take_weight_loads()))
 
@@ -107,7 +105,8 @@ async def in_turns(worker: RolloutWorker, payload: np.ndarray, rounds: int) -> d
     try:
         for turn in range(rounds + 1):  # the first one is not counted
             for count in IN_FLIGHT:
-                pair = await measured(worker, count, None), await measured(worker, count, payload)
+                without = await measured(worker, count, None)
+                pair = without, await measured(worker, count, payload, without.seconds / (2 * UPDATES))
                 found[count] += [pair] if turn else []
     finally:
         await worker.stop()
@@ -125,7 +124,7 @@ def row(count: int, kept: str, pairs: Sequence[tuple[Run, Run]]) -> str:
 
 def table(rounds: int, cores: int) -> str:
     """Measure, and write the section of the page."""
-    facts: dict[str, Any] = {"prompt": PROMPT_TOKENS, "longest": LONGEST, "updates": UPDATES, "between": BETWEEN_S}
+    facts = {"prompt": PROMPT_TOKENS, "longest": LONGEST, "updates": UPDATES}
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
