@@ -108,7 +108,9 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert secret not in page
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings(  # not those of objects that other tests left to be collected
+    "error", "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_a_run_that_ended_in_its_first_step_has_a_report_without_a_warning(tmp_path: Path) -> None:
     """Its lengths are there and its times are not, so that the chart of phases has nothing to name."""
     write_run(tmp_path / "begun", steps=1)
