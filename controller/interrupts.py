@@ -32,12 +32,19 @@ class Interrupts:
         self._handlers: dict[signal.Signals, Any] = {}
 
     def hold(self) -> None:
-        """Call before the first model changes: until `release` the state is between two steps, not for checkpoints."""
+        """Call before the first model changes: until `release` the state is between two steps, not for checkpoints.
+
+        Raises KeyboardInterrupt if one was lost before: Python drops what is raised in a destructor or a callback.
+        """
+        self._raise_pending()
         self.held = True
 
     def release(self) -> None:
         """Call when a step is complete. Raises KeyboardInterrupt if one arrived meanwhile."""
         self.held = False
+        self._raise_pending()
+
+    def _raise_pending(self) -> None:
         if self._pending:
             self._pending = False
             raise KeyboardInterrupt
@@ -54,7 +61,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.held or self._pending:
+        at_once, self._pending = not self.held or self._pending, True
+        if at_once:
             raise KeyboardInterrupt
-        self._pending = True
         self._log("stopping when this step is complete; once more stops at once")

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -33,6 +34,16 @@ def test_a_held_interrupt_waits_for_the_release_and_is_said_once() -> None:
             interrupts.release()
         interrupts.hold()
         interrupts.release()  # it came once
+
+
+def test_one_that_is_lost_on_its_way_comes_again_before_the_next_update() -> None:
+    """As where it is raised in a destructor, which Python only reports."""
+    with Interrupts(print) as interrupts:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.hold()
+        assert not interrupts.held
 
 
 def test_a_second_one_stops_at_once_and_says_that_the_step_is_torn() -> None:
