@@ -20,7 +20,7 @@ from controller.data.prompts import Prompt, Prompts, with_system_prompt
 from controller.generation.rounds import RolloutRound
 from controller.observability.run_record import RunRecord
 from controller.planner import Planner
-from controller.samples import Rollout, assemble, with_record_columns
+from controller.samples import SAMPLED_COLUMNS, TOKEN_COLUMNS, Rollout, assemble, with_record_columns
 from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
@@ -139,7 +139,12 @@ class Collector:
     def assembled(self, finished: RolloutRound, scores: Mapping[tuple[str, int], Score]) -> Rollout:
         """Finished samples with their scores. Raises RolloutError if there is none."""
         self.record.timeline.samples([*finished.results, *finished.dropped])
-        rollout = assemble(finished, scores, drop_failed=self.config.reward.on_failure == "drop")
+        rollout = assemble(
+            finished,
+            scores,
+            drop_failed=self.config.reward.on_failure == "drop",
+            token_columns=TOKEN_COLUMNS if self.config.model.router_replay == "none" else SAMPLED_COLUMNS,
+        )
         if rollout.failures:
             self.record.console.log(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
         return self.scored_by_model(rollout)

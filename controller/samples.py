@@ -23,6 +23,9 @@ from workers.score import Score
 
 LONGEST_TEXT = 2_000  # characters of a prompt, or a response, that the record of a sample keeps
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
+ROUTED_EXPERTS = "routed_experts"
+SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
+"""All that samples may keep of what engines return; the experts only with model.router_replay."""
 COUNTS = (
     "prompt_tokens",
     "read_tokens",
@@ -43,7 +46,8 @@ class Rollout:
     samples: columns uid, sample, prompt_tokens, prompt_hash (equal for equal prompts), read_tokens and cached_tokens
     (before its turns, and of these in the engine's prefix cache), response_tokens (the policy's),
     length (of all), turns (int64), truncated (bool), weight_version, newest_weight_version (int64), seconds (float64,
-    of generation); tokens input_ids, loss_mask, rollout_log_probs. by_sample: scores with their rewards, in the order
+    of generation); tokens input_ids, loss_mask, rollout_log_probs and, with model.router_replay, routed_experts.
+    by_sample: scores with their rewards, in the order
     of `samples`. failures: why samples have no score of their own. rounds: rounds of generation that it joins.
     version_tokens: by version of the weights, the number of tokens that they sampled.
     """
@@ -194,8 +198,16 @@ def object_column(values: Sequence[Any]) -> np.ndarray:
     return column
 
 
-def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score], *, drop_failed: bool = False) -> Rollout:
+def assemble(
+    finished: RolloutRound,
+    scores: Mapping[tuple[str, int], Score],
+    *,
+    drop_failed: bool = False,
+    token_columns: Sequence[str] = TOKEN_COLUMNS,
+) -> Rollout:
     """Join light results, block references and scores by (uid, sample); `drop_failed` leaves out what has no score.
+
+    token_columns: those of the blocks that the samples keep.
 
     Raises RolloutError, with the first reason, if every sample was dropped.
     """
@@ -222,7 +234,7 @@ def assemble(finished: RolloutRound, scores: Mapping[tuple[str, int], Score], *,
         "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
         "seconds": np.array([result.seconds for result in found]),
     }
-    tokens = {name: TokenColumn(name, tuple(blocks), block, row) for name in TOKEN_COLUMNS}
+    tokens = {name: TokenColumn(name, tuple(blocks), block, row) for name in token_columns}
     return Rollout(
         RemoteBatch(columns, tokens),
         by_sample,

@@ -18,7 +18,7 @@ from ray import ObjectRef
 
 from controller.collector import Collected
 from controller.sample_files import as_bytes, from_bytes, named, packed, unpacked, write_arrays
-from controller.samples import TOKEN_COLUMNS, Rollout, object_column
+from controller.samples import SAMPLED_COLUMNS, Rollout, object_column
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
 from workers.score import Score
@@ -42,7 +42,11 @@ class StepSamples:
     def collected(self, block: ObjectRef) -> Collected:
         """What the collector gave to the step. block: a reference to `tokens`."""
         row = np.arange(len(self.tokens), dtype=np.int32)
-        tokens = {name: TokenColumn(name, (block,), np.zeros_like(row), row) for name in TOKEN_COLUMNS}
+        tokens = {
+            name: TokenColumn(name, (block,), np.zeros_like(row), row)
+            for name in SAMPLED_COLUMNS
+            if name in self.tokens.columns
+        }
         samples = RemoteBatch(self.columns, tokens)
         rollout = Rollout(samples, dict(zip(_keys(samples), self.scores, strict=True)), dropped=0, retried=0)
         return Collected(rollout, rollout.batch.select(self.trained).with_columns(**self.added))

@@ -75,6 +75,13 @@ class ModelConfig:
         "2,048 on a GPU, which adds to the output layer's gradient once a chunk, and 256 on a CPU.",
         minimum=0,
     )
+    router_replay: str = setting(
+        "none",
+        "Experts that engines chose for each token come with its samples (mixtures of experts, engines on GPUs): "
+        "`compare` counts how many of them the policy's routers would not choose, `replay` also takes them in the "
+        "policy's passes, so that log-probs of engine and trainer differ by rounding alone (R3).",
+        choices=("none", "compare", "replay"),
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def chunk_tokens(self, device: str) -> int:

@@ -216,7 +216,7 @@ class Config(ReferenceSettings):
     @property
     def reward_model(self) -> ModelConfig:
         """The reward model: model.* with reward.model.path."""
-        return replace(self.model, path=self.reward.model.path, lora=LoraConfig())
+        return replace(self.model, path=self.reward.model.path, lora=LoraConfig(), router_replay="none")
 
     @property
     def reward_model_max_tokens(self) -> int:
@@ -226,7 +226,7 @@ class Config(ReferenceSettings):
     @property
     def critic_model(self) -> ModelConfig:
         """The critic's model: model.* with critic.path where that is set; all of it is trained."""
-        return replace(self.model, path=self.critic.path or self.model.path, lora=LoraConfig())
+        return replace(self.model, path=self.critic.path or self.model.path, lora=LoraConfig(), router_replay="none")
 
     @property
     def training_roles(self) -> tuple[str, ...]:

@@ -220,7 +220,7 @@ class ReferenceSettings(TrainingConfig):
     @property
     def reference_model(self) -> ModelConfig:
         """The reference's model: model.* without adapters, with reference.path where that is set."""
-        return replace(self.model, path=self.reference.path or self.model.path, lora=LoraConfig())
+        return replace(self.model, path=self.reference.path or self.model.path, lora=LoraConfig(), router_replay="none")
 
     @property
     def reference_max_tokens(self) -> int:

@@ -249,6 +249,13 @@ POLICY = (
         when="a mixture of experts",
     ),
     Declaration(
+        "policy/router_mismatch",
+        "share",
+        "Experts chosen by the engine that the policy's own routers would not choose, of all choices.",
+        "mean over mini-batches",
+        when="model.router_replay=compare or replay",
+    ),
+    Declaration(
         "policy/skipped_steps", "steps", "Optimiser steps skipped for NaN or infinity.", "adds up", Kind.COUNTER
     ),
     Declaration(

@@ -43,6 +43,11 @@ EVERYWHERE: tuple[Row, ...] = (
     ("run.resume=auto or a path", lambda c: c.run.resume != "never", ("run.other_data",)),
     ("tracking.wandb or tracking.mlflow", lambda c: c.tracking.wandb or c.tracking.mlflow, ("tracking.project",)),
     (
+        "engines on GPUs (vLLM's on CPUs do not say which experts a token went through)",
+        lambda c: c.uses_gpus and hasattr(c, "rollout"),
+        ("model.router_replay",),
+    ),
+    (
         "GPUs",
         lambda c: c.uses_gpus,
         (

@@ -17,6 +17,7 @@ from workers.model.model_rules import (
     check_kernel_features,
     check_layout,
     check_pipeline_parallel,
+    check_router_replay,
     check_tensor_parallel,
     shares_prefixes,
 )
@@ -47,3 +48,5 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
     family = text.get("model_type", description.get("model_type", ""))
     check_tensor_parallel(parallel, config.model, model, family, text)
     check_expert_parallel(parallel, config.model, model, text)
+    if key == "model.path":
+        check_router_replay(config.model, model, text)

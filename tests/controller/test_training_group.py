@@ -11,7 +11,8 @@ from balancing import plan_batch
 from controller.actors.layout import Pool
 from controller.actors.resources import reserve
 from controller.actors.worker_group import Share, WorkerGroup
-from tests.workers.model.tiny import random_sequences, save_tiny_model
+from tests.workers.model.test_plan_invariance import Case
+from tests.workers.model.tiny import save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
@@ -25,8 +26,8 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-2)
 
 
 def batch_of(sequences: Sequences) -> RemoteBatch:
-    """The ids, masks and advantages of `sequences`, in one block of the object store."""
-    names, lengths = ("input_ids", "loss_mask"), sequences.lengths.tolist()
+    """The ids, masks, experts and advantages of `sequences`, in one block of the object store."""
+    names, lengths = ("input_ids", "loss_mask", "routed_experts"), sequences.lengths.tolist()
     parts = [sequences.tokens[name].split(lengths) for name in names]
     rows = [dict(zip(names, (part.numpy() for part in row), strict=True)) for row in zip(*parts, strict=True)]
     place = (ray.put(TokenBlock.from_rows(rows)),), np.zeros(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
@@ -38,13 +39,14 @@ def batch_of(sequences: Sequences) -> RemoteBatch:
 
 @pytest.mark.usefixtures("ray_session")
 def test_workers_that_share_sequences_answer_as_one(tmp_path: Path) -> None:
-    sequences = random_sequences()
-    model = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
+    sequences = Case(router_replay="replay").sequences
+    path = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    model = ModelConfig(path=path, dtype="float32", router_replay="replay")
     alone = TrainingEngine(model, optimizer=OPTIMIZER, total_steps=1, device="cpu")
     expected_log_probs, _ = alone.log_probs(sequences, [(0, 11)])
     only = Sequences(
         sequences.lengths,
-        {name: sequences.tokens[name] for name in ("input_ids", "loss_mask")},
+        {name: sequences.tokens[name] for name in ("input_ids", "loss_mask", "routed_experts")},
         {"advantages": sequences.columns["advantages"].float()},
     )
     expected = alone.forward_backward(only, [(0, 11)], make_policy_loss(LossConfig()), Denominators.of(only))
@@ -72,6 +74,7 @@ def test_workers_that_share_sequences_answer_as_one(tmp_path: Path) -> None:
         log_probs = passed.batch["log_probs"].values()
         torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-4, atol=1e-5)
         updated = results(group.update(batch, plan, LossConfig()))
+        assert updated["router_mismatch"] > 0.1
         assert updated == pytest.approx(results(expected), rel=1e-4, abs=1e-6)
         measured = group.take_micro_step_times()
         steps = plan.mini_batches[0].steps

@@ -39,17 +39,23 @@ from workers.model.packing import PackedRow
 class RowPart:
     """The part of a packed row that one context-parallel rank computes.
 
-    input_ids, position_ids: int64 [1, T/cp]; positions are those in the whole sequence. filled: bool [1, T/cp].
+    input_ids, position_ids: int64 [1, T/cp]; positions are those in the whole sequence. source: int64 [1, T/cp],
+    the token in each cell, -1 for padding.
     predicting: int64 [n], the cells of this part whose hidden states predict a token. targets: int64 [n], its id.
     selected: int64 [n], which of the row's N predicted tokens these are.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    filled: Tensor
+    source: Tensor
     predicting: Tensor
     targets: Tensor
     selected: Tensor
+
+    @property
+    def filled(self) -> Tensor:
+        """bool [1, T/cp], the cells that hold a token."""
+        return self.source >= 0
 
 
 def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
@@ -62,7 +68,7 @@ def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
     return RowPart(
         input_ids=row.input_ids[:, positions],
         position_ids=row.position_ids[:, positions],
-        filled=row.filled[:, positions],
+        source=row.source[:, positions],
         predicting=cells[selected],
         targets=row.targets[selected],
         selected=selected,

@@ -41,9 +41,9 @@ class ExpertLoad:
     def counting(self, filled: Tensor | None) -> Iterator[None]:
         """Count the forward passes of the block, not those that checkpointing repeats later.
 
-        filled: bool [T], the cells that hold a token, of this rank; None counts nothing.
+        filled: bool [T], the cells of this rank that hold a token, on any device; None counts nothing.
         """
-        self._filled = filled
+        self._filled = None if filled is None else filled.to(self._counts.device)
         try:
             yield
         finally:

@@ -35,15 +35,15 @@ from workers.model.values import after_last
 
 @dataclass(frozen=True)
 class LaidOut:
-    """rows: the whole micro-batch. arguments: those of the model on this rank, on its device. filled: bool [cells],
-    those of this rank that hold a token of a sequence, there too.
+    """rows: the whole micro-batch. arguments: those of the model on this rank, on its device. source: int64 [cells], on
+    the CPU: the token in each cell of this rank, along the ragged axis of the sequences; -1 where there is none.
 
     whole: values [n, ...] of this rank's predicted tokens -> [N, ...] of all, on every rank of the group.
     """
 
     rows: ModelInput
     arguments: dict[str, Any]
-    filled: Tensor
+    source: Tensor
     whole: Callable[[Tensor], Tensor]
 
 
@@ -96,13 +96,13 @@ class RowLayout:
             rows = pad(micro_batch, multiple)
             rows = after_last(rows, micro_batch) if last else rows
             mask = {"attention": None, "attention_mask": rows.attention_mask.to(self._device)}
-            return LaidOut(rows, self._cells(rows) | mask, self._filled(rows, micro_batch), lambda values: values)
+            return LaidOut(rows, self._cells(rows) | mask, _source(rows, micro_batch), lambda values: values)
         row = self._row(micro_batch, multiple, to_longest=layout == "padded")
         row = after_last(row, micro_batch) if last else row
         if self._context is None:
             attention = self._attention(row)
             arguments = self._cells(row) | {"attention": attention}
-            return LaidOut(row, arguments, self._filled(row, micro_batch), lambda values: values)
+            return LaidOut(row, arguments, _source(row, micro_batch), lambda values: values)
         return self._part_of(row, micro_batch, self._context)
 
     def _row(self, micro_batch: Sequences, multiple: int, *, to_longest: bool) -> PackedRow:
@@ -128,13 +128,15 @@ class RowLayout:
         else:
             attention = Ulysses(self._attention(row), row, group, self._device)
         arguments = self._cells(part) | {"attention": attention}
-        filled = self._filled(part, micro_batch)
-        return LaidOut(row, arguments, filled, lambda values: gather_tokens(values, selected, size, group))
-
-    def _filled(self, cells: Any, micro_batch: Sequences) -> Tensor:
-        """The row of an empty micro-batch has a token, so that the rank takes part in what others do, but no work."""
-        return (cells.filled.flatten() & bool(len(micro_batch))).to(self._device)
+        source = _source(part, micro_batch)
+        return LaidOut(row, arguments, source, lambda values: gather_tokens(values, selected, size, group))
 
     def _cells(self, cells: Any) -> dict[str, Tensor]:
         names = ("input_ids", "position_ids", "predicting", "targets")
         return {name: getattr(cells, name).to(self._device) for name in names}
+
+
+def _source(cells: Any, micro_batch: Sequences) -> Tensor:
+    """The row of an empty micro-batch has a token, so that the rank takes part in what others do, but no work."""
+    source: Tensor = cells.source.flatten()
+    return source if len(micro_batch) else torch.full_like(source, -1)

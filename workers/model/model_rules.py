@@ -190,6 +190,23 @@ def check_expert_parallel(
         )
 
 
+def check_router_replay(settings: ModelConfig, model: str, features: Mapping[str, Any]) -> None:
+    """Raise if there is no choice of experts to compare: UnsupportedModelError for a dense model, ConfigError for
+    compiled layers, whose routers are not called one by one. features: the keys of config.json."""
+    if settings.router_replay == "none":
+        return
+    if not expert_count(features):
+        raise UnsupportedModelError(
+            f"{model} has no experts, whose choice model.router_replay={settings.router_replay} would follow; set it "
+            "to none."
+        )
+    if settings.compile:
+        raise ConfigError(
+            f"model.router_replay={settings.router_replay} does not follow the routers of compiled layers; set "
+            "model.compile=false or model.router_replay=none."
+        )
+
+
 def check_pipeline_parallel(parallel: ParallelConfig, settings: ModelConfig, model: str, layers: int | None) -> None:
     """Raise UnsupportedModelError if a model, of so many layers if known, has too few for the parts of a pipeline,
     ConfigError for parts of stages where there is one stage."""

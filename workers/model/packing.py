@@ -116,7 +116,8 @@ class ModelInput:
     """One micro-batch as the model reads it, in rows of cells, and the places of its predicted tokens.
 
     input_ids, position_ids: int64 [R, W]; positions restart at 0 in every sequence; padding holds 0 in both.
-    filled: bool [R, W], the cells that hold a token.
+    source: int64 [R, W], the token in each cell, counted along the ragged axis of the sequences; -1 for padding. Of
+    tokens that sequences share, one of them.
     loss_positions: int64 [N], every token with `loss_mask`, counted along the ragged axis of the sequences.
     predicting: int64 [N], the cell whose hidden state predicts it, counted row by row over the R * W cells.
     targets: int64 [N], its id. sequence_index: int64 [N], the sequence it belongs to.
@@ -124,11 +125,16 @@ class ModelInput:
 
     input_ids: Tensor
     position_ids: Tensor
-    filled: Tensor
+    source: Tensor
     loss_positions: Tensor
     predicting: Tensor
     targets: Tensor
     sequence_index: Tensor
+
+    @property
+    def filled(self) -> Tensor:
+        """bool [R, W], the cells that hold a token."""
+        return self.source >= 0
 
     @property
     def shared(self) -> Sequence[int]:
@@ -218,7 +224,7 @@ def place(sequences: Sequences, cells: Tensor, shape: tuple[int, int]) -> dict[s
     return {
         "input_ids": _fill(cells, tokens, shape),
         "position_ids": _fill(cells, torch.arange(len(owner)) - starts[owner], shape),
-        "filled": _fill(cells, torch.ones(len(cells), dtype=torch.bool), shape),
+        "source": _fill(cells, torch.arange(len(cells)) + 1, shape) - 1,
         "loss_positions": loss_positions,
         "predicting": cells[loss_positions - 1],
         "targets": tokens[loss_positions],

@@ -21,6 +21,7 @@ from workers.model.model import PackedModel
 from workers.model.packing import Sequences
 from workers.model.pipeline import Stage
 from workers.model.pipeline_exchange import Arrival, Exchange
+from workers.model.router_replay import RouterReplay
 from workers.model.stage_layers import Part, Passing
 from workers.model.timing import MicroStep, MicroStepClock
 from workers.model.values import PackedValueModel
@@ -61,11 +62,13 @@ def predictions_of(head: str, micro_batch: Sequences, laid_out: LaidOut, outputs
 
 @dataclass
 class _Begun:
-    """A micro-batch between its forward and its backward pass. end: its loss, or what was sent."""
+    """A micro-batch between its forward and its backward pass. end: its loss, or what was sent. choices: see
+    `RouterReplay.cells`."""
 
     received: Tensor | None
     end: Tensor | None
     step: MicroStep
+    choices: Tensor | None
 
 
 class Passes:
@@ -79,16 +82,17 @@ class Passes:
         device: torch.device,
         dtype: torch.dtype,
         before_backward: Callable[[Part, bool], None],
+        replay: RouterReplay,
     ) -> None:
         """dtype: of what stages send. before_backward: called before each backward pass, with the part that it goes
         through, and whether it is the last one through it."""
         self._stage, self._layout, self._clock, self._device, self._dtype = stage, layout, clock, device, dtype
-        self._before_backward = before_backward
+        self._before_backward, self._replay = before_backward, replay
         self._exchange = Exchange(stage.parallel) if stage.stages > 1 else None
 
     def run(self, work: Work, compute: Compute) -> None:
         """All micro-batches, forward and, if `work.trains`, backward."""
-        run = _Run(work, compute, self._stage, self._layout, self._clock, self._exchange)
+        run = _Run(work, compute, self._stage, self._layout, self._clock, self._exchange, self._replay)
         schedule = replace(self._stage.schedule, backward=2.0 if work.trains else 0.0)
         order = actions(schedule, self._stage.index, len(work.micro_batches)) if work.micro_batches else ()
         last = {action.chunk: action for action in order if action.kind == "backward"}
@@ -114,9 +118,10 @@ class _Run:
         layout: RowLayout,
         clock: MicroStepClock,
         exchange: Exchange | None,
+        replay: RouterReplay,
     ) -> None:
         self._work, self._compute, self._stage, self._layout, self._clock = work, compute, stage, layout, clock
-        self._exchange = exchange
+        self._exchange, self._replay = exchange, replay
         self._laid_out: dict[int, LaidOut] = {}
         self._arriving: dict[Action, Arrival] = {}
         self._begun: dict[tuple[int, int], _Begun] = {}
@@ -147,19 +152,21 @@ class _Run:
         with self._clock.micro_step(work.name, work.micro_batches[index].lengths) as step:
             laid_out = self._lay_out(index)
             self._clock.leave_out(laid_out.rows.shared)
-            outputs = self._compute(laid_out, passing)
+            choices = self._replay.cells(work.micro_batches[index], laid_out.source)
+            with self._replay.following(choices, counting=work.trains):
+                outputs = self._compute(laid_out, passing)
             end = work.finish(index, laid_out, outputs) if part.last else outputs
         if action.chunk == len(self._stage.parts) - 1:
             del self._laid_out[index]
         if self._exchange is not None and not part.last:
             self._exchange.send("forward", outputs.detach())
         if work.trains:
-            self._begun[index, action.chunk] = _Begun(received, end, step)
+            self._begun[index, action.chunk] = _Begun(received, end, step, choices)
 
     def _backward(self, action: Action, part: Part, gradient: Tensor | None) -> None:
         begun = self._begun.pop((action.micro_batch, action.chunk))
         assert begun.end is not None
-        with self._clock.more_of(begun.step):
+        with self._clock.more_of(begun.step), self._replay.following(begun.choices):
             begun.end.backward(gradient)
         if self._exchange is not None and begun.received is not None:
             assert begun.received.grad is not None

@@ -70,6 +70,7 @@ def engine_arguments(
         scheduling_policy="priority" if config.max_staleness else "fcfs",
         tensor_parallel_size=config.tensor_parallel,
         enable_prefix_caching=True,
+        enable_return_routed_experts=model.router_replay != "none",
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,

@@ -32,6 +32,7 @@ OWNED = {
     "kv_cache_memory_bytes": "rollout.memory_fraction, on a CPU rollout.cpu_kv_cache_gib",
     "enforce_eager": "rollout.enforce_eager",
     "enable_sleep_mode": "rollout.placement",
+    "enable_return_routed_experts": "model.router_replay",
     "weight_transfer_config": "rollout.placement",
 }
 """vLLM's arguments that follow from our settings, and the setting of each."""

@@ -21,7 +21,8 @@ class Turn:
 
     ids: int32 [n], with the end-of-sequence token if that ended it. log_probs: float32 [n]. finish_reason: `stop` or
     `length`. versions: int32 [n], of the weights that sampled each. read_tokens: those before it, of which the engine
-    had `cached_tokens` from requests that begin with the same ones.
+    had `cached_tokens` from requests that begin with the same ones. routed_experts: int16 [m, layers, k], of the m
+    tokens that the engine has read by then, from the first of the prompt on; None without `model.router_replay`.
     """
 
     ids: np.ndarray
@@ -30,6 +31,7 @@ class Turn:
     versions: np.ndarray
     read_tokens: int = 0
     cached_tokens: int = 0
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,19 @@ class Episode:
 
     def row(self) -> dict[str, np.ndarray]:
         """The columns of a TokenBlock's row: `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, and
-        `weight_versions` int32, -1 where the policy sampled nothing."""
-        return {
+        `weight_versions` int32, -1 where the policy sampled nothing; where the engine says them `routed_experts` int16
+        [n, layers, k], -1 for the tokens at the end that it did not read."""
+        row = {
             "input_ids": self.ids,
             "loss_mask": np.repeat(self._sampled, [len(part) for part in self._ids]),
             "rollout_log_probs": np.concatenate(self._log_probs),
             "weight_versions": np.concatenate(self._versions),
         }
+        routed = self.turns[-1].routed_experts if self.turns else None
+        if routed is not None:
+            unread = np.full((len(row["input_ids"]) - len(routed), *routed.shape[1:]), -1, np.int16)
+            row["routed_experts"] = np.concatenate([routed, unread])
+        return row
 
     def _append(self, ids: np.ndarray, log_probs: np.ndarray, versions: np.ndarray, *, sampled: bool) -> None:
         self._ids.append(ids)

@@ -142,8 +142,9 @@ class RolloutWorker:
         """Yield a TokenBlock and then the list of its results, repeatedly, as samples finish.
 
         The block comes first, so that a caller with the list knows that the block exists. Its columns are `input_ids`
-        int32, `loss_mask` bool (True where the policy sampled) and `rollout_log_probs` float32 (0 elsewhere); failed
-        samples have no row. A failed sample does not affect others; if the engine dies, RolloutError ends the stream.
+        int32, `loss_mask` bool (True where the policy sampled) and `rollout_log_probs` float32 (0 elsewhere), and
+        others of `Episode.row`; failed samples have no row. A failed sample does not affect others; if the engine dies,
+        RolloutError ends the stream.
         """
         pending = {asyncio.create_task(self._timed(request, sampling)) for request in requests}
         try:
@@ -398,7 +399,12 @@ def _as_turn(output: "RequestOutput") -> Turn:
         versions=token_versions(completion.weight_versions),
         read_tokens=len(output.prompt_token_ids or ()),
         cached_tokens=output.num_cached_tokens or 0,
+        routed_experts=_int16(completion.routed_experts),
     )
+
+
+def _int16(experts: np.ndarray | None) -> np.ndarray | None:
+    return None if experts is None else experts.astype(np.int16)
 
 
 def _success(request: SampleRequest, episode: Episode, reason: str, environment: Score | None = None) -> Sample:

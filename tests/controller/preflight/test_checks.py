@@ -299,6 +299,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             ("policy.parallel.expert_parallel=2", "policy.ranks=2"),
             "model.path: a model of type qwen2 has no experts, which policy.parallel.expert_parallel=2 would share",
         ),
+        (
+            ("model.router_replay=replay",),
+            "model.router_replay=replay has no effect without engines on GPUs (vLLM's on CPUs do not say which experts",
+        ),
         (("policy.parallel.tensor_parallel=2", "model.lora.rank=8"), "adapters are not shared between ranks"),
         (
             ("policy.parallel.tensor_parallel=2", "model.compile=true", "resources.device=cuda"),

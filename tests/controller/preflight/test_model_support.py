@@ -42,6 +42,16 @@ def check(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> None:
         ({"attn_logit_softcapping": 50.0}, ("model.layout=padded", "model.attention=sdpa"), "model.layout=padded; set"),
         ({"model_type": "mixtral", "num_local_experts": 3}, EXPERTS, "mixtral has 3 experts a layer, which"),
         ({"model_type": "qwen3_moe", "num_experts": 4}, (*EXPERTS, *TENSOR), "qwen3_moe is not shared by .*tensor_par"),
+        (
+            {"model_type": "qwen2"},
+            (GPU, "model.router_replay=replay"),
+            "has no experts, whose choice model.router_repl",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4},
+            (GPU, "model.router_replay=compare", "model.compile=true"),
+            "router_replay=compare does not follow the routers of compiled layers; set model.compile=false",
+        ),
         ({"model_type": "gemma2"}, TENSOR, "of type gemma2 is not shared by policy.parallel.tensor_parallel"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},

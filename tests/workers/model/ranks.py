@@ -40,10 +40,13 @@ class RankPool:
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
-        """`function(*arguments)` on `count` ranks, the pool's size at most; its results in rank order.
+        """`function(*arguments)` on `count` ranks; its results in rank order. A pool that is smaller starts anew.
 
         Raises RankError if it raises on a rank or takes longer than `TIMEOUT_S`; the pool then starts anew.
         """
+        if count > self._size:
+            self.stop()
+            self._size = count
         self._start()
         self._calls += 1
         store = str(Path(self._folder.name) / f"store-{self._calls}")
@@ -128,6 +131,18 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, r
     finally:
         if dist.is_initialized():  # an engine of vLLM ends it with its own
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what torch caches of DTensors: it holds the groups of a mesh that is gone, and would take them for those of
+    the next call's, if that is equal."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def dp_rank(parallel: Any) -> int:

@@ -24,6 +24,13 @@ CASES = {
     "qwen3_moe gathered": Case("qwen3_moe", reshard_after_forward=False, layout="padded"),
     "qwen3_moe shared": Case("qwen3_moe", tied=False, share_prefixes="always"),
     "qwen3_moe of six": Case("qwen3_moe", tied=False),
+    "qwen3_moe replayed": Case("qwen3_moe", tied=False, router_replay="replay"),
+    "qwen3_moe compared": Case("qwen3_moe", tied=False, router_replay="compare"),
+    "qwen3_moe replayed, checkpointed": Case(
+        "qwen3_moe", gradient_checkpointing=True, router_replay="replay", layers=4
+    ),
+    "qwen3_moe replayed, shared": Case("qwen3_moe", tied=False, share_prefixes="always", router_replay="replay"),
+    "qwen3_moe of 4 layers": Case("qwen3_moe", tied=False, layers=4),
     "mixtral": Case("mixtral", tied=False),
     "olmoe": Case("olmoe", tied=False),
     "gpt_oss": Case("gpt_oss", tied=False),
@@ -44,10 +51,24 @@ WAYS = {
     "ring 2, ep 4": shared(4, 4, context_parallel=2, context_parallel_method="ring"),
     "dp 2, ring 2, ep 2": shared(4, 2, context_parallel=2, context_parallel_method="ring"),
     "ep 2, reduced at last": shared(2, 2, defer_gradient_reduction=True),
+    "one rank": shared(1, 1),
+    "ring 2": shared(2, 1, context_parallel=2, context_parallel_method="ring"),
+    "pp 2, ep 2": shared(4, 2, pipeline_parallel=2),
+    "pp 2 x 2, ep 2": shared(4, 2, pipeline_parallel=2, virtual_stages=2),
+    "pp 2, ep 4": shared(8, 4, pipeline_parallel=2),
+    "pp 4, ep 2": shared(8, 2, pipeline_parallel=4),
+    "pp 2, ulysses 2, ep 2": shared(4, 2, pipeline_parallel=2, context_parallel=2),
 }
+REPLAYED, IN_STAGES = "qwen3_moe replayed", "qwen3_moe of 4 layers"
 
 COMBINATIONS = [
-    *(("qwen3_moe", way) for way in WAYS),
+    *(("qwen3_moe", way) for way in WAYS if "ep" in way and "pp" not in way),
+    *((IN_STAGES, way) for way in WAYS if "pp" in way and WAYS[way].ranks < 8),
+    *(pytest.param(IN_STAGES, way, marks=pytest.mark.slow) for way in WAYS if WAYS[way].ranks == 8),
+    *((REPLAYED, way) for way in ("one rank", "ring 2", "dp 2, ring 2, ep 2")),
+    *((f"{REPLAYED}, checkpointed", way) for way in ("one rank", "pp 2 x 2, ep 2")),
+    *((f"{REPLAYED}, shared", way) for way in ("one rank", "ring 2, ep 4")),
+    ("qwen3_moe compared", "dp 4, ep 2"),
     ("qwen3_moe float32", "dp 4, ep 2"),
     ("qwen3_moe checkpointed", "dp 4, ep 2"),
     ("qwen3_moe gathered", "dp 4, ep 2"),
@@ -66,7 +87,11 @@ def paths(tmp_path_factory) -> dict[str, str]:
     sizes = {"qwen3_moe of six": {"num_experts": 6}}
     return {
         name: save_tiny_model(
-            folder / name.replace(" ", "-"), case.family, tie_word_embeddings=case.tied, **sizes.get(name, {})
+            folder / name.replace(" ", "-"),
+            case.family,
+            tie_word_embeddings=case.tied,
+            num_hidden_layers=case.layers,
+            **sizes.get(name, {}),
         )
         for name, case in CASES.items()
     }

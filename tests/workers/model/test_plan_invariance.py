@@ -63,6 +63,7 @@ class Case:
     forward_layout: str = "same"
     share_prefixes: str = "never"
     layers: int = 2
+    router_replay: str = "none"
 
     @property
     def tolerance(self) -> float:
@@ -72,7 +73,10 @@ class Case:
     def sequences(self) -> Sequences:
         sequences = random_sequences(branching=self.share_prefixes == "always")
         columns = sequences.columns | {"group_tokens": group_tokens(sequences, GROUPS)}
-        return replace(sequences, columns=columns)
+        tokens = sequences.tokens
+        if self.router_replay != "none":
+            tokens = tokens | {"routed_experts": recorded_choices(sequences, self.layers)}
+        return replace(sequences, columns=columns, tokens=tokens)
 
     @property
     def loss(self) -> LossConfig:
@@ -244,6 +248,7 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
             forward_layout=case.forward_layout,
             share_prefixes=case.share_prefixes,
             min_shared_tokens=1,
+            router_replay=case.router_replay,
         ),
         optimizer=OPTIMIZER,
         total_steps=10,
@@ -278,6 +283,7 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=attention)
     keep_float64(case, model)
     sequences = case.sequences
+    mismatch = replay_routers(model, sequences, case.router_replay)
     load = expert_load(model)
     outputs = unpacked_log_probs(model, sequences, case.temperature)
     loss, metrics = reference_loss(outputs, sequences, case.loss)
@@ -289,10 +295,53 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     steps = {"grad_norm": float(norm), "skipped_steps": 0.0, "learning_rate": 0.5e-2}
     return Outcome(
         {index: (outputs[index][0] * masks[index]).detach() for index in range(len(sequences))},
-        {**metrics, **load(), **steps, "loss": loss.item()},
+        {**metrics, **load(), **mismatch(), **steps, "loss": loss.item()},
         gradients,
         revert_weight_conversion(model, dict(model.state_dict())),  # by the names of the files
     )
+
+
+def recorded_choices(sequences: Sequences, layers: int) -> Tensor:
+    """int16 [T, layers, 2]: two of four experts, the same where sequences begin alike; -1 for each last token."""
+    ids, ends = sequences.tokens["input_ids"], sequences.lengths.cumsum(0)
+    places = torch.arange(len(ids)) - torch.repeat_interleave(ends - sequences.lengths, sequences.lengths)
+    mixed = (7 * ids + 3 * places)[:, None] + 5 * torch.arange(layers)
+    first = mixed % 4
+    chosen = torch.stack([first, (first + 1 + mixed // 4 % 3) % 4], dim=-1)
+    chosen[ends - 1] = -1
+    return chosen.to(torch.int16)
+
+
+def replay_routers(model: torch.nn.Module, sequences: Sequences, setting: str) -> Callable[[], dict[str, float]]:
+    """Let the routers of a Qwen3-MoE choose as recorded, sequence after sequence; the metric of its passes."""
+    if setting == "none":
+        return dict
+    recorded = sequences.tokens["routed_experts"].long().split(sequences.lengths.tolist())
+    passes, differing, compared = Counter[int](), [], []
+
+    def hook(layer: int) -> Callable[..., Any]:
+        def choose(router: torch.nn.Module, given: Any, outputs: Any) -> Any:
+            logits, _, own = outputs
+            choice = recorded[passes[layer]][:, layer]
+            passes[layer] += 1
+            known = choice[:, :1] >= 0
+            compared.append(2 * int(known.sum()))
+            differing.append(sum(one not in mine for one, mine in expert_pairs(choice[known[:, 0]], own[known[:, 0]])))
+            if setting == "compare":
+                return outputs
+            choice = torch.where(known, choice, own)
+            scores = logits.softmax(-1).gather(-1, choice)
+            return logits, scores / scores.sum(-1, keepdim=True) if router.norm_topk_prob else scores, choice
+
+        return choose
+
+    for layer, decoder_layer in enumerate(model.model.layers):
+        decoder_layer.mlp.gate.register_forward_hook(hook(layer))
+    return lambda: {"router_mismatch": sum(differing) / sum(compared)}
+
+
+def expert_pairs(choice: Tensor, own: Tensor) -> list[tuple[int, list[int]]]:
+    return [(one, mine) for chosen, mine in zip(choice.tolist(), own.tolist(), strict=True) for one in chosen]
 
 
 def expert_load(model: torch.nn.Module) -> Callable[[], dict[str, float]]:
@@ -415,8 +464,10 @@ def check(ranks: RankPool, case: Case, path: str, way: Way, seed: int) -> None:
     actual = join_ranks(ranks.run(engine_outcome, way.ranks, case, path, way, seed))
     expected = cached_reference(case, path)
     if case.share_prefixes == "always":  # a shared token is routed once, and in the reference once a sequence
-        assert (actual.metrics.pop(LOAD, None) is None) == (LOAD not in expected.metrics)
-        expected = replace(expected, metrics={name: each for name, each in expected.metrics.items() if name != LOAD})
+        for routed in (LOAD, "router_mismatch"):
+            assert (actual.metrics.pop(routed, None) is None) == (routed not in expected.metrics)
+            kept = {name: each for name, each in expected.metrics.items() if name != routed}
+            expected = replace(expected, metrics=kept)
     assert_same(actual, expected, case.tolerance)
     if case.dtype == "float64":
         for name, weight in expected.weights.items():

@@ -16,8 +16,9 @@ from workers.rollout.engine import (
     refusal,
     sampling_parameters,
 )
+from workers.rollout.episode import Episode, Limits
 from workers.rollout.placement import check_placement
-from workers.rollout.worker import RolloutWorker
+from workers.rollout.worker import RolloutWorker, _as_turn
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,34 @@ def test_type_and_weight_transfer_follow_the_placement(placement: str, dtype: st
     assert arguments.trust_remote_code is False
     if placement != "shared_memory":
         assert arguments.gpu_memory_utilization == 0.3
+
+
+@pytest.mark.parametrize(("setting", "returned"), [("none", False), ("compare", True), ("replay", True)])
+def test_an_engine_returns_the_experts_of_each_token_where_routers_are_to_follow_them(
+    setting: str, returned: bool
+) -> None:
+    model = ModelConfig(path="model", router_replay=setting)
+    arguments = engine_arguments(model, RolloutConfig(), placement="apart", max_model_tokens=99, seed=1)
+    assert arguments.enable_return_routed_experts == returned
+    assert arguments.enable_prefix_caching, "vLLM returns them with prefix caching only"
+
+
+def test_experts_of_vllms_output_become_a_column_of_the_sample() -> None:
+    """Its own output class, with an array as its connector makes them: uint8, without the last token."""
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+
+    logprobs = FlatLogprobs(logprobs=[-1.0, -2.0])
+    spans = [WeightVersionSpan("3", 0, 2)]
+    read = np.array([[[0, 3]], [[1, 2]], [[255, 2]]], np.uint8)
+    completion = CompletionOutput(
+        0, "", [7, 8], None, logprobs, routed_experts=read, finish_reason="stop", weight_versions=spans
+    )
+    output = RequestOutput("a/0/1", None, [5, 6], None, [completion], finished=True)
+    episode = Episode(np.array([5, 6], np.int32), Limits(turns=1, tokens=8))
+    episode.add(_as_turn(output))
+    column = episode.row()["routed_experts"]
+    assert (column.dtype, column.tolist()) == (np.int16, [[[0, 3]], [[1, 2]], [[255, 2]], [[-1, -1]]])
 
 
 def test_sampling_settings_reach_vllm() -> None:

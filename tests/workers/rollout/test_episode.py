@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,18 @@ def ids(*numbers: int) -> np.ndarray:
 def turn(*numbers: int, reason: str = STOP, versions: tuple[int, ...] = (0,)) -> Turn:
     log_probs = -np.arange(1.0, len(numbers) + 1, dtype=np.float32)
     return Turn(ids(*numbers), log_probs, reason, np.resize(ids(*versions), len(numbers)))
+
+
+def test_a_row_has_the_experts_of_all_tokens_that_the_engine_read_in_the_last_turn() -> None:
+    """Each turn's request reads what came before it once more; its last token is sampled, and not read."""
+    episode = Episode(ids(5, 6), Limits(turns=3, tokens=10))
+    episode.add(replace(turn(7, END), routed_experts=np.zeros((3, 2, 1), np.int16)))
+    assert episode.observe(ids(8))
+    read = np.arange(12, dtype=np.int16).reshape(6, 2, 1)
+    episode.add(replace(turn(4, END), routed_experts=read))
+    found = episode.row()["routed_experts"]
+    assert found.dtype == np.int16
+    assert found.tolist() == [*read.tolist(), [[-1], [-1]]]
 
 
 def test_a_row_marks_what_the_policy_sampled_and_only_that() -> None:
