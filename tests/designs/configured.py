@@ -54,6 +54,8 @@ def write_designs_workspace(folder: Path) -> str:
     (folder / "designs_losses.py").write_text(LOSSES)
     save_tiny_model(folder / "windowed", "mistral windowed")
     build("minicpm3", folder / "latent")
+    for name, layers in (("deep", 4), ("eight", 8)):
+        save_tiny_model(folder / name, num_hidden_layers=layers, max_position_embeddings=4096)
     for left in (folder / "model").iterdir():
         left.unlink()
     save_tiny_model(folder / "model", max_position_embeddings=4096)
@@ -124,8 +126,8 @@ def compute(ranks: RankPool, file: str, *overrides: str, sequences: Sequences | 
     """A forward pass and an update of one batch, as the configuration asks for them."""
     config = configuration(file, *overrides)
     parallel = config.policy.parallel
-    size = config.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
-    parts = ranks.run(_on_a_rank, size, file, overrides, sequences)
+    stage = config.policy.ranks * parallel.context_parallel * parallel.tensor_parallel
+    parts = ranks.run(_on_a_rank, stage * parallel.pipeline_parallel, file, overrides, sequences)
     leaders = [part for part in parts if part["leads"]]
     metrics: Metrics = merge(part["metrics"] for part in leaders)
     log_probs = {row: values for part in leaders for row, values in part["log_probs"].items()}
@@ -171,11 +173,16 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | Non
 def build_worker(config: Config) -> PolicyWorker:
     """This rank's part of the policy, with the arguments that the driver gives it."""
     parallel, rank = config.policy.parallel, dist.get_rank()
-    shape = (config.policy.ranks, parallel.context_parallel, parallel.tensor_parallel)
-    dp, cp, tp = list(itertools.product(*map(range, shape)))[rank]
+    shape = (
+        parallel.pipeline_parallel,
+        config.policy.ranks,
+        parallel.context_parallel,
+        parallel.tensor_parallel,
+    )
+    pp, dp, cp, tp = list(itertools.product(*map(range, shape)))[rank]
     arguments = _model_arguments(config, replace(config.model, dtype="float64"), config.policy)
     arguments |= _learning(config, config.policy.optimizer, config.total_optimizer_steps) | {"threads": 1}
-    worker = PolicyWorker("policy", RankCoordinates(rank, dp, tp, cp), dist.get_world_size(), **arguments)
+    worker = PolicyWorker("policy", RankCoordinates(rank, dp, tp, cp, pp), dist.get_world_size(), **arguments)
     worker.build()
     return worker
 

@@ -56,6 +56,21 @@ def test_d5_counts_are_a_multiple_as_pipelines_need(file: str, multiple: int, co
         assert len(micro_batches(plan_of(config, lengths, of=of))) == count
 
 
+@pytest.mark.parametrize(("stages", "virtual", "count"), [(2, 1, 3), (4, 1, 3), (2, 2, 4), (4, 2, 4)])
+def test_d5_virtual_stages_need_a_multiple_of_the_stages_and_get_it(
+    file: str, stages: int, virtual: int, count: int
+) -> None:
+    """The published lengths and cap again, without balance.count_multiple; the widest micro-batches are split."""
+    how = ("policy.ranks=2", "policy.max_tokens=12", "model.length_multiple=2", "balance.algorithm=roll")
+    cut = (f"policy.parallel.pipeline_parallel={stages}", f"policy.parallel.virtual_stages={virtual}")
+    deep = ("model.path=eight",) if stages * virtual > 4 else ("model.path=deep",)
+    config = configuration(file, *up_to(8), *PADDED, *how, *cut, *deep)
+    for of in ("policy.update", "policy.log_probs"):
+        assert len(micro_batches(plan_of(config, [7, 6, 8, 5, 1, 3, 8, 6], of=of))) == count
+    with pytest.raises(ConfigError, match=r"3 sequences cannot fill 4 "):
+        plan_of(configuration(file, *SMALL, *cut, *deep, "policy.min_micro_batches=4"), [5, 5, 5])
+
+
 def test_d5_a_multiple_that_a_mini_batch_cannot_fill_is_refused_with_the_reason(file: str) -> None:
     said = refusal("batch.mini_batches=2", "balance.count_multiple=100")
     assert "balance.count_multiple=100 ask for 100 micro-batches" in said

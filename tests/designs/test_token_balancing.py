@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from balancing import CostModel, Plan, plan_statistics
 from balancing.errors import OverCapError
@@ -163,6 +164,25 @@ def test_v6_the_count_is_at_least_the_minimum_a_multiple_and_never_above_the_seq
     with pytest.raises(ConfigError, match=r"policy.min_micro_batches.*balance.count_multiple"):
         plan_of(config, [5, 5, 5])
     assert "ask for 100 micro-batches" in refusal("policy.min_micro_batches=97", "balance.count_multiple=50")
+
+
+def test_v6_micro_batches_of_a_pipeline_differ_in_length_and_hold_no_padding(ranks: RankPool, file: str) -> None:
+    """Two stages of two parts each: the first reads every token once, in rows of different lengths, and the update is
+    that of one process."""
+    how = (*SMALL, "policy.ranks=1", "policy.max_tokens=40", "model.path=deep", *ONE_STEP, "model.share_prefixes=never")
+    alone = compute(ranks, file, *how)
+    cut = ("policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2", "balance.order=makespan")
+    staged = compute(ranks, file, *how, *cut)
+    widths = [len(cells) for cells in staged.cells[0]]
+    assert len(widths) % 2 == 0 and len(set(widths)) > 1
+    assert sum(widths) == sum(map(len, alone.cells[0]))
+    assert staged.cells[1] == []
+    for name in ("loss", "grad_norm", "entropy"):
+        assert staged.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-9)
+    for row, log_probs in alone.log_probs.items():
+        np.testing.assert_allclose(staged.log_probs[row], log_probs, atol=1e-6)
+    for name, weight in alone.weights.items():
+        torch.testing.assert_close(staged.weights[name], weight, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
