@@ -67,7 +67,7 @@ def test_d5_virtual_stages_need_a_multiple_of_the_stages_and_get_it(
     config = configuration(file, *up_to(8), *PADDED, *how, *cut, *deep)
     for of in ("policy.update", "policy.log_probs"):
         assert len(micro_batches(plan_of(config, [7, 6, 8, 5, 1, 3, 8, 6], of=of))) == count
-    with pytest.raises(ConfigError, match=r"3 sequences cannot fill 4 "):
+    with pytest.raises(ConfigError, match=r"2 sequences cannot fill 4 micro-batches"):
         plan_of(configuration(file, *SMALL, *cut, *deep, "policy.min_micro_batches=4"), [5, 5, 5])
 
 
