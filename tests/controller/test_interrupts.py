@@ -10,16 +10,18 @@ import pytest
 from controller.interrupts import SIGNALS, Interrupts
 
 
-@pytest.fixture
-def heeds_sighup() -> Iterator[None]:
-    """Whatever started the tests may have it ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """Whatever started the tests may have them ignored: nohup SIGHUP, a shell's background job SIGINT."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_an_interrupt_stops_at_once_unless_held(number: signal.Signals, heeds_sighup: None) -> None:
+def test_an_interrupt_stops_at_once_unless_held(number: signal.Signals) -> None:
     with Interrupts(print), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
 
