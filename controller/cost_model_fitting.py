@@ -3,7 +3,8 @@
     measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
 
 From config.json the model knows FLOPs; how long the hardware takes for a squared token (attention) in relation to a
-token (matrix products), only a measurement shows. A factor common to both changes no plan. The fit is kept in
+token (matrix products), only a measurement shows. A factor common to both changes no plan. For a pipeline it also
+shows what a micro-step costs however short it is, and how the time divides among stages. The fit is kept in
 checkpoints, so that a resumed run plans as before.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from balancing import CostFit, CostModel
 from balancing.errors import CostModelError
+from controller.planner import NOT_MEASURED, StageTimes
 from workers.model.timing import MicroStepTime
 
 UPDATE = "update"
@@ -34,26 +36,37 @@ class CostModelFitter:
         """`cost_model`: used until the first fit. `enabled`: if False it stays; errors are reported anyway."""
         self._first, self._enabled = cost_model, enabled
         self._fit: CostFit | None = None
+        self._stage_seconds = np.zeros(0)
+        self._stages = NOT_MEASURED
         self._measured: deque[Measurement] = deque(maxlen=MOST_MEASUREMENTS)
         self._steps = 0
 
     def state(self) -> dict[str, Any] | None:
         """The current fit, for a checkpoint; None before the first."""
-        return asdict(self._fit) if self._fit else None
+        return asdict(self._fit) | {"stage_shares": self._stages.shares} if self._fit else None
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Use the fit of a checkpoint until the next one; None changes nothing."""
         if state and self._enabled:
-            self._fit = CostFit(**state | {"model": CostModel(**state["model"])})
+            fit = {name: value for name, value in state.items() if name != "stage_shares"}
+            self._fit = CostFit(**fit | {"model": CostModel(**state["model"])})
+            shares = state.get("stage_shares")
+            self._stages = StageTimes(self._fit.overhead_seconds, tuple(shares) if shares else None)
 
     @property
     def cost_model(self) -> CostModel:
         """The model to plan with."""
         return self._fit.model if self._fit else self._first
 
-    def observe(self, micro_steps: Iterable[MicroStepTime]) -> dict[str, float]:
+    @property
+    def stages(self) -> StageTimes:
+        """What plans for a pipeline follow beside the model; nothing before the first fit."""
+        return self._stages
+
+    def observe(self, micro_steps: Iterable[MicroStepTime], stage_seconds: Sequence[float] = ()) -> dict[str, float]:
         """Add the micro-steps of all ranks of one step, and fit again every STEPS_BETWEEN_FITS steps.
 
+        stage_seconds: of the step's updates on each stage of a pipeline, see `seconds_of_stages`.
         Returns `predicted_time_error`, the root mean square of predicted / measured - 1 over the updates of this step,
         by the model that they were planned with; an empty dict if there were none.
         """
@@ -62,10 +75,12 @@ class CostModelFitter:
             return {}
         error = fit_error(self._fit, found) if self._fit else scaled_error(self._first, found)
         self._measured.extend(found)
+        self._stage_seconds = np.asarray(stage_seconds) + (self._stage_seconds if len(self._stage_seconds) else 0.0)
         self._steps += 1
         if self._enabled and self._steps % STEPS_BETWEEN_FITS == 0:
             with suppress(CostModelError):  # micro-batches too alike to identify both terms: the model stays
                 self._fit = CostModel.fit_sums(*zip(*self._measured, strict=True))
+                self._stages = StageTimes(self._fit.overhead_seconds, _shares(self._stage_seconds))
         return {"predicted_time_error": error}
 
 
@@ -79,6 +94,21 @@ def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepT
         for every in stages.values()
         for parts in zip(*every, strict=True)
     ]
+
+
+def seconds_of_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[float]:
+    """Seconds of all updates on each stage of a pipeline, of micro-steps by actor; one number without stages."""
+    seconds: dict[int, float] = {}
+    for actor, found in times.items():
+        stage = int(actor.partition(" pp=")[2].partition(" ")[0] or 0)
+        seconds[stage] = seconds.get(stage, 0.0) + sum(step.seconds for step in found if step.name == UPDATE)
+    return [seconds[stage] for stage in sorted(seconds)]
+
+
+def _shares(seconds: np.ndarray) -> tuple[float, ...] | None:
+    if len(seconds) < 2 or not (seconds > 0).all():
+        return None
+    return tuple(max(0.01, round(share, 2)) for share in (seconds / seconds.sum()).tolist())
 
 
 def fit_error(fit: CostFit, measured: Sequence[Measurement]) -> float:

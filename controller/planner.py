@@ -6,6 +6,7 @@ Mini-batches are a random choice, made before balancing and never changed by it,
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
     from workers.remote_batch import RemoteBatch
 
 MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """overhead: seconds of a micro-step of an update beside its workload, over all stages. shares: of each stage in the
+    time of all, two digits, so that plans do not change with every step; None where nothing was measured."""
+
+    overhead: float = 0.0
+    shares: tuple[float, ...] | None = None
+
+
+NOT_MEASURED = StageTimes()
 
 
 def draw_mini_batches(
@@ -55,10 +68,13 @@ def with_group_tokens(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) 
     return batch.with_columns(group_tokens=counts)
 
 
-def plan_arguments(config: TrainingConfig, of: str, prefixes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def plan_arguments(
+    config: TrainingConfig, of: str, prefixes: Mapping[str, Any] | None = None, stages: StageTimes = NOT_MEASURED
+) -> dict[str, Any]:
     """Arguments of `balancing.plan_batch` besides the batch. of: a pass in `config.limits`.
 
-    prefixes: `prefix_groups` and `prefix_lengths` of a batch; empty or None where nothing is shared.
+    prefixes: `prefix_groups` and `prefix_lengths` of a batch; empty or None where nothing is shared. stages: what was
+    measured of a pipeline.
     """
     limits, policy, balance = config.limits[of], config.policy, config.balance
     arguments: dict[str, Any] = {
@@ -69,29 +85,39 @@ def plan_arguments(config: TrainingConfig, of: str, prefixes: Mapping[str, Any] 
         "multiple_of": balance.count_multiple,
         "algorithm": balance.algorithm,
         "order": None if balance.order == "auto" else balance.order,
-        "pipeline": pipeline_of(config, trains=of.endswith(".update")),
+        "pipeline": pipeline_of(config, trains=of.endswith(".update"), measured=stages),
         "layout": limits.layout,
         "length_multiple": limits.length_multiple,
     }
     return arguments | dict(prefixes or {})
 
 
-def pipeline_of(config: TrainingConfig, *, trains: bool) -> Pipeline | None:
+def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED) -> Pipeline | None:
     """How the training roles' models are cut into stages; None where they are not. trains: whether backward passes
-    follow, which take twice a forward pass, and with gradient checkpointing three times."""
+    follow, which take twice a forward pass, and with gradient checkpointing three times. measured: of updates; the
+    parts of a stage are taken to cost the same."""
     parallel = config.policy.parallel
     if parallel.pipeline_parallel == 1:
         return None
-    backward = (2.0 + config.model.gradient_checkpointing) * trains
-    return Pipeline(parallel.pipeline_parallel, parallel.virtual_stages, backward)
+    backward = 2.0 + config.model.gradient_checkpointing
+    overhead = measured.overhead if trains else measured.overhead / (1.0 + backward)
+    shares = None if measured.shares is None else measured.shares * parallel.virtual_stages
+    return Pipeline(
+        parallel.pipeline_parallel,
+        parallel.virtual_stages,
+        backward * trains,
+        stage_shares=shares,
+        overhead=overhead,
+    )
 
 
 class Planner:
     """Plans for the data-parallel ranks of the training roles, which all share the policy's."""
 
-    def __init__(self, config: TrainingConfig, cost_model: CostModel) -> None:
-        """`cost_model`: FLOPs of a sequence, which a plan balances."""
-        self.config, self.cost_model = config, cost_model
+    def __init__(self, config: TrainingConfig, cost_model: CostModel, stages: StageTimes = NOT_MEASURED) -> None:
+        """`cost_model`: FLOPs of a sequence, or its seconds, which a plan balances. stages: what was measured of a
+        pipeline, in seconds; with these `cost_model` is of seconds."""
+        self.config, self.cost_model, self.stages = config, cost_model, stages
         self._sharing: dict[str, bool] = {}
 
     def whole(self, batch: "RemoteBatch", of: str) -> Plan:
@@ -111,7 +137,7 @@ class Planner:
                 loss_tokens=batch["response_tokens"],
                 groups=group_numbers(batch),
                 cost_model=self.cost_model,
-                **plan_arguments(self.config, of, self.prefixes(batch, of)),
+                **plan_arguments(self.config, of, self.prefixes(batch, of), self.stages),
             )
         except CountError as error:
             raise ConfigError(

@@ -15,7 +15,7 @@ from balancing import CostModel
 from controller.checkpoint import Progress
 from controller.checkpoint_writer import CheckpointWriter
 from controller.config import TrainingConfig
-from controller.cost_model_fitting import CostModelFitter, over_stages
+from controller.cost_model_fitting import CostModelFitter, over_stages, seconds_of_stages
 from controller.interrupts import Interrupts
 from controller.planner import Planner
 from controller.session import Session
@@ -64,7 +64,7 @@ class TrainingLoop(ABC):
         self.complete = replace(self.progress)  # as it was after the last complete step
         self.cost_fitter = CostModelFitter(cost_model, enabled=config.refits_cost_model)
         self.cost_fitter.load_state(self.progress.refit)
-        self.planner = Planner(config, self.cost_fitter.cost_model)
+        self.planner = Planner(config, self.cost_fitter.cost_model, self.cost_fitter.stages)
         self.folder, log = session.record.writer.folder.resolve(), session.record.console.log
         self.interrupts = Interrupts(log)
         self.checkpoints = CheckpointWriter(session.roles, self.folder, config.run.keep_checkpoints, log)
@@ -133,8 +133,13 @@ class TrainingLoop(ABC):
         """Record the times of micro-steps, by actor, and fit the cost model of the next plans to them."""
         self.record.micro_steps(times, self.planner.cost_model)
         policy = {actor: found for actor, found in times.items() if actor.startswith("policy")}
-        error = self.cost_fitter.observe(over_stages(policy))
-        self.planner.cost_model, self.progress.refit = self.cost_fitter.cost_model, self.cost_fitter.state()
+        fitter = self.cost_fitter
+        error = fitter.observe(over_stages(policy), seconds_of_stages(policy))
+        self.planner.cost_model, self.planner.stages, self.progress.refit = (
+            fitter.cost_model,
+            fitter.stages,
+            fitter.state(),
+        )
         return prefixed("balance", error)
 
     def save_what_is_due(self, step: int) -> None:

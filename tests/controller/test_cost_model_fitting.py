@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from balancing import CostModel
-from controller.cost_model_fitting import STEPS_BETWEEN_FITS, CostModelFitter, over_stages, scaled_error
+from controller.cost_model_fitting import (
+    STEPS_BETWEEN_FITS,
+    CostModelFitter,
+    over_stages,
+    scaled_error,
+    seconds_of_stages,
+)
+from controller.planner import NOT_MEASURED, StageTimes
 from workers.model.timing import MicroStepTime
 
 HARDWARE = CostModel(2e-6, 3e-9, "second")
@@ -93,3 +100,27 @@ def test_stages_of_a_pipeline_add_up_to_what_one_rank_would_have_measured() -> N
     found = over_stages({"policy dp=0 pp=0": first, "policy dp=0 pp=1": second, "policy dp=1": first})
     assert [step.seconds for step in found] == [4.0, 7.0, 1.0, 2.0]
     assert {step.tokens for step in found} == {10}
+
+
+def test_plans_for_a_pipeline_follow_what_a_micro_step_and_each_stage_took() -> None:
+    """1 ms a micro-step beside its workload, and a last stage that takes three times as long as the first."""
+    fitter = CostModelFitter(CostModel(1.0, 0.0), enabled=True)
+    assert fitter.stages == NOT_MEASURED
+    for step in steps(STEPS_BETWEEN_FITS, noise=0.01):
+        fitter.observe(step, [1.0, 3.0])
+    assert fitter.stages.overhead == pytest.approx(0.001, rel=0.2)
+    assert fitter.stages.shares == (0.25, 0.75)
+    resumed = CostModelFitter(CostModel(1.0, 0.0), enabled=True)
+    resumed.load_state(json.loads(json.dumps(fitter.state())))
+    assert resumed.stages == fitter.stages
+    one = CostModelFitter(CostModel(1.0, 0.0), enabled=True)
+    for step in steps(STEPS_BETWEEN_FITS, noise=0.01):
+        one.observe(step, [1.0])
+    assert one.stages == StageTimes(one.stages.overhead, None)
+
+
+def test_seconds_of_stages_are_those_of_updates_over_all_ranks_of_a_stage() -> None:
+    update, forward = MicroStepTime("update", 0.0, 2.0, 10, 100), MicroStepTime("log_probs", 0.0, 9.0, 10, 100)
+    times = {"policy dp=0 pp=0": [update, forward], "policy dp=1 pp=0": [update], "policy dp=0 pp=1": [update]}
+    assert seconds_of_stages(times) == [4.0, 2.0]
+    assert seconds_of_stages({"policy dp=0": [update], "policy dp=1": [update]}) == [4.0]

@@ -1,11 +1,12 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from balancing import CostModel
 from balancing.pipeline import Pipeline
 from controller.config import Config
-from controller.planner import Planner, draw_mini_batches, plan_arguments, with_group_tokens
+from controller.planner import Planner, StageTimes, draw_mini_batches, plan_arguments, with_group_tokens
 from workers.remote_batch import RemoteBatch
 
 
@@ -65,5 +66,11 @@ def test_a_plan_knows_the_stages_that_its_micro_batches_pass() -> None:
     for of, backward in (("policy.update", 3.0), ("policy.log_probs", 0.0)):
         plan = Planner(config, CostModel.tokens()).whole(batch, of)
         assert plan.settings.pipeline == Pipeline(4, 2, backward)
+        measured = StageTimes(overhead=8.0, shares=(0.1, 0.2, 0.3, 0.4))
+        plan = Planner(config, CostModel.tokens(), measured).whole(batch, of)
+        pipeline = plan.settings.pipeline
+        assert pipeline is not None
+        assert pipeline.overhead == (8.0 if backward else 2.0)
+        assert pipeline.shares == pytest.approx([0.05, 0.1, 0.15, 0.2] * 2)
         assert plan.settings.order == "makespan"
         assert {len(plan.for_rank(0).mini_batches[0].micro_batches) % 4} == {0}
