@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from tests.end_to_end.test_whole_loop import assert_engine_equals_saved_model, run_loop
+from tests.end_to_end.test_whole_loop import Run, assert_engine_equals_saved_model, run_loop
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "olmoe": (OlmoeConfig, {"intermediate_size": 64}),
@@ -56,7 +56,7 @@ def test_samples_come_from_the_experts_that_were_trained(
     create_experts(family, workspace / family, workspace / "model")
     overrides = [*settings, f"run.name={family}", "run.steps=2", f"model.path={workspace / family}", *sharing]
     overrides += ["policy.optimizer.learning_rate=1e-2", "algorithm.advantage=reinforce_plus_plus"]
-    overrides += ["data.validation=''", "validation.prompts=0", "batch.mini_batches=2"]
+    overrides += ["data.validation=''", "validation.prompts=0", "batch.mini_batches=2", "run.checkpoint_every=1"]
     run = run_loop(overrides)
     first, second = run.outcome.steps
     assert [first["rollout/weight_version"], second["rollout/weight_version"]] == [1.0, 2.0]
@@ -66,6 +66,16 @@ def test_samples_come_from_the_experts_that_were_trained(
     assert set(run.versions) == {2}
     assert_engine_equals_saved_model(run)
     assert_every_weight_changed(workspace / family, run.folder / "model")
+    assert_goes_on_with_two_ranks(run, overrides)
+
+
+def assert_goes_on_with_two_ranks(run: Run, overrides: list[str]) -> None:
+    """From its first checkpoint, each rank with all experts, the second step is the same."""
+    others = ["policy.ranks=2", "policy.parallel.expert_parallel=1", f"run.name={run.folder.name}-again"]
+    begin = run.folder / "checkpoints" / "policy" / "step-1"
+    (second,) = run_loop([*overrides, *others, f"run.resume={begin}"]).outcome.steps
+    for name in ("policy/loss", "policy/grad_norm", "reward/mean"):
+        assert second[name] == pytest.approx(run.outcome.steps[1][name], rel=1e-4), name
 
 
 def assert_every_weight_changed(before: Path, after: Path) -> None:

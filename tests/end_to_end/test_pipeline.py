@@ -10,10 +10,12 @@ RATE = "policy.optimizer.learning_rate=1e-3"
 
 
 def test_a_run_in_stages_hands_on_its_weights_and_goes_on_without_stages(ray_session, settings: list[str]) -> None:
-    """The mismatch of each step is that between the engine's weights of this version and the stages' own."""
+    """Two stages of two parts each; the mismatch of each step is that between the engine's weights of this version and
+    the stages' own."""
     common = [*settings, RATE, "batch.mini_batches=2", "algorithm.loss.kl_coefficient=0.1", "run.steps=2"]
     common += ["data.validation=''", "validation.prompts=0", "run.checkpoint_every=1"]
-    staged = run_loop([*common, "run.name=staged", "policy.ranks=1", "policy.parallel.pipeline_parallel=2"])
+    cut = ["policy.ranks=1", "policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2"]
+    staged = run_loop([*common, "run.name=staged", *cut])
     assert [step["rollout/weight_version"] for step in staged.outcome.steps] == [1.0, 2.0]
     assert all(step["policy/rollout_mismatch_max"] <= 3e-5 for step in staged.outcome.steps)
     assert 0 < staged.outcome.steps[0]["policy/reference_kl"] < staged.outcome.steps[1]["policy/reference_kl"]

@@ -17,6 +17,8 @@ from tests.documentation.checks import CHECKS, dry_run, ray_understands
 
 LAUNCH = ROOT / "examples" / "launch"
 PLACEMENTS = ["one_gpu", "eight_gpus", "sixty_four_gpus"]
+LAYOUTS = ["qwen3_30b_a3b_8_gpus", "qwen3_30b_a3b_64_gpus", "qwen3_235b_a22b_256_gpus"]
+PLACEMENTS += [f"experts/{name}" for name in LAYOUTS]
 
 
 def command_of(name: str) -> list[str]:
@@ -46,6 +48,25 @@ def test_a_placement_does_not_fit_with_a_gpu_less_or_a_quarter_of_its_memory(
     assert re.search("does not fit|without GPUs", capsys.readouterr().err)
     assert main([*arguments[:-1], arguments[-1].replace("gpu_gib=80", "gpu_gib=20")]) == 2
     assert re.search("training needs about|gives an engine", capsys.readouterr().err)
+
+
+def test_the_page_on_parallelism_has_the_figures_of_its_layouts(
+    documentation_workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By column: the sums of an update's estimate, and an engine's weights."""
+    page = (ROOT / "docs" / "parallelism.md").read_text()
+    rows = {row[0]: row[1:] for row in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", page, re.M)}
+    for column, name in enumerate(LAYOUTS):
+        assert main(command_of(f"experts/{name}")) == 0
+        found = capsys.readouterr().out
+        (update,) = re.findall(r"policy update: (.+)", found)
+        parts, in_all = re.findall(r"\w+ ([\d.]+)", update.partition(" = ")[0]), update.partition(" = ")[2]
+        assert rows["in all"][column] == in_all
+        assert rows["gathered + activations"][column] == " + ".join(parts[-2:])
+        states = " + ".join(parts[:-2]) or "in host memory"
+        assert rows["an update: weights + AdamW + gradients"][column] == states
+        (weights,) = re.findall(r"an engine: ([\d.]+) of weights", found)
+        assert rows["an engine's weights"][column] == weights
 
 
 def commands_in_comments(name: str) -> list[list[str]]:
