@@ -26,7 +26,7 @@ from balancing.pipeline_shape import STEP, best_shape, in_units, rounded_limit
 from balancing.pipeline_time import makespan
 from balancing.schedule import to_ranks, with_steps
 
-MOST_FOR_EACH_STAGE = 8
+MOST_FOR_EACH_STAGE = 12
 """Up to this many micro-steps for each stage are tried, unless caps or settings ask for more."""
 COUNT_GROWTH = 1.5
 """Each number of micro-steps tried is about this many times the one before."""
