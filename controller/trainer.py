@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from balancing import CostModel, Plan, plan_statistics
+from balancing.analysis.run_plan import plan_record
 from controller import advantages
 from controller.actors.roles import Roles
 from controller.actors.worker_group import WorkerGroup
@@ -129,12 +130,12 @@ class Trainer(TrainingLoop):
         prefixes = self.planner.prefixes(batch, "policy.update")
         prompts = batch["uid"].astype(np.int64)  # their places in the stream
         columns = {"groups": group_numbers(batch), "prompts": prompts, **prefixes}
-        record.writer.lengths(step, lengths=batch["length"], **columns)
         batch = batch.with_meta(step=step, steps=self.config.run.steps)
         with record.phase("plan"):
             epochs = [self.planner.draw(batch, step, epoch) for epoch in range(self.config.batch.epochs)]
             drawn = [self.planner.redealt(batch, mini_batches) for mini_batches in epochs]
             plans = [self.planner.plan(batch, epoch, "policy.update") for epoch in drawn]
+        record.writer.lengths(step, plan_record(plans[0]), lengths=batch["length"], **columns)
         with record.phase("log_probs"):
             self.roles.sleep_engines()
             batch, mismatch = self.with_log_probs(batch, step)

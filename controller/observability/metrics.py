@@ -47,12 +47,15 @@ class RunWriter:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
-    def lengths(self, step: int, **columns: np.ndarray) -> None:
+    def lengths(self, step: int, plan: Mapping[str, Any] | None = None, **columns: np.ndarray) -> None:
         """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`.
 
-        columns: int64 [B] each: `lengths`, and what else a plan of them needs, under the names of `plan_batch`.
+        plan: `plan_record` of the step's plan, with several epochs the first one's. columns: int64 [B] each: `lengths`,
+        and what else a plan of them needs, under the names of `plan_batch`.
         """
-        self._lengths.write({"step": step} | {name: column.tolist() for name, column in columns.items()})
+        self._lengths.write(
+            {"step": step} | {name: column.tolist() for name, column in columns.items()} | dict(plan or {})
+        )
 
     def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
         """Record some samples of a step, for the report."""
