@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from controller.config.file import read
+from controller.config.file import read, settings, value_of
 from controller.config.limits import Limits
 from controller.config.sections import (
     AlgorithmConfig,
@@ -268,6 +268,21 @@ def load_as(schema: type[Schema], path: str | Path | None, overrides: Sequence[s
 def to_yaml(config: TrainingConfig) -> str:
     """The configuration as YAML that `load` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def changed_yaml(config: TrainingConfig) -> str:
+    """The settings that differ from their defaults, as YAML that `load` reads back to `config`."""
+    changed: dict[str, Any] = {}
+    for found in settings(type(config)()):
+        value = value_of(config, found.key)
+        default = value_of(config, found.default[2:-1]) if found.follows else found.default
+        if value != default:
+            *sections, name = found.key.split(".")
+            section = changed
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[name] = value
+    return OmegaConf.to_yaml(OmegaConf.create(changed))
 
 
 def _default_name(path: str | Path | None) -> str:

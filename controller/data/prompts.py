@@ -118,6 +118,11 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every prompt, in the order of the file."""
+        return [len(ids) for ids, _, _ in self._prompts]
+
     def take(self, start: int, count: int) -> list[Prompt]:
         """`count` prompts from place `start` of the stream; a new epoch begins wherever the last one ends."""
         return [self.at(position) for position in range(start, start + count)]

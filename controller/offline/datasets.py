@@ -64,6 +64,11 @@ class SequenceDataset:
     def __len__(self) -> int:
         return len(self._items)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence, in the order of the file."""
+        return [len(row["input_ids"]) for item in self._items for row in item]
+
     def take(self, start: int, count: int) -> RemoteBatch:
         """`count` records from place `start` (from 0) of the stream, a pure function of the seed; see `first`."""
         places = range(start, start + count)

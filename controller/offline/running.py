@@ -60,7 +60,7 @@ class OfflineCommand(Generic[Settings]):
         check_offline(config)
         check_machine(config, dry_run=request.dry_run)
         if request.dry_run:
-            self.dry_run(config)
+            self.dry_run(config, everything=request.everything)
             return None
         check_cluster(config)
         inputs = self.read_inputs(config)
@@ -69,15 +69,18 @@ class OfflineCommand(Generic[Settings]):
             return None
         return locked(config, partial(self.run, config, inputs))
 
-    def dry_run(self, config: Settings) -> None:
-        """Print what would run and where, then read the data and load small models; raises as these do."""
-        print(describe(config))
-        print("\n== inputs ==")
-        for path, examples in self.read_examples(config)[0].items():
-            print(f"{path}: {counted(len(examples), 'record')}")
-        print("records are not counted in tokens: that takes the tokenizer, with which a run begins")
+    def dry_run(self, config: Settings, *, everything: bool) -> None:
+        """Print what would run and where, then read the data and load small models; raises as these do.
+
+        everything: print settings at their defaults too.
+        """
+        print(describe(config, everything=everything))
+        print("\n== inputs ==", flush=True)
+        inputs = self.read_inputs(config)
+        for dataset in filter(None, (inputs.train, inputs.validation)):
+            print("\n".join(_dataset_lines(dataset)))
         for line in parity_lines(config):
-            print(line)
+            print(line, flush=True)
 
     def read_examples(self, config: Settings) -> tuple[Examples, DataIdentity]:
         """The examples of every record, and the identity of data.train without `records`; needs no tokenizer.
@@ -143,6 +146,16 @@ class OfflineCommand(Generic[Settings]):
 
         with session(config, start, console, inputs.identity) as started:
             yield self.trainer()(config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model)
+
+
+def _dataset_lines(dataset: SequenceDataset) -> list[str]:
+    """Lines of a dry run about a data set."""
+    tokens = dataset.lengths
+    return [
+        f"{dataset.name}: {counted(len(dataset) + dataset.dropped, 'record')}",
+        f"    {counted(len(tokens), 'sequence')} of {min(tokens)} to {max(tokens)} tokens, "
+        f"{sum(tokens) / len(tokens):.0f} on average; {dataset.dropped} above data.max_tokens dropped",
+    ]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from controller.actors.cluster_address import check_address
 from controller.checkpoint import checkpoints_at
 from controller.config import TrainingConfig
-from controller.config.model_files import ModelFiles, read_model_files
+from controller.config.model_files import ModelFiles, check_whole, read_model_files
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.model_types import check_model_type
 from controller.preflight.weights import check_weights
@@ -128,10 +128,15 @@ def check_model_files(
 ) -> None:
     """Raise ConfigError unless the training engine computes the model at `path`, which setting `key` names, and its
     weight files are whole. kinds: see `check_model_type`. output: see `check_weights`.
+
+    For a described cluster config.json alone is enough.
     """
+    if not config.is_described:
+        check_whole(model, path, key)
     check_model_type(model.description, key, path, *kinds)
     check_supported_model(config, model.description, key)
-    check_weights(model, key, path, output=output)
+    if model.weights:
+        check_weights(model, key, path, output=output)
 
 
 def check_same_vocabulary(
