@@ -16,6 +16,7 @@ from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
 from controller.generation.fleet import RestartBudget
 from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
+from controller.observability.run_log import run_log
 from controller.parity import parity_lines
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
@@ -97,6 +98,11 @@ def run(config: Config, inputs: Inputs) -> None:
     from controller.observability.console import Console
 
     console = Console()
+    with run_log(config.run_folder, console):
+        _run(config, inputs, console)
+
+
+def _run(config: Config, inputs: Inputs, console: "Console") -> None:
     for warning in warnings(config):
         console.log(f"warning: {warning}")
     for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:

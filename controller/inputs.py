@@ -6,8 +6,7 @@
 Users' code and chat templates are programs: this process neither imports nor, before they have ended once, runs them.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from controller.data.prompts import (
 )
 from controller.data.records import Record, check_loss_columns, read_records
 from controller.observability.shown_text import counted, redacted, shortened, shown_prompt
+from controller.observability.slow_work import Say, told_if_slow
 from controller.preflight.validation_checks import check_keep_best
 from workers.chat_template import render_isolated, template_of, time_limit
 from workers.errors import DataError
@@ -40,12 +40,10 @@ from workers.reward_process import RewardFunction
 from workers.score import Score
 from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_function
 
-Say = Callable[[str], None]
 Records = dict[str, list[Record]]
 
 TRIED_PROMPTS = 32  # of each data set; the run itself renders the others as it tokenizes them
 LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
-SILENT_SECONDS = 2.0  # of a trial, before a line tells what is waited for
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ def try_inputs(config: Config, say: Say = print) -> Tried:
     say: gets a line about a trial that takes long. Raises ConfigError or DataError for inputs that cannot be used.
     """
     data = config.data
-    train = {path: read_records(path, data.prompt_key) for path in data.weights}
-    held_out = {data.validation: read_records(data.validation, data.prompt_key)} if data.validation else {}
+    train = {path: read_records(path, data.prompt_key, say) for path in data.weights}
+    held_out = {data.validation: read_records(data.validation, data.prompt_key, say)} if data.validation else {}
     identity = data_identity(config, train)
     check_same_data(config, identity)
     first = next(iter(train.values()))[0]
@@ -149,17 +147,17 @@ def _tokens_line(dataset: PromptDataset) -> str:
 
 def read_inputs(config: Config, say: Say = print) -> Inputs:
     """The tokenized inputs; raises as `try_inputs` does, and for prompts that cannot be tokenized."""
-    return tokenized(config, try_inputs(config, say))
+    return tokenized(config, try_inputs(config, say), say)
 
 
-def tokenized(config: Config, tried: Tried) -> Inputs:
+def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
     """The inputs, tokenized; raises ConfigError or DataError for prompts that cannot be."""
     data = config.data
     tokenizer = limited_tokenizer(config)
     if config.rollout.environment:
         _check_continuing(config, tokenizer, tried.train)
     rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
-    dataset = partial(PromptDataset, tokenizer=tokenizer, rules=rules)
+    dataset = partial(PromptDataset, tokenizer=tokenizer, rules=rules, say=say)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
         for path, rows in tried.train.items()
@@ -305,13 +303,6 @@ def _check_continuing(config: Config, tokenizer: Any, train: Records) -> None:
 
 @contextmanager
 def _waiting(say: Say, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
-    """Print what is waited for, and the setting of its time limit, if the block takes more than SILENT_SECONDS."""
-    timer = threading.Timer(
-        SILENT_SECONDS, say, [f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"]
-    )
-    timer.daemon = True
-    timer.start()
-    try:
+    """Say what is waited for, and the setting of its time limit, if the block lasts."""
+    with told_if_slow(say, f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"):
         yield
-    finally:
-        timer.cancel()

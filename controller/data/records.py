@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from controller.observability.shown_text import shortened
+from controller.observability.slow_work import Say, counted_if_slow
 from workers.errors import DataError
 
 Record = dict[str, Any]
 DEEPEST = 100  # levels of lists and objects in a line
 
 
-def read_records(path: str, prompt_key: str = "") -> list[Record]:
-    """All records. Raises DataError naming the file and record of what is not a record, or one without `prompt_key`."""
-    records = list(iter_records(path, prompt_key))
+def read_records(path: str, prompt_key: str = "", say: Say = print) -> list[Record]:
+    """All records. Raises DataError naming the file and record of what is not a record, or one without `prompt_key`.
+
+    say: hears how many are read, if that lasts.
+    """
+    records = list(counted_if_slow(iter_records(path, prompt_key), f"{path}: records read", say))
     if not records:
         raise DataError(f"{path} has no records.")
     return records

@@ -7,6 +7,7 @@ import numpy as np
 
 from controller.config.offline import OfflineDataConfig
 from controller.data.prompts import epoch_order
+from controller.observability.slow_work import counted_if_slow
 from controller.offline.tokenized import Example, Row, example_row
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
@@ -41,7 +42,8 @@ class SequenceDataset:
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        for index, record in enumerate(records):
+        counted = counted_if_slow(records, f"{name}: records tokenized", print, total=len(records))
+        for index, record in enumerate(counted):
             where = record_name(name, index)
             self._add(tuple(example_row(tokenizer, example, where) for example in record), settings, where)
         if not self._items:

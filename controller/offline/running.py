@@ -17,6 +17,7 @@ from controller.config.offline import OfflineConfig
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
 from controller.inputs import TRIED_PROMPTS, limited_tokenizer, try_template
+from controller.observability.run_log import run_log
 from controller.observability.shown_text import counted
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
@@ -119,6 +120,10 @@ class OfflineCommand(Generic[Settings]):
         from controller.observability.console import Console
 
         console = Console()
+        with run_log(config.run_folder, console):
+            self._run(config, inputs, console)
+
+    def _run(self, config: Settings, inputs: "Inputs", console: "Console") -> None:
         for dataset in (inputs.train, inputs.validation):
             if dataset is not None and dataset.dropped:
                 console.log(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
