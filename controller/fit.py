@@ -15,6 +15,7 @@ from controller.actors.cluster_address import check_cluster
 from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
 from controller.generation.fleet import RestartBudget
+from controller.hub import push_to_hub
 from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
 from controller.observability.run_log import run_log
 from controller.parity import parity_lines
@@ -117,6 +118,7 @@ def _run(config: Config, inputs: Inputs, console: "Console") -> None:
     with ray_session(config, console), naming_what_is_left(config):
         recovering(attempt, config, console.log)
     report(config, console)
+    push_to_hub(config, console.log)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from controller.config.job_copy import about_copy
 from workers.errors import ConfigError
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -115,7 +116,9 @@ def _folder(path: str, key: str) -> Path:
     cached = _cached(path)
     if cached is None:
         advice = f"; a model of the hub is fetched by `hf download {path}`" if _looks_like_name(path) else ""
-        raise ConfigError(f"{key}: there is no folder {path} and no such model in the local hub cache{advice}.")
+        raise ConfigError(
+            f"{key}: there is no folder {path} and no such model in the local hub cache{advice}{about_copy(path)}."
+        )
     return cached
 
 

@@ -108,6 +108,8 @@ NAMES_ELSEWHERE = {
     "trainer.logger": "tracking",
     "save_freq": "run.checkpoint_every",
     "resume_mode": "run.resume",
+    "hub_model_id": "run.push_to_hub",
+    "push_to_hub": "run.push_to_hub",
     "test_freq": "validation.every",
     "nnodes": "policy.ranks",
     "n_gpus_per_node": "policy.ranks",

@@ -25,6 +25,11 @@ class BaseRunConfig:
         0, "Steps between checkpoints, from which a run resumes exactly; 0 writes none.", minimum=0
     )
     keep_checkpoints: int = setting(2, "Number of latest checkpoints to keep; older ones are deleted.", minimum=1)
+    push_to_hub: str = setting(
+        "",
+        "Repository of the Hugging Face hub, `owner/name`, that the model is uploaded to at the end, with adapters and "
+        "critic where there are any; needs a token (`hf auth login`, or HF_TOKEN). A new one is private.",
+    )
     resume: str = setting(
         "never",
         "`auto` resumes from the last complete checkpoint of run.name, or starts from the beginning if there is none; "

@@ -13,6 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from controller.config.job_copy import about_copy
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Say, counted_if_slow
 from workers.errors import DataError
@@ -76,7 +77,9 @@ def data_files(path: Path) -> list[Path]:
             raise DataError(f"{path} holds files of several kinds ({', '.join(sorted(kinds))}); name one of them.")
         return found
     if not path.exists():
-        raise DataError(f"there is no file {path} (relative paths start at the working directory).")
+        raise DataError(
+            f"there is no file {path} (relative paths start at the working directory){about_copy(str(path))}."
+        )
     if path.suffix not in READERS:
         raise DataError(f"{path} is none of {', '.join(READERS)}, nor a folder of such files.")
     return [path]

@@ -16,6 +16,7 @@ from controller.config import load_as
 from controller.config.offline import OfflineConfig
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
+from controller.hub import push_to_hub
 from controller.inputs import TRIED_PROMPTS, limited_tokenizer, try_template
 from controller.observability.run_log import run_log
 from controller.observability.shown_text import counted
@@ -62,6 +63,10 @@ class OfflineCommand(Generic[Settings]):
         check_machine(config, dry_run=request.dry_run)
         if request.dry_run:
             self.dry_run(config, everything=request.everything)
+            return None
+        # With run.steps the end is known before the data is read, with run.epochs by the number of its records.
+        if config.run.steps and (done := finished(config, config.run.steps, config.length_setting)):
+            print(done)
             return None
         check_cluster(config)
         inputs = self.read_inputs(config)
@@ -136,6 +141,7 @@ class OfflineCommand(Generic[Settings]):
         with ray_session(config, console), naming_what_is_left(config):
             recovering(attempt, config, console.log)
         report(config, console)
+        push_to_hub(config, console.log)
 
     @contextmanager
     def training(self, config: Settings, inputs: "Inputs", console: "Console") -> Iterator["OfflineTrainer[Settings]"]:
