@@ -146,7 +146,7 @@ class Trainer(TrainingLoop):
         with record.phase("update"):
             metrics |= self.update_critic(batch, drawn)
             learns = step > self.config.critic.warmup_steps
-            updated = update(self.roles.policy, batch, drawn, plans, self.config.algorithm.loss) if learns else {}
+            updated = update(self.roles.policy, batch, drawn, plans, self.config.policy_loss) if learns else {}
         if not mismatch:
             self.mismatch.judge(step, updated)
         metrics |= self.compare_with_plan(self.roles.take_micro_step_times())

@@ -65,8 +65,9 @@ class RunConfig(BaseRunConfig):
 class DataConfig:
     train: str = setting(
         "",
-        "Prompts: a .jsonl, .json, .parquet or .arrow file, or a folder of one kind of them (`datasets.save_to_disk`, "
-        "a hub repository); other columns go to the reward function.",
+        "Prompts: a .jsonl, .json, .parquet or .arrow file, a folder of one kind of them (`datasets.save_to_disk`, a "
+        "hub repository), or a data set of the hub, `owner/name[:subset][@split]`, as in `openai/gsm8k:main@train`, "
+        "which is the default split; other columns go to the reward function.",
     )
     sources: dict[str, float] = setting(
         {}, "Several sources in place of data.train, each with its weight; prompts are drawn in this proportion."

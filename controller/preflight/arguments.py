@@ -44,7 +44,7 @@ class Arguments:
     """A parsed command line; the overrides are not read yet. cluster: what --cluster describes. measure: whether GPU
     memory is measured in addition to the estimate. everything: whether a dry run prints all settings."""
 
-    config: Path
+    config: tuple[Path, ...]
     overrides: tuple[str, ...]
     dry_run: bool
     cluster: Cluster | None = None
@@ -77,7 +77,7 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     if parsed.all and not parsed.dry_run:
         raise ConfigError("--all is of the page that --dry-run prints; add --dry-run (--settings explains every key).")
     if not command.describes_clusters:
-        return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run, everything=parsed.all)
+        return Arguments(tuple(parsed.config), tuple(parsed.overrides), parsed.dry_run, everything=parsed.all)
     if parsed.cluster and not parsed.dry_run:
         raise ConfigError(
             "--cluster describes a cluster for --dry-run, and a run takes the one it finds; add --dry-run."
@@ -85,7 +85,7 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     if parsed.measure and not parsed.cluster:
         raise ConfigError("--measure measures the GPUs that --cluster describes; add --dry-run --cluster.")
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
-    return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run, cluster, parsed.measure, parsed.all)
+    return Arguments(tuple(parsed.config), tuple(parsed.overrides), parsed.dry_run, cluster, parsed.measure, parsed.all)
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:
@@ -96,7 +96,14 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         epilog=f"Sections of settings: {', '.join(section_names(command.schema))}. --settings explains every key.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of settings")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        action="append",
+        metavar="FILE",
+        help="YAML file of settings; several, each with its own --config, lie one over the other",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help=f"{command.tries}, print what would run and where; start nothing"
     )

@@ -8,6 +8,7 @@ from typing import Any
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles
+from controller.data.hub import check_split
 from controller.data.records import Record, iter_records
 from workers.errors import ConfigError, DataError
 
@@ -39,6 +40,7 @@ def check_data(config: Config, model: ModelFiles) -> None:
     _check_sources(config)
     paths = [("data.sources" if config.data.sources else "data.train", path) for path in config.data.weights]
     if config.data.validation:
+        check_split("data.validation", config.data.validation)
         paths.append(("data.validation", config.data.validation))
     for key, path in paths:
         if is_elsewhere(config, path):
