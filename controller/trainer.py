@@ -28,7 +28,7 @@ from controller.data.prompts import PromptDataset, Prompts
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
 from controller.observability.metrics import staleness, throughput, waiting
 from controller.observability.run_folder import step_file
-from controller.observability.shown_text import shown_prompt
+from controller.observability.shown_text import other_columns, shown_prompt
 from controller.planner import group_numbers, with_group_tokens
 from controller.samples import Rollout
 from controller.session import Session
@@ -166,8 +166,7 @@ class Trainer(TrainingLoop):
         """What samples of training with this uid answer, as text: `prompt`, and `record`, its other columns."""
         key = self.config.data.prompt_key
         (found,) = self.collector.prompts.take(int(uid), 1)
-        others = [f"{name}: {value}" for name, value in found.columns.items() if name != key]
-        return {"prompt": shown_prompt(found.columns[key]), "record": "\n".join(others)}
+        return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}
 
     def signal(self, rollout: Rollout) -> dict[str, float]:
         """Metric of the groups that teach nothing, where advantages compare groups and nothing comes to the rewards."""
