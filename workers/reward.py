@@ -42,6 +42,10 @@ class RewardWorker:
         self._process = RewardProcess(functions, timeout_s=timeout_s, concurrency=concurrency)
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
 
+    def __repr__(self) -> str:
+        """The actor's name on Ray's dashboard, and before what it prints."""
+        return "reward"
+
     def ready(self) -> bool:
         """True once the worker is built."""
         return True
