@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from controller.config import TrainingConfig
-from controller.observability.run_log import LOG
+from controller.observability.run_folder import LOG
 from workers.errors import ConfigError
 
 LOCK = ".lock"

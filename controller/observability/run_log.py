@@ -20,12 +20,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from controller.observability.run_folder import LOG
 from controller.observability.shown_text import redacted
 
 if TYPE_CHECKING:
     from controller.observability.console import Console
 
-LOG = "run.log"
 RAYS_THREADS = ("ray_print_logs", "ray_listen_error_messages")
 """Threads of the driver in which Ray prints; tests/test_contracts.py holds them against the installed Ray."""
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
