@@ -37,9 +37,19 @@ class RunLog(io.TextIOBase):
     standard error, and keeps nothing more: files that a run needs are written elsewhere, and stop it."""
 
     def __init__(self, path: Path) -> None:
-        """Append to the file."""
+        """Append to the file, in a folder that is made if it is missing."""
         self._path, self._lock, self._parts = path, threading.Lock(), threading.local()
-        self._file: TextIO | None = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        self._file: TextIO | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        self._file = None
+        stream = sys.__stderr__ or sys.stderr
+        stream.write(f"{self._path} cannot be written ({error.strerror or error}); it ends here\n")
 
     def write(self, text: str) -> int:
         """Keep the lines that are whole; a rest waits for its end."""
@@ -56,9 +66,7 @@ class RunLog(io.TextIOBase):
             try:
                 self._file.write(f"{line}\n")
             except OSError as error:
-                self._file = None
-                stream = sys.__stderr__ or sys.stderr
-                stream.write(f"{self._path} cannot be written ({error.strerror or error}); it ends here\n")
+                self._end(error)
 
     def flush(self) -> None:
         """Lines are written as they come."""
