@@ -28,6 +28,10 @@ class Score:
     failure: str = ""
     turns: tuple[dict[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        """JSON, in which scores are kept, has lists alone."""
+        object.__setattr__(self, "turns", tuple(self.turns))
+
 
 def as_score(value: Any, response: str) -> Score:
     """A Score from a reward function's return value: a number, or a mapping with `reward`, other numbers and

@@ -111,7 +111,7 @@ def export_with_a_full_disk(model: str, path: str) -> str:
     engine = build(model)
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
-            patch.setattr(module, "save_file", full)
+            patch.setattr(module, "write_weights", full)
         with pytest.raises(OutputError) as raised:
             engine.save_pretrained(path, file_bytes=10_000)
     return str(raised.value)
