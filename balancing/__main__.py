@@ -1,7 +1,7 @@
 """Compares strategies on a batch of sequence lengths and explains the plan:
 
 python -m balancing lengths.jsonl --ranks 8 --max-tokens 32768 --png gantt.png --html page.html
-python -m balancing runs/addition --ranks 2
+python -m balancing runs/addition --step 12
 python -m balancing --distribution reasoning --count 4096 --ranks 32
 python -m balancing --distribution reasoning --count 4096 --ranks 32 --pipeline 4 --virtual-stages 2
 """
@@ -18,15 +18,18 @@ from rich.console import Console
 
 from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
 from balancing.analysis.explain import explain
-from balancing.analysis.lengths_file import read_column, read_json, read_lengths, read_prefixes
+from balancing.analysis.lengths_file import read_column, read_json, read_lengths
 from balancing.analysis.pipeline_comparison import compare_on_pipeline
 from balancing.analysis.pipeline_gantt import save_pipeline_png
 from balancing.analysis.report import pipeline_table, terminal_table, write_html, write_pipeline_html, write_png
+from balancing.analysis.run_plan import RunPlan, read_run
 from balancing.analysis.strategies import GIVEN, OURS, STRATEGIES, Batch, compare
 from balancing.errors import BalancingError, LengthFileError, OptionError
 from balancing.model_config import SEVEN_BILLION
 from balancing.pipeline import Pipeline
 from balancing.workload import CostModel
+
+RANKS, MINI_BATCHES = 8, 4
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,26 +51,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    batch, pipeline = _batch(options), _pipeline(options)
+    run = read_run(options.lengths, options.step) if options.lengths is not None and options.lengths.is_dir() else None
+    batch, pipeline = _batch(options, run or RunPlan("")), _pipeline(options, run)
+    console = Console()
+    if run is not None:
+        console.print(f"{_sentence(run.source)}{_changed(options)}\n", markup=False, highlight=False, soft_wrap=True)
     if pipeline is not None:
-        _run_on_pipeline(options, batch, pipeline)
+        _run_on_pipeline(options, batch, pipeline, console)
         return
     outcomes, plan = compare(batch)
-    explanation = explain(plan)
-    console = Console()
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    before = options.before or GIVEN
+    if before not in by_name:
+        raise OptionError(f"--before {before!r} needs several mini-batches and as many groups; here it is the same")
+    explanation = explain(plan, None if run is None else run.groups)
     console.print(terminal_table(batch, outcomes))
     console.print(f"\n{explanation}", markup=False, highlight=False)
-    by_name = {outcome.name: outcome for outcome in outcomes}
     if options.png:
-        write_png(batch, by_name[options.before or GIVEN], by_name[OURS], options.png)
+        write_png(batch, by_name[before], by_name[OURS], options.png)
     if options.html:
         write_html(batch, outcomes, explanation, options.html)
 
 
-def _run_on_pipeline(options: argparse.Namespace, batch: Batch, pipeline: Pipeline) -> None:
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _changed(options: argparse.Namespace) -> str:
+    """What the command line plans otherwise than the run did; empty if nothing."""
+    names = ("ranks", "mini_batches", "max_tokens", "group_size", "model", "pipeline", "virtual_stages")
+    given = [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names if getattr(options, name)]
+    return f" Otherwise than in the run: {', '.join(given)}." if given else ""
+
+
+def _run_on_pipeline(options: argparse.Namespace, batch: Batch, pipeline: Pipeline, console: Console) -> None:
+    if options.before is not None:
+        raise OptionError("--before names a strategy without a pipeline; with --pipeline the picture has small ends")
     outcomes = compare_on_pipeline(batch, pipeline)
     explanation = explain(outcomes[-1].plan)
-    console = Console()
     console.print(pipeline_table(batch, pipeline, outcomes))
     console.print(f"\n{explanation}", markup=False, highlight=False)
     if options.png:
@@ -76,32 +97,52 @@ def _run_on_pipeline(options: argparse.Namespace, batch: Batch, pipeline: Pipeli
         write_pipeline_html(batch, pipeline, outcomes, explanation, options.html)
 
 
-def _pipeline(options: argparse.Namespace) -> Pipeline | None:
-    if options.pipeline is None:
-        if options.virtual_stages is not None:
-            raise OptionError("--virtual-stages cuts the stages of a pipeline; give --pipeline too")
-        return None
-    if options.before is not None:
-        raise OptionError("--before names a strategy without a pipeline; with --pipeline the picture has small ends")
-    return Pipeline(options.pipeline, options.virtual_stages or 1)
+def _pipeline(options: argparse.Namespace, run: RunPlan | None) -> Pipeline | None:
+    recorded = None if run is None else run.arguments.get("pipeline")
+    if options.pipeline is not None:
+        return Pipeline(options.pipeline, options.virtual_stages or 1)
+    if options.virtual_stages is None:
+        return recorded
+    if recorded is None:
+        raise OptionError("--virtual-stages cuts the stages of a pipeline; give --pipeline too")
+    return Pipeline(recorded.stages, options.virtual_stages, recorded.backward)
 
 
-def _batch(options: argparse.Namespace) -> Batch:
-    """The batch to plan, in random mini-batches."""
+def _batch(options: argparse.Namespace, run: RunPlan) -> Batch:
+    """The batch to plan: what the command line asks for, else what the run had, else the command's defaults."""
     _check_counts(options)
     lengths = _lengths(options)
-    groups = _groups(options, len(lengths))
-    prefixes = _prefixes(options, len(lengths))
-    members = np.array_split(np.random.default_rng(options.seed).permutation(len(lengths)), options.mini_batches)
+    groups = _groups(options, len(lengths), run)
+    arguments = dict(run.arguments)
+    recorded = {name: arguments.pop(name, None) for name in ("ranks", "max_tokens", "cost_model", "pipeline")}
     return Batch(
         lengths=lengths,
-        mini_batches=tuple(np.sort(rows) for rows in members),
+        mini_batches=_mini_batches(options, groups, run),
         groups=groups,
-        ranks=options.ranks,
-        max_tokens=options.max_tokens or _default_cap(options, lengths),
-        cost_model=_cost_model(options.model),
-        **prefixes,
+        ranks=options.ranks or recorded["ranks"] or RANKS,
+        max_tokens=options.max_tokens or recorded["max_tokens"] or _default_cap(options, lengths),
+        cost_model=(recorded["cost_model"] if options.model is None else None) or _cost_model(options.model),
+        arguments=arguments,
+        **_prefixes(options, len(lengths), run),
     )
+
+
+def _mini_batches(
+    options: argparse.Namespace, groups: NDArray[np.int64], run: RunPlan
+) -> tuple[NDArray[np.int64], ...]:
+    """Those of the run, or as many as are asked for, drawn at random; OptionError for more than there are groups."""
+    if run.mini_batches is not None and options.mini_batches is None:
+        return run.mini_batches
+    count, by_group = options.mini_batches or run.mini_batch_count or MINI_BATCHES, run.by_group
+    sizes = np.unique(groups, return_counts=True)[1]
+    if count > len(sizes):
+        raise OptionError(
+            f"--mini-batches {count} is more than {len(groups)} sequences in groups of {sizes.max()} fill; "
+            "lower it or --group-size"
+        )
+    drawn = len(sizes) if by_group else len(groups)
+    parts = np.array_split(np.random.default_rng(options.seed).permutation(drawn), count)
+    return tuple(np.flatnonzero(np.isin(groups, part)) if by_group else np.sort(part) for part in parts)
 
 
 def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
@@ -112,26 +153,20 @@ def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
     return draw(options.distribution, options.count, options.seed, cap=options.max_tokens or DEFAULT_CAP)
 
 
-def _groups(options: argparse.Namespace, sequences: int) -> NDArray[np.int64]:
-    """int64 [sequences], the group of each, neighbours together; OptionError if groups are fewer than mini-batches."""
+def _groups(options: argparse.Namespace, sequences: int, run: RunPlan) -> NDArray[np.int64]:
+    """int64 [sequences], the group of each: those of the run, or neighbours together."""
+    if run.groups is not None and options.group_size is None:
+        return run.groups
     size = options.group_size or (GROUP if options.distribution == "grouped" else 1)
-    count = -(-sequences // size)
-    if options.mini_batches > count:
-        raise OptionError(
-            f"--mini-batches {options.mini_batches} is more than {sequences} sequences in groups of {size} fill; "
-            "lower it or --group-size"
-        )
     return np.arange(sequences) // size
 
 
-def _prefixes(options: argparse.Namespace, sequences: int) -> dict[str, NDArray[np.int64]]:
+def _prefixes(options: argparse.Namespace, sequences: int, run: RunPlan) -> dict[str, NDArray[np.int64]]:
     """The arguments of `plan_batch` about what sequences begin with; empty without them."""
-    if options.lengths is not None and options.lengths.is_dir() and options.group_column is None:
-        return read_prefixes(options.lengths, options.step)
     if (options.group_column is None) != (options.prefix_column is None):
         raise OptionError("--group-column and --prefix-column go together; give both, or neither")
     if options.group_column is None:
-        return {}
+        return dict(run.prefixes)
     if options.lengths is None:
         raise OptionError("--group-column names a column of a file of lengths; give one")
     names = [str(name) for name in read_column(options.lengths, options.group_column)]
@@ -182,10 +217,10 @@ def _parser() -> argparse.ArgumentParser:
         help="key or column that is equal for sequences that begin with the same tokens",
     )
     source.add_argument("--prefix-column", metavar="NAME", help="key or column of how many tokens these are")
-    how = parser.add_argument_group("plan")
-    how.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (8)")
+    how = parser.add_argument_group("plan", "Defaults in brackets; for the folder of a run, what the run planned with.")
+    how.add_argument("--ranks", type=int, help=f"data-parallel ranks ({RANKS})")
     how.add_argument(
-        "--mini-batches", type=int, default=4, metavar="N", help="number of mini-batches, drawn at random (4)"
+        "--mini-batches", type=int, metavar="N", help=f"number of mini-batches, drawn at random ({MINI_BATCHES})"
     )
     how.add_argument("--max-tokens", type=int, metavar="N", help="cap of a micro-batch (twice the longest sequence)")
     how.add_argument("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 
 from controller.actors.cluster_address import check_cluster
 from controller.config import Config, load
+from controller.config.model_files import fetch_description, read_model_files
 from controller.generation.fleet import RestartBudget
-from controller.inputs import Inputs, read_inputs, tried_lines, try_inputs
+from controller.hub import push_to_hub
+from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
+from controller.observability.run_log import run_log
 from controller.parity import parity_lines
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import run_on
+from controller.preflight.data_checks import is_elsewhere
 from controller.preflight.describe import describe, warnings
 from controller.preflight.describe_cluster import print_cluster
 from controller.preflight.machine import check_machine
@@ -43,6 +47,7 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
     config = load(request.config, request.overrides)
     if request.cluster:
         run_on(config, request.cluster)
+        fetch_descriptions(config)
     check(config)
     if not request.dry_run and (done := finished(config, config.run.steps, f"run.steps={config.run.steps}")):
         print(done)
@@ -58,13 +63,35 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
 
 def dry_run(config: Config, request: Arguments) -> None:
     """Print what would run and where, then try what a run tries; raises as that and `print_cluster` do."""
-    print(describe(config))
+    print(describe(config, everything=request.everything))
     if request.cluster:
         print_cluster(config, request.cluster, measured=request.measure)
     sys.stdout.flush()  # users' code may write there from processes of its own
-    print("\n".join(["", "== inputs ==", *tried_lines(config, try_inputs(config))]))
-    for line in parity_lines(config):
-        print(line)
+    print("\n== inputs ==")
+    for line in input_lines(config):
+        print(line, flush=True)
+
+
+def input_lines(config: Config) -> Iterator[str]:
+    """What a run reads and tries, tried line by line; of a described cluster, what is on this machine."""
+    elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
+    if elsewhere:
+        yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
+    else:
+        tried = try_inputs(config)
+        yield from tried_lines(config, tried)
+        if read_model_files(config.model.path, "model.path").tokenizer:
+            yield from prompt_lines(tokenized(config, tried))
+    yield from parity_lines(config)
+
+
+def fetch_descriptions(config: Config) -> None:
+    """Ask the hub for config.json of every model that is not on this machine, which is all that a page needs."""
+    models = {"model.path": config.model.path, "reference.path": config.reference.path}
+    models |= {"critic.path": config.critic.path, "reward.model.path": config.reward.model.path}
+    for key, path in models.items():
+        if path:
+            fetch_description(path, key, print)
 
 
 def run(config: Config, inputs: Inputs) -> None:
@@ -72,6 +99,11 @@ def run(config: Config, inputs: Inputs) -> None:
     from controller.observability.console import Console
 
     console = Console()
+    with run_log(config.run_folder, console):
+        _run(config, inputs, console)
+
+
+def _run(config: Config, inputs: Inputs, console: "Console") -> None:
     for warning in warnings(config):
         console.log(f"warning: {warning}")
     for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:
@@ -86,6 +118,7 @@ def run(config: Config, inputs: Inputs) -> None:
     with ray_session(config, console), naming_what_is_left(config):
         recovering(attempt, config, console.log)
     report(config, console)
+    push_to_hub(config, console.log)
 
 
 @contextmanager

@@ -6,8 +6,7 @@
 Users' code and chat templates are programs: this process neither imports nor, before they have ended once, runs them.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,24 +31,26 @@ from controller.data.prompts import (
     with_system_prompt,
 )
 from controller.data.records import Record, check_loss_columns, read_records
-from controller.observability.shown_text import counted
+from controller.observability.shown_text import counted, redacted, shortened, shown_prompt
+from controller.observability.slow_work import Say, told_if_slow
 from controller.preflight.validation_checks import check_keep_best
 from workers.chat_template import render_isolated, template_of, time_limit
 from workers.errors import DataError
 from workers.reward_process import RewardFunction
+from workers.score import Score
 from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_function
 
-Say = Callable[[str], None]
 Records = dict[str, list[Record]]
 
 TRIED_PROMPTS = 32  # of each data set; the run itself renders the others as it tokenizes them
-SILENT_SECONDS = 2.0  # of a trial, before a line tells what is waited for
+LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 
 
 @dataclass(frozen=True)
 class Tried:
     """Inputs that need no tokenizer. train, held_out: records by path. environment: the pickled class of
-    rollout.environment, empty without one."""
+    rollout.environment, empty without one. prompt: the first one, as engines read it; a list of messages if the chat
+    template is not here. score: of an empty response to it, by the reward functions; None without any."""
 
     train: Records
     held_out: Records
@@ -58,6 +59,8 @@ class Tried:
     curriculum: IsolatedCurriculum | None
     cost_model: CostModel
     identity: DataIdentity
+    prompt: Any
+    score: Score | None
 
 
 @dataclass(frozen=True)
@@ -84,46 +87,77 @@ def try_inputs(config: Config, say: Say = print) -> Tried:
     say: gets a line about a trial that takes long. Raises ConfigError or DataError for inputs that cannot be used.
     """
     data = config.data
-    train = {path: read_records(path, data.prompt_key) for path in data.weights}
-    held_out = {data.validation: read_records(data.validation, data.prompt_key)} if data.validation else {}
+    train = {path: read_records(path, data.prompt_key, say) for path in data.weights}
+    held_out = {data.validation: read_records(data.validation, data.prompt_key, say)} if data.validation else {}
     identity = data_identity(config, train)
     check_same_data(config, identity)
-    functions = _reward_functions(config, next(iter(train.values()))[0], say)
+    first = next(iter(train.values()))[0]
+    functions, score = _reward_functions(config, first, say)
     for path, rows in (train | held_out).items():
         _check_records(path, rows, data.prompt_key, functions)
         _check_lengths(config, path, rows)
     for path, rows in train.items():
         check_loss_columns(path, rows, config.loss_columns)
-    try_template(config, _first_chats(config, train | held_out), say)
-    environment = _environment(config, next(iter(train.values()))[0], say)
+    rendered = try_template(config, _first_chats(config, train | held_out), say)
+    prompt = first[data.prompt_key]
+    prompt = rendered or prompt if isinstance(prompt, list) else prompt
+    environment = _environment(config, first, say)
     curriculum = _curriculum(config, train, say)
     if config.algorithm.loss.name == "custom":
         key, name = "algorithm.loss.function", config.algorithm.loss.function
         with _waiting(say, f"the import of {name}, {key}", config):
             check_loss(key, name, timeout_s=config.resources.user_code_timeout_s)
     cost_model = CostModel.from_model_config(config.model_description())
-    return Tried(train, held_out, functions, environment, curriculum, cost_model, identity)
+    return Tried(train, held_out, functions, environment, curriculum, cost_model, identity, prompt, score)
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
     """Lines of a dry run about what was tried."""
     code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
+    shown = shortened(redacted(shown_prompt(tried.prompt)), LONGEST_SHOWN)
     return [
         *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
+        "the first prompt, as engines read it:",
+        *(f"    {line}" for line in shown.split("\n")),
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
-        "prompts are not counted in tokens: that takes the tokenizer, with which a run begins",
+        *([_score_line(tried.score)] if tried.score else []),
     ]
+
+
+def _score_line(score: Score) -> str:
+    parts = "".join(f", {name} {value:g}" for name, value in score.parts.items())
+    answer = f", read from it the answer {score.answer!r}" if score.answer else ""
+    return f"the reward of an empty response: {score.reward:g}{parts}{answer}"
+
+
+def prompt_lines(inputs: Inputs) -> list[str]:
+    """Lines of a dry run about prompts in tokens."""
+    datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
+    return [_tokens_line(dataset) for dataset in datasets]
+
+
+def _tokens_line(dataset: PromptDataset) -> str:
+    tokens = dataset.lengths
+    changed = [f"{count} {what}" for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated"))]
+    return (
+        f"{dataset.name}: {counted(len(dataset), 'prompt')} of {min(tokens)} to {max(tokens)} tokens, "
+        f"{sum(tokens) / len(tokens):.0f} on average; above data.max_prompt_tokens: {', '.join(changed)}"
+    )
 
 
 def read_inputs(config: Config, say: Say = print) -> Inputs:
     """The tokenized inputs; raises as `try_inputs` does, and for prompts that cannot be tokenized."""
-    tried, data = try_inputs(config, say), config.data
+    return tokenized(config, try_inputs(config, say), say)
 
+
+def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
+    """The inputs, tokenized; raises ConfigError or DataError for prompts that cannot be."""
+    data = config.data
     tokenizer = limited_tokenizer(config)
     if config.rollout.environment:
         _check_continuing(config, tokenizer, tried.train)
     rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
-    dataset = partial(PromptDataset, tokenizer=tokenizer, rules=rules)
+    dataset = partial(PromptDataset, tokenizer=tokenizer, rules=rules, say=say)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
         for path, rows in tried.train.items()
@@ -142,9 +176,9 @@ def read_inputs(config: Config, say: Say = print) -> Inputs:
     )
 
 
-def _reward_functions(config: Config, example: Record, say: Say) -> list[RewardFunction]:
-    """The reward functions, tried on the first record and an empty response."""
-    functions = []
+def _reward_functions(config: Config, example: Record, say: Say) -> tuple[list[RewardFunction], Score | None]:
+    """The reward functions, and the score of an empty response to the first record; None without a function."""
+    functions, score = [], None
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
         with _waiting(say, f"the import of {name}, {key}", config):
@@ -155,7 +189,7 @@ def _reward_functions(config: Config, example: Record, say: Say) -> list[RewardF
         with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
             score = check_rewards(functions, example, timeout_s=config.reward.timeout_s)
         check_keep_best(config, score.parts)
-    return functions
+    return functions, score
 
 
 def _environment(config: Config, example: Record, say: Say) -> bytes:
@@ -219,21 +253,24 @@ def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
     return found
 
 
-def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print, *, answered: bool = False) -> None:
+def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print, *, answered: bool = False) -> str:
     """Render `chats`, lists of messages, by the template of model.path in a process of its own; none needs none.
 
-    answered: whether they end with a response. Raises DataError without a template, ConfigError for one that fails.
+    answered: whether they end with a response. Returns the first one's text, empty where none was rendered. Raises
+    DataError without a template, ConfigError for one that fails.
     """
     if not chats:
-        return
+        return ""
     template = template_of(read_model_files(config.model.path, "model.path").folder)
+    if template is None and config.is_described:
+        return ""  # the tokenizer lies elsewhere
     if template is None:
         raise DataError(
             f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
         )
     timeout_s = config.resources.user_code_timeout_s
     with _waiting(say, f"the chat template of model.path={config.model.path}", config):
-        render_isolated(
+        return render_isolated(
             template, chats, config.model.path, answered=answered, timeout_s=timeout_s, setting=TIMEOUT_SETTING
         )
 
@@ -266,13 +303,6 @@ def _check_continuing(config: Config, tokenizer: Any, train: Records) -> None:
 
 @contextmanager
 def _waiting(say: Say, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
-    """Print what is waited for, and the setting of its time limit, if the block takes more than SILENT_SECONDS."""
-    timer = threading.Timer(
-        SILENT_SECONDS, say, [f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"]
-    )
-    timer.daemon = True
-    timer.start()
-    try:
+    """Say what is waited for, and the setting of its time limit, if the block lasts."""
+    with told_if_slow(say, f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"):
         yield
-    finally:
-        timer.cancel()

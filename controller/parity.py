@@ -55,7 +55,7 @@ def _roles(config: TrainingConfig) -> list[Role]:
 def _line(role: Role) -> str:
     size, limit = weight_bytes(role.model.path, role.key), _most_bytes()
     if not size:
-        return ""
+        return f"parity: {role.key} has no weights on this machine; the run measures it when it starts"
     if size > limit:
         return (
             f"parity: {role.key} has {size / GIB:.1f} GiB of weights and is not loaded here (up to {limit / GIB:.1f}); "

@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import TextIO
 
 from controller.config import TrainingConfig
+from controller.observability.run_folder import LOG
 from workers.errors import ConfigError
 
 LOCK = ".lock"
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has written into the folder: anything beside a lock."""
-    return folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir()))
+    """Whether a run has written into the folder: anything beside a lock, and what a run said that did not start."""
+    beside = (LOCK, LOG)
+    return folder.exists() and (not folder.is_dir() or any(path.name not in beside for path in folder.iterdir()))
 
 
 def check_folder_is_free(config: TrainingConfig) -> None:

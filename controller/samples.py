@@ -14,7 +14,7 @@ import numpy as np
 
 from controller.data.prompts import Prompt
 from controller.generation.rounds import RolloutRound
-from controller.observability.shown_text import shortened, shown_prompt
+from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from controller.validation_metrics import ScoredResponse
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
@@ -124,7 +124,12 @@ class Rollout:
                 prompts[uid].source,
                 {"reward": score.reward} | score.parts,
                 score.answer,
-                {"prompt": shown_prompt(prompts[uid].columns[prompt_key]), "response": score.response},
+                {
+                    "prompt": shown_prompt(prompts[uid].columns[prompt_key]),
+                    "record": shortened(other_columns(prompts[uid].columns, prompt_key), LONGEST_TEXT),
+                    "response": score.response,
+                }
+                | ({"turns": list(score.turns)} if score.turns else {}),
             )
             for (uid, _), score in self.by_sample.items()
         ]
@@ -142,6 +147,7 @@ class Rollout:
             {name: self.batch[name][row].item() for name in names}
             | {name: shortened(text, LONGEST_TEXT) for name, text in asked(self.batch["uid"][row].item()).items()}
             | {"response": shortened(scores[row].response, LONGEST_TEXT)}
+            | ({"turns": _shortened(scores[row].turns)} if scores[row].turns else {})
             for row in dict.fromkeys([*range(rows)[:count], *slowest[:count].tolist(), *longest[:count].tolist()])
         ]
 
@@ -250,3 +256,9 @@ def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     for found in counts:
         totals.update(found)
     return dict(totals)
+
+
+def _shortened(turns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """The turns of an episode, with as many characters together as a response may have."""
+    most = max(1, LONGEST_TEXT // len(turns))
+    return [{who: shortened(text, most) for who, text in turn.items()} for turn in turns]

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -18,6 +18,8 @@ from controller.actors.layout import reserved
 from controller.config import TrainingConfig, to_yaml
 from controller.interrupts import heeded
 from controller.observability.run_folder import RunFolder
+from controller.observability.run_log import rays_logging_in
+from controller.observability.slow_work import told_if_slow
 from controller.recovery import what_is_left
 from workers.errors import (
     BallastError,
@@ -91,7 +93,8 @@ def session(
     exported = RayMetrics(config.run.name)
     live = LiveMetrics(exported.export)
     with exported, live.entering("start", start(live)) as roles:
-        progress = resume(config, roles, console, data)
+        with told_if_slow(console.log, "waiting for the checkpoint that run.resume names, or the models"):
+            progress = resume(config, roles, console, data)
         trackers = open_trackers(config, progress, console.log, exported)
         # A run that resumes under its own name keeps its records; under a new name there are none.
         with RunWriter(
@@ -127,10 +130,11 @@ def report(config: TrainingConfig, console: "Console") -> None:
     from controller.observability.report import write_report
 
     try:
-        write_report(config.run_folder)
+        with told_if_slow(console.log, "writing the report"):
+            write_report(config.run_folder)
     except (BallastError, OSError) as error:
         console.log(f"no report was written: {error}")
-    console.log(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, tensorboard")
+    console.log(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, run.log, tensorboard")
 
 
 @contextmanager
@@ -140,13 +144,14 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
 
     # Never without an address: Ray would join whatever cluster was last started on this machine.
     address = cluster_address(config)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    options: dict[str, Any] = {"log_to_driver": console.kept is not None, "logging_level": "ERROR"}
     if address == "local":
         cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
     console.log("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
     try:
-        context = ray.init(address=address, **options)
+        with told_if_slow(console.log, "waiting for Ray"):
+            context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
         if address == "local":
             raise ResourceError(f"a local Ray did not start: {clause(error)}; is the machine overloaded?") from error
@@ -157,11 +162,14 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
     if context.dashboard_url:
         console.log(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
-    try:
-        yield
-    finally:
-        with suppress(KeyboardInterrupt):
-            ray.shutdown()
+    with ExitStack() as stack:
+        if console.kept is not None:
+            stack.enter_context(rays_logging_in(console.kept))
+        try:
+            yield
+        finally:
+            with suppress(KeyboardInterrupt), console.aside():  # the last lines of actors
+                ray.shutdown()
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from balancing import CostModel, Plan, plan_statistics
+from balancing.analysis.run_plan import plan_record
 from controller import advantages
 from controller.actors.roles import Roles
 from controller.actors.worker_group import WorkerGroup
@@ -27,7 +28,7 @@ from controller.data.prompts import PromptDataset, Prompts
 from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof
 from controller.observability.metrics import staleness, throughput, waiting
 from controller.observability.run_folder import step_file
-from controller.observability.shown_text import shown_prompt
+from controller.observability.shown_text import other_columns, shown_prompt
 from controller.planner import group_numbers, with_group_tokens
 from controller.samples import Rollout
 from controller.session import Session
@@ -129,12 +130,12 @@ class Trainer(TrainingLoop):
         prefixes = self.planner.prefixes(batch, "policy.update")
         prompts = batch["uid"].astype(np.int64)  # their places in the stream
         columns = {"groups": group_numbers(batch), "prompts": prompts, **prefixes}
-        record.writer.lengths(step, lengths=batch["length"], **columns)
         batch = batch.with_meta(step=step, steps=self.config.run.steps)
         with record.phase("plan"):
             epochs = [self.planner.draw(batch, step, epoch) for epoch in range(self.config.batch.epochs)]
             drawn = [self.planner.redealt(batch, mini_batches) for mini_batches in epochs]
             plans = [self.planner.plan(batch, epoch, "policy.update") for epoch in drawn]
+        record.writer.lengths(step, plan_record(plans[0]), lengths=batch["length"], **columns)
         with record.phase("log_probs"):
             self.roles.sleep_engines()
             batch, mismatch = self.with_log_probs(batch, step)
@@ -145,7 +146,7 @@ class Trainer(TrainingLoop):
         with record.phase("update"):
             metrics |= self.update_critic(batch, drawn)
             learns = step > self.config.critic.warmup_steps
-            updated = update(self.roles.policy, batch, drawn, plans, self.config.algorithm.loss) if learns else {}
+            updated = update(self.roles.policy, batch, drawn, plans, self.config.policy_loss) if learns else {}
         if not mismatch:
             self.mismatch.judge(step, updated)
         metrics |= self.compare_with_plan(self.roles.take_micro_step_times())
@@ -165,8 +166,7 @@ class Trainer(TrainingLoop):
         """What samples of training with this uid answer, as text: `prompt`, and `record`, its other columns."""
         key = self.config.data.prompt_key
         (found,) = self.collector.prompts.take(int(uid), 1)
-        others = [f"{name}: {value}" for name, value in found.columns.items() if name != key]
-        return {"prompt": shown_prompt(found.columns[key]), "record": "\n".join(others)}
+        return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}
 
     def signal(self, rollout: Rollout) -> dict[str, float]:
         """Metric of the groups that teach nothing, where advantages compare groups and nothing comes to the rewards."""

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import comb
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +17,13 @@ import numpy as np
 @dataclass(frozen=True)
 class ScoredResponse:
     """One held-out response. scores: `reward` and what else the reward function returned. answer: read from the
-    response by the reward function, "" if it returns none."""
+    response by the reward function, "" if it returns none. text: what was asked and answered, for the record."""
 
     uid: str
     source: str
     scores: dict[str, float]
     answer: str = ""
-    text: dict[str, str] = field(default_factory=dict)
+    text: dict[str, Any] = field(default_factory=dict)
 
 
 def summarize(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:

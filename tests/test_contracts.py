@@ -342,3 +342,13 @@ def test_a_constant_outside_of_a_literal_type_is_told() -> None:
     known = {"receivers": {"engine": AsyncLLM}}
     assert problems_of("engine.pause_generation(mode='keep')", **known) == ""
     assert "mode='hold' is none of" in problems_of("engine.pause_generation(mode='hold')", **known)
+
+
+def test_ray_prints_the_output_of_actors_in_threads_of_these_names() -> None:
+    from ray._private import worker
+
+    from controller.observability.run_log import RAYS_THREADS
+
+    source = inspect.getsource(worker.connect)
+    assert [name for name in RAYS_THREADS if f'name="{name}"' not in source] == []
+    assert "sys.stdout" in inspect.getsource(worker.print_to_stdstream)  # looked up when it prints

@@ -31,6 +31,11 @@ class Worker:
             raise ConfigError(f"{role} was to run on a GPU and torch sees none on this node; check resources.device.")
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
 
+    def __repr__(self) -> str:
+        """The actor's name on Ray's dashboard, and before what it prints: `policy dp=0`, `policy dp=1 cp=1`."""
+        others = ((name, getattr(self.coordinates, name)) for name in ("cp", "tp", "pp"))
+        return f"{self.role} dp={self.coordinates.dp}" + "".join(f" {name}={place}" for name, place in others if place)
+
     def address(self) -> tuple[str, int]:
         """This node's address as Ray knows it, and a port that was free when it was probed."""
         import ray

@@ -389,7 +389,11 @@ class LossConfig:
     name: str = setting(
         "ppo_clip", "Policy loss; `custom` takes algorithm.loss.function.", choices=(*POLICY_LOSS_SETTINGS, "custom")
     )
-    function: str = setting("", "A custom loss, `module:function`, decorated with `workers.model.losses.policy_loss`.")
+    function: str = setting(
+        "",
+        "A custom loss, `module:function` or `path/file.py:function`, decorated with "
+        "`workers.model.losses.policy_loss`; every node of the policy has the file under the same path.",
+    )
     columns: str = setting(
         "",
         "Columns of the training records that a custom loss reads, by name, as in `level,source`: numbers as tensors, "

@@ -6,6 +6,7 @@ In an episode with several turns the functions score the policy's last one; ever
 recorded.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +42,10 @@ class RewardWorker:
         self._process = RewardProcess(functions, timeout_s=timeout_s, concurrency=concurrency)
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
 
+    def __repr__(self) -> str:
+        """The actor's name on Ray's dashboard, and before what it prints."""
+        return "reward"
+
     def ready(self) -> bool:
         """True once the worker is built."""
         return True
@@ -54,12 +59,31 @@ class RewardWorker:
         ]
         scores = self._process.run(calls)
         return [
-            replace(scores[i], response=self._text(row["input_ids"][request.prompt_tokens :]))
+            replace(
+                scores[i],
+                response=self._text(row["input_ids"][request.prompt_tokens :]),
+                turns=self._turns(row["input_ids"][request.prompt_tokens :], row["loss_mask"][request.prompt_tokens :]),
+            )
             for i, (row, request) in enumerate(zip(rows, requests, strict=True))
         ]
 
+    def _turns(self, ids: np.ndarray, loss_mask: np.ndarray) -> tuple[dict[str, str], ...]:
+        return tuple({who: self._text(ids[part])} for who, part in turns(loss_mask))
+
     def _text(self, ids: np.ndarray) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+def turns(loss_mask: np.ndarray) -> list[tuple[str, slice]]:
+    """Who wrote what of an episode: (`policy` or `environment`, bounds) of each run of a bool `loss_mask`, in order.
+
+    Empty for a response of one turn, where there is nobody else.
+    """
+    if loss_mask.all():
+        return []
+    bounds = [0, *(np.flatnonzero(loss_mask[1:] != loss_mask[:-1]) + 1).tolist(), len(loss_mask)]
+    who = {True: "policy", False: "environment"}
+    return [(who[bool(loss_mask[start])], slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
 def last_turn(loss_mask: np.ndarray) -> slice:

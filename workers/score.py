@@ -17,7 +17,8 @@ class Score:
 
     `parts`: further numbers by name, logged beside the reward. `response`: the text, with all its turns. `answer`: the
     answer that the function read from it, if any; responses with the same answer vote together in validation.
-    `failure`: why there is no score; the reward is then 0.
+    `failure`: why there is no score; the reward is then 0. `turns`: of an episode with observations, what was written
+    after the prompt, in order, each as {"policy": text} or {"environment": text}.
     """
 
     reward: float
@@ -25,6 +26,11 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     answer: str = ""
     failure: str = ""
+    turns: tuple[dict[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """JSON, in which scores are kept, has lists alone."""
+        object.__setattr__(self, "turns", tuple(self.turns))
 
 
 def as_score(value: Any, response: str) -> Score:
@@ -53,10 +59,10 @@ def beside_environment(score: Score, environment: Score, *, has_functions: bool)
     With reward functions the environment's reward is also logged as a part. A failure of either fails the sample.
     """
     if failure := environment.failure or score.failure:
-        return Score(0.0, score.response, failure=failure)
+        return Score(0.0, score.response, failure=failure, turns=score.turns)
     own = {"environment": environment.reward} if has_functions else {}
     parts = own | environment.parts | score.parts
-    return Score(environment.reward + score.reward, score.response, parts, score.answer)
+    return Score(environment.reward + score.reward, score.response, parts, score.answer, turns=score.turns)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:

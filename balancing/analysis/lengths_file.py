@@ -4,7 +4,7 @@
     .jsonl   one number or one object per line
     .csv     a header with the column, or a single column of numbers without a header
     .parquet the column
-    folder   a run: its lengths.jsonl, one {"step": 7, "lengths": [...]} per line
+    folder   a run: its lengths.jsonl, one {"step": 7, "lengths": [...]} per line (run_plan.py reads the rest of it)
 
 `column` defaults to the first of `COLUMNS` in the file. If its values are lists, such as `input_ids`, their numbers of
 entries are the lengths.
@@ -35,7 +35,7 @@ def read_lengths(
     Raises LengthFileError, which names file and line, for a file that is missing, of an unknown kind, without the
     column or without lengths; LengthError for lengths below `minimum`.
     """
-    values = list(_run_step(path / RUN_RECORD, step).get("lengths", [])) if path.is_dir() else read_column(path, column)
+    values = list(run_step(path, step).get("lengths", [])) if path.is_dir() else read_column(path, column)
     if not values:
         raise LengthFileError(f"{path} holds no lengths; give a file with at least one")
     try:
@@ -45,14 +45,22 @@ def read_lengths(
     return whole_numbers(numbers, f"lengths in {path}", minimum=minimum)
 
 
-def read_prefixes(folder: Path, step: int | None = None) -> dict[str, NDArray[np.int64]]:
-    """What sequences of one step of a run begin with, as arguments of `plan_batch`; empty if that was not recorded.
-
-    Raises as `read_lengths` does.
-    """
-    record = _run_step(folder / RUN_RECORD, step)
-    names = ("prefix_groups", "prefix_lengths")
-    return {name: whole_numbers(record[name], name, minimum=0) for name in names if name in record}
+def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
+    """The record of one step of a run (None is its last), empty if it has none; raises as `read_lengths` does."""
+    path = folder / RUN_RECORD
+    if not path.is_file():
+        raise LengthFileError(f"{path} is not there; the run has recorded no lengths, so give a file of them instead")
+    steps = {}
+    for number, record in _json_lines(path):
+        if not isinstance(record, Mapping) or not {"step", "lengths"} <= record.keys():
+            raise LengthFileError(f'{path}, line {number} is not {{"step": ..., "lengths": [...]}}')
+        steps[int(record["step"])] = record
+    if not steps:
+        return {}
+    wanted = max(steps) if step is None else step
+    if wanted not in steps:
+        raise LengthFileError(f"{path} has no step {step}; its steps are {min(steps)} to {max(steps)}")
+    return steps[wanted]
 
 
 def read_json(path: Path) -> Any:
@@ -118,23 +126,6 @@ def _from_parquet(path: Path, column: str | None) -> list[Any]:
 
 
 _READERS = {".json": _from_json, ".jsonl": _from_json_lines, ".csv": _from_csv, ".parquet": _from_parquet}
-
-
-def _run_step(path: Path, step: int | None) -> Mapping[str, Any]:
-    """The record of one step of a run; empty if there is none."""
-    if not path.is_file():
-        raise LengthFileError(f"{path} is not there; the run has recorded no lengths, so give a file of them instead")
-    steps = {}
-    for number, record in _json_lines(path):
-        if not isinstance(record, Mapping) or not {"step", "lengths"} <= record.keys():
-            raise LengthFileError(f'{path}, line {number} is not {{"step": ..., "lengths": [...]}}')
-        steps[int(record["step"])] = record
-    if not steps:
-        return {}
-    wanted = max(steps) if step is None else step
-    if wanted not in steps:
-        raise LengthFileError(f"{path} has no step {step}; its steps are {min(steps)} to {max(steps)}")
-    return steps[wanted]
 
 
 def _text(path: Path) -> str:

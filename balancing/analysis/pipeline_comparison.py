@@ -17,7 +17,11 @@ from balancing.plan import Plan
 
 SMALL_ENDS = "small ends"
 ON_PIPELINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {GIVEN: {"algorithm": "none"}, SMALL_ENDS: {"order": "small_ends"}, OURS: {"order": "makespan"}}
+    {
+        GIVEN: {"algorithm": "none", "order": None},
+        SMALL_ENDS: {"algorithm": "karmarkar_karp", "order": "small_ends"},
+        OURS: {"algorithm": "karmarkar_karp", "order": "makespan"},
+    }
 )
 """Arguments of `plan_batch` by strategy. `small ends` is the published order of micro-steps of equal weight."""
 PIPELINE_COLUMNS = ("strategy", "over ideal", "bubble", "over bound", "micro-steps", "to plan")

@@ -5,9 +5,10 @@ outcomes (strategies.py) --> table          --> terminal (rich), page (HTML)
 plan --> explain.py      --> text           --> terminal, page
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +17,7 @@ from rich.table import Table
 from balancing.analysis.gantt import Chart, save_png, to_svg
 from balancing.analysis.pipeline_comparison import PIPELINE_COLUMNS, PipelineOutcome
 from balancing.analysis.pipeline_gantt import pipeline_svg
-from balancing.analysis.strategies import OURS, Batch, Outcome
+from balancing.analysis.strategies import OURS, REDEALT, Batch, Outcome, losing
 from balancing.pipeline import Pipeline
 
 COLUMNS = ("strategy", "over ideal", "over cap", "padding", "micro-steps", "idle, mean", "idle, worst", "to plan")
@@ -32,6 +33,20 @@ PIPELINE_NOTE = (
     "wait. Over bound: above a lower bound for all plans with as many micro-steps. Small ends: the published order, "
     "light micro-steps first and last. To plan: planning time on this machine, with warm compiled code."
 )
+
+_DEFAULTS: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "max_sequences": (None,),
+        "min_count": (1,),
+        "multiple_of": (1,),
+        "algorithm": ("karmarkar_karp",),
+        "order": (None, "descending", "makespan"),
+        "allow_empty": (True,),
+        "layout": ("packed",),
+        "length_multiple": (1,),
+    }
+)
+"""Values of `Batch.arguments` that the headline leaves out."""
 
 
 def cells(outcome: Outcome) -> list[str]:
@@ -49,13 +64,24 @@ def cells(outcome: Outcome) -> list[str]:
 
 
 def terminal_table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
-    """The comparison as a rich table; violations of the cap are red, our strategies are bold."""
-    table = _empty_table(headline(batch), COLUMNS, NOTE)
+    """The comparison as a rich table; violations of the cap are red, our strategies bold unless they gain nothing."""
+    table = _empty_table(headline(batch), COLUMNS, note(outcomes))
     for outcome in outcomes:
         row = cells(outcome)
         row[2] = f"[red]{row[2]}[/red]" if outcome.violations else row[2]
-        table.add_row(*row, style="bold" if outcome.name.startswith(OURS) else None)
+        table.add_row(*row, style="bold" if outcome.name in _marked(outcomes) else None)
     return table
+
+
+def note(outcomes: Sequence[Outcome]) -> str:
+    """What stands below the table: what its columns are, and whether re-dealing gains anything."""
+    no_gain = " Re-dealing does not shorten this step: leave balance.redeal_groups=false (redeal_groups=None)."
+    return NOTE + (no_gain if REDEALT in losing(outcomes) else "")
+
+
+def _marked(outcomes: Sequence[Outcome]) -> set[str]:
+    """Names of our strategies, without those that gain nothing."""
+    return {outcome.name for outcome in outcomes if outcome.name.startswith(OURS)} - losing(outcomes)
 
 
 def _empty_table(title: str, columns: Sequence[str], note: str) -> Table:
@@ -88,11 +114,12 @@ def pipeline_headline(batch: Batch, pipeline: Pipeline) -> str:
 
 
 def headline(batch: Batch) -> str:
-    """One line that describes the batch."""
+    """One line that describes the batch, and with what else than the defaults it is planned."""
     lengths = batch.lengths
+    others = "".join(f", {name}={value}" for name, value in batch.arguments.items() if value not in _DEFAULTS[name])
     return (
         f"{len(lengths):,} sequences, {lengths.sum():,} tokens (longest {lengths.max():,}); ranks: {batch.ranks}, "
-        f"mini-batches: {len(batch.mini_batches)}, max_tokens={batch.max_tokens:,}"
+        f"mini-batches: {len(batch.mini_batches)}, max_tokens={batch.max_tokens:,}{others}"
     )
 
 
@@ -104,8 +131,9 @@ def write_png(batch: Batch, before: Outcome, after: Outcome, path: Path) -> None
 def write_html(batch: Batch, outcomes: Sequence[Outcome], explanation: str, path: Path) -> None:
     """Write the page: table, a chart of every strategy on one time axis, and the explanation of the plan."""
     charts = to_svg([Chart(outcome.name, outcome.grids) for outcome in outcomes], batch.ideal)
-    table = _html_table(COLUMNS, map(_html_row, outcomes))
-    _write_page(path, headline(batch), table, NOTE, "Ranks over time", charts, explanation)
+    marked = _marked(outcomes)
+    table = _html_table(COLUMNS, (_html_row(outcome, outcome.name in marked) for outcome in outcomes))
+    _write_page(path, headline(batch), table, note(outcomes), "Ranks over time", charts, explanation)
 
 
 def write_pipeline_html(
@@ -153,11 +181,11 @@ def _html_cells(texts: Sequence[str], ours: bool) -> str:
     return f"{opening}{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
 
 
-def _html_row(outcome: Outcome) -> str:
+def _html_row(outcome: Outcome, marked: bool) -> str:
     texts = [f"<td>{escape(text)}</td>" for text in cells(outcome)]
     if outcome.violations:
         texts[2] = texts[2].replace("<td>", '<td class="broken">')
-    opening = '<tr class="ours">' if outcome.name.startswith(OURS) else "<tr>"
+    opening = '<tr class="ours">' if marked else "<tr>"
     return f"{opening}{''.join(texts)}</tr>"
 
 

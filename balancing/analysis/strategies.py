@@ -6,11 +6,12 @@ A packed micro-batch takes the time of its sequences; a padded one that of its r
 micro-step. The ideal time is the same for all strategies: workload of the real tokens / ranks.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ class Batch:
     """The batch to plan. lengths: int64 [n]. mini_batches: index arrays. groups: int64 [n], the group of each.
 
     prefix_groups, prefix_lengths: those of `plan_batch`, for the strategy that shares prefixes; None without it.
+    arguments: further ones of `plan_batch`, such as those that a run planned with; the published systems have none.
     """
 
     lengths: NDArray[np.int64]
@@ -45,6 +47,7 @@ class Batch:
     cost_model: CostModel
     prefix_groups: NDArray[np.int64] | None = None
     prefix_lengths: NDArray[np.int64] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ideal(self) -> float:
@@ -58,8 +61,14 @@ class Batch:
             "mini_batches": self.mini_batches,
             "max_tokens": self.max_tokens,
             "cost_model": self.cost_model,
+            **self.arguments,
         }
         return plan_batch(self.lengths, **{**arguments, **changes})  # type: ignore[arg-type]
+
+    @property
+    def can_be_redealt(self) -> bool:
+        """Whether groups can move between mini-batches: there are several, and at least as many groups."""
+        return 1 < len(self.mini_batches) <= len(np.unique(self.groups))
 
     def shared_plan(self, **changes: object) -> Plan:
         """The plan in which a micro-batch computes what its sequences begin with once."""
@@ -128,22 +137,33 @@ def _seconds(strategy: Callable[[], Schedule]) -> float:
 
 
 def of_plan(plan: Plan) -> Schedule:
-    """The schedule of a packed plan."""
-    return Schedule([rows_of(mini_batch) for mini_batch in plan.mini_batches], shared=plan.shared)
+    """The schedule of a plan."""
+    rows = [rows_of(mini_batch) for mini_batch in plan.mini_batches]
+    return Schedule(rows, padded=plan.layout == "padded", shared=plan.shared)
 
 
 def compare(batch: Batch) -> tuple[list[Outcome], Plan]:
-    """The outcomes of all strategies, and our plan, with shared prefixes where there are any."""
+    """The outcomes of all strategies, and the plan by `batch.arguments`, with shared prefixes where there are any.
+
+    Re-dealing is left out where it can change nothing, and shared prefixes where there are none.
+    """
+    ours = {"algorithm": "karmarkar_karp"}
     strategies: dict[str, Callable[[], Schedule]] = {GIVEN: lambda: of_plan(batch.plan(algorithm="none"))}
     strategies |= {title: partial(_published, name, batch) for title, name in PUBLISHED_TITLES.items()}
-    strategies |= {
-        OURS: lambda: of_plan(batch.plan()),
-        REDEALT: lambda: of_plan(batch.plan(redeal_groups=batch.groups)),
-    }
+    strategies[OURS] = lambda: of_plan(batch.plan(**ours))
+    if batch.can_be_redealt:
+        strategies[REDEALT] = lambda: of_plan(batch.plan(redeal_groups=batch.groups, **ours))
     if batch.prefix_groups is not None:
-        strategies[SHARED] = lambda: of_plan(batch.shared_plan())
+        strategies[SHARED] = lambda: of_plan(batch.shared_plan(**ours))
     plan = batch.plan() if batch.prefix_groups is None else batch.shared_plan()
     return [measure(name, batch, strategy) for name, strategy in strategies.items()], plan
+
+
+def losing(outcomes: Sequence[Outcome]) -> frozenset[str]:
+    """Names of strategies of ours that shorten nothing: re-dealing, where the step is no shorter than without it."""
+    by_name = {outcome.name: outcome for outcome in outcomes}
+    redealt = by_name.get(REDEALT)
+    return frozenset({REDEALT} if redealt and redealt.over_ideal >= by_name[OURS].over_ideal else ())
 
 
 def _published(name: Published, batch: Batch) -> Schedule:

@@ -6,7 +6,7 @@ layout (pure) -> reserve pools -> engines | policy, reference, critic, reward mo
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from controller.actors.resources import Reservation, reserve
 from controller.actors.rewards import RewardPool
 from controller.actors.worker_group import Share, WorkerGroup
 from controller.config import Config, TrainingConfig
+from controller.config.file import value_of
 from controller.config.training import ReferenceSettings
 from controller.generation.engines import MakeActor
 from controller.generation.fleet import RestartBudget
@@ -27,6 +28,7 @@ from controller.generation.rounds import Rollouts
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.shown_text import counted
+from controller.observability.slow_work import told_if_slow
 from workers.base import Worker
 from workers.config import (
     CriticConfig,
@@ -215,14 +217,17 @@ def start_roles(
         if colocated:
             # An engine sizes its cache by the free memory: on a shared GPU it must start before models are loaded.
             # It sleeps until the policy sends its weights for the first round of generation.
-            started.result(timeout_s)
+            with starter.waiting("engines, which load the model"):
+                started.result(timeout_s)
             rollouts.sleep()
         policy = starter.built_policy(policy or _policy(starter, config))
         reference = _reference(starter, config) if config.starts_reference else None
         critic = _critic(starter, config) if config.uses_critic else None
         reward_model = _reward_model(starter, config) if config.uses_reward_model else None
-        rewards.wait_ready(timeout_s)
-        started.result(timeout_s)
+        with starter.waiting("reward workers"):
+            rewards.wait_ready(timeout_s)
+        with starter.waiting("engines, which load the model"):
+            started.result(timeout_s)
         roles = Roles(
             policy,
             reference,
@@ -234,7 +239,8 @@ def start_roles(
             transfer_timeout_s=config.resources.collective_timeout_s,
         )
         if config.uses_gpus:
-            roles.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)
+            with starter.waiting("ranks and engines that meet", "resources.collective_timeout_s"):
+                roles.connect_engines(config.rollout_placement, config.rollout.tensor_parallel)
         yield roles
 
 
@@ -254,9 +260,15 @@ class _Starter:
         console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
 
     def _reserve(self, pool: Pool) -> Reservation:
-        bundles = reserve(pool, self.config.resources.placement_timeout_s)
+        with self.waiting(f"room for pool {pool.name}", "resources.placement_timeout_s"):
+            bundles = reserve(pool, self.config.resources.placement_timeout_s)
         self.stack.callback(bundles.release)
         return bundles
+
+    def waiting(self, what: str, setting: str = "resources.start_timeout_s") -> AbstractContextManager[None]:
+        """Say what is waited for, and the setting of its time limit, if the block lasts."""
+        limit = f"at most {setting}={value_of(self.config, setting):g} s"
+        return told_if_slow(self.console.log, f"waiting for {what} ({limit})")
 
     def group(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
         """Start the actors and their process group; `build`, which loads the model, is left to the caller."""
@@ -280,12 +292,14 @@ class _Starter:
     def built(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
         """`group` with its model loaded."""
         group = self.group(role, worker_class, arguments)
-        group.build.remote().result(self.config.resources.start_timeout_s)
+        with self.waiting(f"{role}, which loads its model"):
+            group.build.remote().result(self.config.resources.start_timeout_s)
         return group
 
     def built_policy(self, policy: WorkerGroup) -> WorkerGroup:
         """Load the policy's model and log its size."""
-        parameters = policy.build.remote().result(self.config.resources.start_timeout_s)[0]
+        with self.waiting("policy, which loads its model"):
+            parameters = policy.build.remote().result(self.config.resources.start_timeout_s)[0]
         ranks = counted(self.config.policy.ranks, "rank")
         self.console.log(f"policy: {parameters:,} parameters over {ranks} on {self.config.device}")
         return policy

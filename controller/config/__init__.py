@@ -7,7 +7,7 @@
 Read `schema` first, then `sections`, where each key is declared with what it does.
 """
 
-from controller.config.schema import Config, load, load_as, to_yaml
+from controller.config.schema import Config, changed_yaml, load, load_as, to_yaml
 from controller.config.training import TrainingConfig
 
-__all__ = ["Config", "TrainingConfig", "load", "load_as", "to_yaml"]
+__all__ = ["Config", "TrainingConfig", "changed_yaml", "load", "load_as", "to_yaml"]

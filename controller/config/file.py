@@ -96,14 +96,14 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
-def read(schema: type[Schema], path: str | Path | None, overrides: Sequence[str]) -> Schema:
-    """The schema's defaults, a YAML file on top, `key.sub=value` overrides on top of that.
+def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[str]) -> Schema:
+    """The schema's defaults, YAML files on top, each on those before it, `key.sub=value` overrides on top of that.
 
     Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
     type or out of range, and a key without default that is not set.
     """
     known = {found.key: found for found in settings(schema())}
-    parts = [] if path is None else [(f"{path}: ", _read_file(Path(path)))]
+    parts = [(f"{file}: ", _read_file(Path(file))) for file in files]
     parts += [("", _read_override(override, known)) for override in overrides]
     merged = OmegaConf.structured(schema)
     for source, part in parts:
@@ -143,6 +143,8 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
     for name, found in known.items():
         if found.type == Numbers and key.startswith(f"{name}."):
             raise ConfigError(f"{key}: {name} is given whole, in place of the one before: {name}='{{NAME: NUMBER}}'.")
+    if not value.strip() and key in known and known[key].type is str:
+        override = f"{key}=''"  # as a shell gives `key=` and `key=""`; YAML would read it as null
     try:
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException):

@@ -10,15 +10,14 @@ from typing import Any
 from workers.errors import ConfigError
 
 
-def check_function(key: str, name: str, *, in_file: bool = True) -> None:
-    """Find `module:function`, or with `in_file` `path/file.py:function`, without importing it; `key` names the setting.
+def check_function(key: str, name: str) -> None:
+    """Find `module:function` or `path/file.py:function` without importing it; `key` names the setting.
 
     Raises ConfigError if the name is malformed, the file is not there or does not compile, or lacks the function.
     """
     match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
-    if match is None or (match.group(1).endswith(".py") and not in_file):
-        forms = "module:function or path/file.py:function" if in_file else "module:function"
-        raise ConfigError(f"{key}={name!r} must be {forms}.")
+    if match is None:
+        raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
     place, function = match.groups()
     path = Path(place) if place.endswith(".py") else _module_file(place)
     if path is None or not path.is_file():

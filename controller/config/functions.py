@@ -23,6 +23,11 @@ def requested_columns(signature: Signature, record: Mapping[str, Any], name: str
     Raises ConfigError if it has neither parameter or requires a column that the data does not have.
     """
     names = set(signature.names)
+    if "completions" in signature.required:
+        raise ConfigError(
+            f"reward.function={name!r} takes 'completions', as rewards of TRL do; here it takes 'responses', the texts "
+            "of all samples, or 'response', that of one, and returns a number for each (see docs/migration.md)."
+        )
     if len(names & RESPONSES) != 1 and not signature.takes_all:
         raise ConfigError(
             f"reward.function={name!r} must take a parameter 'response', or 'responses' for many at once."

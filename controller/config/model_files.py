@@ -4,23 +4,27 @@ model.path --folder or hub cache--> ModelFiles(description, positions, heads, vo
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from controller.config.job_copy import about_copy
 from workers.errors import ConfigError
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+FETCH_SECONDS = 10  # until the hub must have begun to answer
 
 
 @dataclass(frozen=True)
 class ModelFiles:
     """Facts that settings must agree with; a size is None if config.json does not give it.
 
-    folder: the model's. description: config.json. positions: longest sequence the model takes. chat_template: whether
-    the tokenizer has one. end_of_sequence: whether a file names a token that ends a response.
+    folder: the model's. description: config.json. positions: longest sequence the model takes. weights, tokenizer:
+    whether there are any. chat_template: whether the tokenizer has one. end_of_sequence: whether a file names a token
+    that ends a response.
     """
 
     folder: Path
@@ -29,6 +33,8 @@ class ModelFiles:
     attention_heads: int | None
     key_value_heads: int | None
     vocabulary: int | None
+    weights: bool
+    tokenizer: bool
     chat_template: bool
     end_of_sequence: bool
 
@@ -36,14 +42,10 @@ class ModelFiles:
 def read_model_files(path: str, key: str) -> ModelFiles:
     """The files of model `path`, which setting `key` names: a folder, or a name in the local hub cache.
 
-    Raises ConfigError, naming `key`, if config.json, weights or tokenizer are missing or config.json is not valid.
+    Raises ConfigError, naming `key`, if config.json is missing or not valid; see `check_whole` for the other files.
     """
     folder = _folder(path, key)
     content = read_json(folder / "config.json", key)
-    if not _first(folder, WEIGHTS):
-        raise ConfigError(f"{key}={path}: {folder} has no weights ({', '.join(WEIGHTS)}){_about_pickles(folder)}.")
-    if not _first(folder, TOKENIZERS):
-        raise ConfigError(f"{key}={path}: {folder} has no tokenizer ({', '.join(TOKENIZERS)}).")
     text = content.get("text_config", content)  # models that also see keep the language model's sizes in there
     heads = text.get("num_attention_heads", text.get("n_head"))
     return ModelFiles(
@@ -53,9 +55,40 @@ def read_model_files(path: str, key: str) -> ModelFiles:
         attention_heads=heads,
         key_value_heads=text.get("num_key_value_heads") or heads,
         vocabulary=text.get("vocab_size"),
+        weights=_first(folder, WEIGHTS) is not None,
+        tokenizer=_first(folder, TOKENIZERS) is not None,
         chat_template=_has_chat_template(folder, key),
         end_of_sequence=_has_end_of_sequence(folder, key, text),
     )
+
+
+def check_whole(model: ModelFiles, path: str, key: str) -> None:
+    """Raise ConfigError, naming `key`, if the model at `path` has no weights or no tokenizer."""
+    folder = model.folder
+    if not model.weights:
+        raise ConfigError(f"{key}={path}: {folder} has no weights ({', '.join(WEIGHTS)}){_about_pickles(folder)}.")
+    if not model.tokenizer:
+        raise ConfigError(f"{key}={path}: {folder} has no tokenizer ({', '.join(TOKENIZERS)}).")
+
+
+def fetch_description(path: str, key: str, say: Callable[[str], None]) -> None:
+    """Put config.json of the hub's model `path` into the local hub cache, unless it or a folder `path` is there.
+
+    say: gets a line before the hub is asked. Raises ConfigError, naming `key`, if the hub does not give it.
+    """
+    if Path(path).is_dir() or _cached(path) or not _looks_like_name(path):
+        return
+    from huggingface_hub import hf_hub_download
+
+    say(f"{key}={path}: asking the hub for config.json")
+    try:
+        hf_hub_download(path, "config.json", etag_timeout=FETCH_SECONDS)
+    except Exception as error:  # requests', httpx's and the hub's own, by version
+        raise ConfigError(
+            f"{key}={path}: there is no such folder or model in the local hub cache, and the hub did not give its "
+            f"config.json ({type(error).__name__}); `hf download {path} config.json` where there is a network, or name "
+            "a folder that holds config.json."
+        ) from None
 
 
 def weight_bytes(path: str, key: str) -> int:
@@ -80,18 +113,29 @@ def _folder(path: str, key: str) -> Path:
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(f"{key}: folder {path} holds no model, it has no config.json.")
         return Path(path)
+    cached = _cached(path)
+    if cached is None:
+        advice = f"; a model of the hub is fetched by `hf download {path}`" if _looks_like_name(path) else ""
+        raise ConfigError(
+            f"{key}: there is no folder {path} and no such model in the local hub cache{advice}{about_copy(path)}."
+        )
+    return cached
+
+
+def _cached(path: str) -> Path | None:
+    """The folder of model `path` in the local hub cache; None if it is not there, or no name of the hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(path, "config.json")
+        found = try_to_load_from_cache(path, "config.json")
     except HFValidationError:  # not of the form owner/name: a path
-        cached = None
-    if not isinstance(cached, str):
-        looks_like_name = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
-        advice = f"; a model of the hub is fetched by `hf download {path}`" if looks_like_name else ""
-        raise ConfigError(f"{key}: there is no folder {path} and no such model in the local hub cache{advice}.")
-    return Path(cached).parent
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _looks_like_name(path: str) -> bool:
+    return path.count("/") <= 1 and not path.startswith((".", "/", "~"))
 
 
 def read_json(path: Path, key: str) -> dict[str, Any]:

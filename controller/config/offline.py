@@ -25,8 +25,8 @@ class OfflineDataConfig:
 
     train: str = setting(
         "",
-        "Records: a .jsonl, .json, .parquet or .arrow file, or a folder of one kind of them (`datasets.save_to_disk`, "
-        "a hub repository).",
+        "Records: a .jsonl, .json, .parquet or .arrow file, a folder of one kind of them (`datasets.save_to_disk`, a "
+        "hub repository), or a data set of the hub, `owner/name[:subset][@split]` (`@train` if no split is given).",
     )
     validation: str = setting("", "Held-out records, as data.train; empty validates nothing.")
     prompt_key: str = setting("prompt", "Column of the prompt: a string, or a list of chat messages.")

@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
-from controller.config.file import read
+from controller.config.file import read, settings, value_of
 from controller.config.limits import Limits
 from controller.config.sections import (
     AlgorithmConfig,
@@ -29,7 +29,15 @@ from controller.config.sections import (
     ValidationConfig,
 )
 from controller.config.training import ReferenceSettings, TrainingConfig
-from workers.config import CriticConfig, LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig, RolloutConfig
+from workers.config import (
+    CriticConfig,
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RolloutConfig,
+)
 
 Schema = TypeVar("Schema", bound=TrainingConfig)
 
@@ -142,6 +150,13 @@ class Config(ReferenceSettings):
         return self.old_log_probs == "forward_pass" or self.algorithm.loss.old_entropies
 
     @property
+    def policy_loss(self) -> LossConfig:
+        """algorithm.loss as workers get it, which work in folders of their own: a custom loss's file is absolute."""
+        loss = self.algorithm.loss
+        place, _, name = loss.function.rpartition(":")
+        return replace(loss, function=f"{Path(place).resolve()}:{name}") if place.endswith(".py") else loss
+
+    @property
     def loss_columns(self) -> tuple[str, ...]:
         """Columns of the records that travel to the policy loss: the names in algorithm.loss.columns."""
         return tuple(name.strip() for name in self.algorithm.loss.columns.split(",") if name.strip())
@@ -247,8 +262,12 @@ class Config(ReferenceSettings):
         return self.rollout.placement
 
 
-def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file (None: the defaults) with `key.sub=value` overrides on top.
+Files = str | Path | Sequence[str | Path] | None
+"""Of settings; of several each lies on those before it."""
+
+
+def load(path: Files, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of YAML files (None: the defaults) with `key.sub=value` overrides on top.
 
     Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
     type or out of range, and a key without default that is not set.
@@ -256,11 +275,12 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     return load_as(Config, path, overrides)
 
 
-def load_as(schema: type[Schema], path: str | Path | None, overrides: Sequence[str] = ()) -> Schema:
-    """`load` for the settings of any command."""
-    config = read(schema, path, overrides)
+def load_as(schema: type[Schema], path: Files, overrides: Sequence[str] = ()) -> Schema:
+    """`load` for the settings of any command. A run without a name has that of the last file."""
+    files = [path] if isinstance(path, (str, Path)) else list(path or ())
+    config = read(schema, files, overrides)
     if not config.run.name:
-        name = _default_name(path)
+        name = _default_name(files[-1] if files else None)
         config.run.name = name if config.run.resume == "auto" else _free_name(config.run.dir, name)
     return config
 
@@ -268,6 +288,21 @@ def load_as(schema: type[Schema], path: str | Path | None, overrides: Sequence[s
 def to_yaml(config: TrainingConfig) -> str:
     """The configuration as YAML that `load` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def changed_yaml(config: TrainingConfig) -> str:
+    """The settings that differ from their defaults, as YAML that `load` reads back to `config`."""
+    changed: dict[str, Any] = {}
+    for found in settings(type(config)()):
+        value = value_of(config, found.key)
+        default = value_of(config, found.default[2:-1]) if found.follows else found.default
+        if value != default:
+            *sections, name = found.key.split(".")
+            section = changed
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[name] = value
+    return OmegaConf.to_yaml(OmegaConf.create(changed))
 
 
 def _default_name(path: str | Path | None) -> str:

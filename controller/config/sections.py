@@ -25,6 +25,11 @@ class BaseRunConfig:
         0, "Steps between checkpoints, from which a run resumes exactly; 0 writes none.", minimum=0
     )
     keep_checkpoints: int = setting(2, "Number of latest checkpoints to keep; older ones are deleted.", minimum=1)
+    push_to_hub: str = setting(
+        "",
+        "Repository of the Hugging Face hub, `owner/name`, that the model is uploaded to at the end, with adapters and "
+        "critic where there are any; needs a token (`hf auth login`, or HF_TOKEN). A new one is private.",
+    )
     resume: str = setting(
         "never",
         "`auto` resumes from the last complete checkpoint of run.name, or starts from the beginning if there is none; "
@@ -60,8 +65,9 @@ class RunConfig(BaseRunConfig):
 class DataConfig:
     train: str = setting(
         "",
-        "Prompts: a .jsonl, .json, .parquet or .arrow file, or a folder of one kind of them (`datasets.save_to_disk`, "
-        "a hub repository); other columns go to the reward function.",
+        "Prompts: a .jsonl, .json, .parquet or .arrow file, a folder of one kind of them (`datasets.save_to_disk`, a "
+        "hub repository), or a data set of the hub, `owner/name[:subset][@split]`, as in `openai/gsm8k:main@train`, "
+        "which is the default split; other columns go to the reward function.",
     )
     sources: dict[str, float] = setting(
         {}, "Several sources in place of data.train, each with its weight; prompts are drawn in this proportion."

@@ -27,6 +27,10 @@ class TrainingConfig:
     resources: ResourcesConfig
     tracking: TrackingConfig
 
+    is_described = False
+    """Whether the run is looked at for a cluster that is described (--cluster): its models and data may lie there. Not
+    a setting."""
+
     @property
     def headline(self) -> str:
         """The run in one line, for its report."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from controller.data.curriculum import checked_order
 from controller.data.records import Record
+from controller.observability.slow_work import Say, counted_if_slow
 from workers.errors import DataError
 from workers.isolation.process import named
 
@@ -71,10 +72,12 @@ class PromptDataset:
         seed: int = 0,
         name: str = "data",
         curriculum: Curriculum | None = None,
+        say: Say = print,
     ) -> None:
         """Tokenize `records`.
 
-        curriculum: sets the order of every epoch in place of the shuffle; it sees the records that were kept.
+        curriculum: sets the order of every epoch in place of the shuffle; it sees the records that were kept. say:
+        hears how many are tokenized, if that lasts.
         Raises DataError on a prompt that is too long with over_long="error", empty, or of the wrong type, and when
         nothing is left.
         """
@@ -82,7 +85,8 @@ class PromptDataset:
         self._orders: dict[int, np.ndarray] = {}
         self._prompts: list[tuple[np.ndarray, Record, str]] = []
         self.dropped = self.truncated = 0
-        for index, record in enumerate(records, start=1):
+        counted = counted_if_slow(records, f"{name}: prompts tokenized", say, total=len(records))
+        for index, record in enumerate(counted, start=1):
             ids = self._tokenized(record, tokenizer, rules, index)
             if ids is not None:
                 self._prompts.append((ids, record, str(record.get(rules.source_key, name))))
@@ -117,6 +121,11 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every prompt, in the order of the file."""
+        return [len(ids) for ids, _, _ in self._prompts]
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """`count` prompts from place `start` of the stream; a new epoch begins wherever the last one ends."""

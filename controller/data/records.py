@@ -1,6 +1,6 @@
 """Records of a data set, one mapping each, from files of the usual kinds.
 
-    .jsonl, .json | .parquet | .arrow | a folder of these --iter_records--> {"prompt": ..., "answer": ...}, ...
+    .jsonl, .json | .parquet | .arrow | a folder of these | a name of the hub --iter_records--> {"prompt": ...}, ...
 
 A folder is what `datasets.save_to_disk` writes or a hub repository holds: its data files in the order of their names.
 Nothing is executed on reading.
@@ -11,18 +11,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from controller.config.job_copy import about_copy
+from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
+from controller.observability.slow_work import Say, counted_if_slow
 from workers.errors import DataError
 
 Record = dict[str, Any]
 DEEPEST = 100  # levels of lists and objects in a line
 
 
-def read_records(path: str, prompt_key: str = "") -> list[Record]:
-    """All records. Raises DataError naming the file and record of what is not a record, or one without `prompt_key`."""
-    records = list(iter_records(path, prompt_key))
+def read_records(path: str, prompt_key: str = "", say: Say = print) -> list[Record]:
+    """All records. Raises DataError naming the file and record of what is not a record, or one without `prompt_key`.
+
+    say: hears how many are read, if that lasts.
+    """
+    records = list(counted_if_slow(iter_records(path, prompt_key), f"{path}: records read", say))
     if not records:
         raise DataError(f"{path} has no records.")
     return records
@@ -45,6 +51,10 @@ def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str
 
 def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
     """The records one after another, read as they are asked for; raises as `read_records`."""
+    if dataset := hub_dataset(path):
+        for where, record in hub_records(path, dataset):
+            yield _checked(record, where, prompt_key)
+        return
     try:
         files = data_files(Path(path))
     except OSError as error:
@@ -52,13 +62,18 @@ def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
     for file in files:
         try:
             for where, record in READERS[file.suffix](file):
-                if not isinstance(record, dict) and not prompt_key:
-                    raise DataError(f"{where} is not a record, which gives each column's value by its name.")
-                if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
-                    raise DataError(f"{where} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
-                yield record
+                yield _checked(record, where, prompt_key)
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def _checked(record: Any, where: str, prompt_key: str) -> Record:
+    """The record. Raises DataError, naming it, if it is none, or has no `prompt_key`."""
+    if not isinstance(record, dict) and not prompt_key:
+        raise DataError(f"{where} is not a record, which gives each column's value by its name.")
+    if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
+        raise DataError(f"{where} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
+    return cast(Record, record)
 
 
 def data_files(path: Path) -> list[Path]:
@@ -72,7 +87,9 @@ def data_files(path: Path) -> list[Path]:
             raise DataError(f"{path} holds files of several kinds ({', '.join(sorted(kinds))}); name one of them.")
         return found
     if not path.exists():
-        raise DataError(f"there is no file {path} (relative paths start at the working directory).")
+        raise DataError(
+            f"there is no file {path} (relative paths start at the working directory){about_copy(str(path))}."
+        )
     if path.suffix not in READERS:
         raise DataError(f"{path} is none of {', '.join(READERS)}, nor a folder of such files.")
     return [path]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from controller.config.model_files import read_model_files
+from controller.config.model_files import check_whole, read_model_files
 from controller.diagnosis.device_sharing import sharing_problem
 from workers.errors import ConfigError
 
@@ -163,7 +163,7 @@ def model_problems(models: Mapping[str, str]) -> dict[str, str]:
     problems = {}
     for key, path in models.items():
         try:
-            read_model_files(path, key)
+            check_whole(read_model_files(path, key), path, key)
         except (ConfigError, OSError) as error:
             problems[key] = str(error).rstrip(".")
     return problems

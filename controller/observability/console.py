@@ -6,22 +6,25 @@
      step  phase    seconds  samples                       reward
      7/60  rollout      1.4  ━━━━━━━━━━━━━━━━━━━  180/256  ▁▂▄▅▇█ 0.812
 
-In a log, or a pipe, there are only lines.
+In a log, or a pipe, there are only lines; one a minute tells of a step that lasts.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import rich.console
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+
+from controller.observability.slow_work import told_if_slow
 
 if TYPE_CHECKING:
     from controller.samples import Rollout
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 SPREAD = ("reward/mean", "reward/std")
 REFRESHES_PER_SECOND = 4
 REWARDS_SHOWN = 12
+KEPT_WIDTH = 200  # of tables in a log
+HEARTBEAT_SECONDS = 60.0  # between lines about a step that lasts, where no table is alive
 BLOCKS = "▁▂▃▄▅▆▇█"
 Entry = TypeVar("Entry")
 
@@ -60,6 +65,12 @@ class Status:
         table.add_row(self.step, name, f"{now - began:.1f}", self._samples(), self._rewards())
         return table
 
+    def line(self) -> str:
+        """The step and phase in a line, for a log."""
+        phases = list(self.phases)
+        rounds = "".join(f", {found.done:,} of {found.total:,} samples" for found in list(self.rounds)[-1:])
+        return f"step {self.step or 0}: {phases[-1][0] if phases else ''}{rounds}"
+
     def _samples(self) -> Table | str:
         if not self.rounds:
             return ""
@@ -78,13 +89,41 @@ class Console:
 
     def __init__(self, console: rich.console.Console | None = None) -> None:
         """`console`: where to print instead."""
-        self._console = console or rich.console.Console(highlight=False, soft_wrap=True)
+        # The stream of now: while a run is kept in its log, sys.stdout is another, that would keep the live table too.
+        self._console = console or rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._status, self._lock = Status(), RLock()
         self._live: Live | None = None
+        self._heartbeat = ExitStack()
+        self.kept: TextIO | None = None
+        """Where lines and tables are kept beside."""
+
+    @contextmanager
+    def kept_in(self, log: TextIO) -> Iterator[None]:
+        """Keep lines and tables in `log` too, as plain text, while the block runs."""
+        self.kept = log
+        try:
+            yield
+        finally:
+            self.kept = None
 
     def log(self, text: str) -> None:
         """One line."""
-        self._console.print(escape(text))
+        self._print(escape(text))
+
+    def _print(self, what: str | Table, *, soft_wrap: bool = True) -> None:
+        self._console.print(what, soft_wrap=soft_wrap)
+        if self.kept is not None:
+            plain = rich.console.Console(file=self.kept, highlight=False, width=KEPT_WIDTH, color_system=None)
+            plain.print(what, soft_wrap=soft_wrap)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is written to the standard streams in the block is kept, and not shown; shown if nothing is kept."""
+        if self.kept is None:
+            yield
+            return
+        with redirect_stdout(self.kept), redirect_stderr(self.kept):
+            yield
 
     def begin_step(self, step: int, steps: int) -> None:
         """Name the step that the live table shows."""
@@ -112,24 +151,32 @@ class Console:
         """Show the table from the first entry to the last, then erase it."""
         with self._lock:
             entries.append(entry)
-            self._start()
+            if len(self._status.phases) + len(self._status.rounds) == 1:
+                self._start()
         try:
             yield
         finally:
             with self._lock:
-                if self._live is not None and len(self._status.phases) + len(self._status.rounds) == 1:
+                last = len(self._status.phases) + len(self._status.rounds) == 1
+                if last and self._live is not None:
                     self._live.stop()  # before the entry is removed: it draws once more
                     self._live = None
                 entries.remove(entry)
+            if last:
+                self._heartbeat.close()  # without the lock, which its last line may wait for
 
     def _start(self) -> None:
-        if self._live is not None or not self._console.is_terminal:
+        if not self._console.is_terminal:
+            rhythm = {"after": HEARTBEAT_SECONDS, "every": HEARTBEAT_SECONDS}
+            self._heartbeat.enter_context(told_if_slow(self.log, self._status.line, **rhythm))
             return
         self._live = Live(
             get_renderable=lambda: self._status.table(time.monotonic()),
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
+            redirect_stdout=False,  # `run_log` has them
+            redirect_stderr=False,
         )
         self._live.start()
 
@@ -187,7 +234,7 @@ class Console:
             if advantages:
                 numbers.append(f"{advantages[key]:+.3f}" if key in advantages else "-")
             table.add_row(escape(asked(key[0])["prompt"]), str(key[1]), escape(score.response), *numbers)
-        self._console.print(table, soft_wrap=False)
+        self._print(table, soft_wrap=False)
 
 
 def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:

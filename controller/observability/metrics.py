@@ -15,6 +15,8 @@ from controller.observability.trackers.files import JsonLines, finite, writing
 from controller.validation_metrics import ScoredResponse
 from workers.remote_batch import RemoteBatch
 
+SHOWN_RESPONSES = 32  # of a validation, in trackers
+
 
 class RunWriter:
     """Writes `runs/NAME/`, and hands the metrics of every step to the trackers."""
@@ -47,18 +49,27 @@ class RunWriter:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
-    def lengths(self, step: int, **columns: np.ndarray) -> None:
+    def lengths(self, step: int, plan: Mapping[str, Any] | None = None, **columns: np.ndarray) -> None:
         """Record the lengths of the sequences that a step trains on, for `python -m balancing runs/NAME`.
 
-        columns: int64 [B] each: `lengths`, and what else a plan of them needs, under the names of `plan_batch`.
+        plan: `plan_record` of the step's plan, with several epochs the first one's. columns: int64 [B] each: `lengths`,
+        and what else a plan of them needs, under the names of `plan_batch`.
         """
-        self._lengths.write({"step": step} | {name: column.tolist() for name, column in columns.items()})
+        self._lengths.write(
+            {"step": step} | {name: column.tolist() for name, column in columns.items()} | dict(plan or {})
+        )
 
     def samples(self, step: int, examples: Iterable[Mapping[str, Any]]) -> None:
-        """Record some samples of a step, for the report."""
-        for example in examples:
+        """Record some samples of a step, for the report and as tables of the trackers."""
+        rows = list(examples)
+        for example in rows:
             numbers = {k: finite(v) if isinstance(v, float) else v for k, v in example.items()}
             self._samples.write({"step": step} | numbers, ensure_ascii=False)
+        self._show("samples", step, rows)
+
+    def _show(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for tracker in self._trackers if rows else ():
+            tracker.table(name, step, rows)
 
     def timeline(self, step: int, record: Mapping[str, Any]) -> None:
         """Record the times of phases, samples and micro-steps, for `python -m controller.timeline runs/NAME`."""
@@ -66,16 +77,17 @@ class RunWriter:
             self._timeline.write({"step": step, **record}, separators=(",", ":"))
 
     def validation(self, step: int, responses: Sequence[ScoredResponse]) -> None:
-        """Record every held-out response of one validation in validation/step-N.jsonl."""
+        """Record every held-out response of one validation in validation/step-N.jsonl, the first in trackers too."""
         path = self.folder / "validation" / f"step-{step}.jsonl"
-        lines = []
+        rows = []
         for response in responses:
             scores = {name: finite(value) for name, value in response.scores.items()}
             record = {"uid": response.uid, "source": response.source} | response.text | scores
-            lines.append(json.dumps(record | {"answer": response.answer}, ensure_ascii=False) + "\n")
+            rows.append(record | {"answer": response.answer})
         with writing(path):
             path.parent.mkdir(exist_ok=True)
-            path.write_text("".join(lines), encoding="utf-8")
+            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        self._show("validation_samples", step, rows[:SHOWN_RESPONSES])
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json."""

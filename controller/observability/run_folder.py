@@ -1,6 +1,6 @@
 """RunFolder: what a run has recorded, read back.
 
-runs/NAME/   config.yaml  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
+runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
              samples/step-N.npz, of which `controller.step_samples` knows the content
 """
 
@@ -14,6 +14,8 @@ from typing import Any
 from workers.errors import DataError
 
 Row = dict[str, Any]
+LOG = "run.log"
+"""File of what a run has said."""
 
 
 def step_file(folder: Path, step: int) -> Path:
@@ -58,7 +60,7 @@ class RunFolder:
     def columns(self) -> dict[int, dict[str, list[int]]]:
         """What is recorded of the sequences of every step beside their lengths, in the same order."""
         rows = self._rows("lengths.jsonl")
-        return {row["step"]: {name: row[name] for name in row.keys() - {"step", "lengths"}} for row in rows}
+        return {row["step"]: {name: row[name] for name in row.keys() - {"step", "lengths", "plan"}} for row in rows}
 
     @cached_property
     def samples(self) -> list[Row]:

@@ -50,6 +50,11 @@ def shown_prompt(prompt: Any) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
+def other_columns(record: Mapping[str, Any], prompt_key: str) -> str:
+    """The columns of a record beside its prompt, one a line."""
+    return "\n".join(f"{name}: {value}" for name, value in record.items() if name != prompt_key)
+
+
 def counted(count: int, what: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -7,6 +7,7 @@ import numpy as np
 
 from controller.config.offline import OfflineDataConfig
 from controller.data.prompts import epoch_order
+from controller.observability.slow_work import counted_if_slow
 from controller.offline.tokenized import Example, Row, example_row
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
@@ -41,7 +42,8 @@ class SequenceDataset:
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        for index, record in enumerate(records):
+        counted = counted_if_slow(records, f"{name}: records tokenized", print, total=len(records))
+        for index, record in enumerate(counted):
             where = record_name(name, index)
             self._add(tuple(example_row(tokenizer, example, where) for example in record), settings, where)
         if not self._items:
@@ -63,6 +65,11 @@ class SequenceDataset:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sequence, in the order of the file."""
+        return [len(row["input_ids"]) for item in self._items for row in item]
 
     def take(self, start: int, count: int) -> RemoteBatch:
         """`count` records from place `start` (from 0) of the stream, a pure function of the seed; see `first`."""

@@ -16,7 +16,9 @@ from controller.config import load_as
 from controller.config.offline import OfflineConfig
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
+from controller.hub import push_to_hub
 from controller.inputs import TRIED_PROMPTS, limited_tokenizer, try_template
+from controller.observability.run_log import run_log
 from controller.observability.shown_text import counted
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
@@ -60,7 +62,11 @@ class OfflineCommand(Generic[Settings]):
         check_offline(config)
         check_machine(config, dry_run=request.dry_run)
         if request.dry_run:
-            self.dry_run(config)
+            self.dry_run(config, everything=request.everything)
+            return None
+        # With run.steps the end is known before the data is read, with run.epochs by the number of its records.
+        if config.run.steps and (done := finished(config, config.run.steps, config.length_setting)):
+            print(done)
             return None
         check_cluster(config)
         inputs = self.read_inputs(config)
@@ -69,15 +75,18 @@ class OfflineCommand(Generic[Settings]):
             return None
         return locked(config, partial(self.run, config, inputs))
 
-    def dry_run(self, config: Settings) -> None:
-        """Print what would run and where, then read the data and load small models; raises as these do."""
-        print(describe(config))
-        print("\n== inputs ==")
-        for path, examples in self.read_examples(config)[0].items():
-            print(f"{path}: {counted(len(examples), 'record')}")
-        print("records are not counted in tokens: that takes the tokenizer, with which a run begins")
+    def dry_run(self, config: Settings, *, everything: bool) -> None:
+        """Print what would run and where, then read the data and load small models; raises as these do.
+
+        everything: print settings at their defaults too.
+        """
+        print(describe(config, everything=everything))
+        print("\n== inputs ==", flush=True)
+        inputs = self.read_inputs(config)
+        for dataset in filter(None, (inputs.train, inputs.validation)):
+            print("\n".join(_dataset_lines(dataset)))
         for line in parity_lines(config):
-            print(line)
+            print(line, flush=True)
 
     def read_examples(self, config: Settings) -> tuple[Examples, DataIdentity]:
         """The examples of every record, and the identity of data.train without `records`; needs no tokenizer.
@@ -116,6 +125,10 @@ class OfflineCommand(Generic[Settings]):
         from controller.observability.console import Console
 
         console = Console()
+        with run_log(config.run_folder, console):
+            self._run(config, inputs, console)
+
+    def _run(self, config: Settings, inputs: "Inputs", console: "Console") -> None:
         for dataset in (inputs.train, inputs.validation):
             if dataset is not None and dataset.dropped:
                 console.log(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
@@ -128,6 +141,7 @@ class OfflineCommand(Generic[Settings]):
         with ray_session(config, console), naming_what_is_left(config):
             recovering(attempt, config, console.log)
         report(config, console)
+        push_to_hub(config, console.log)
 
     @contextmanager
     def training(self, config: Settings, inputs: "Inputs", console: "Console") -> Iterator["OfflineTrainer[Settings]"]:
@@ -143,6 +157,16 @@ class OfflineCommand(Generic[Settings]):
 
         with session(config, start, console, inputs.identity) as started:
             yield self.trainer()(config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model)
+
+
+def _dataset_lines(dataset: SequenceDataset) -> list[str]:
+    """Lines of a dry run about a data set."""
+    tokens = dataset.lengths
+    return [
+        f"{dataset.name}: {counted(len(dataset) + dataset.dropped, 'record')}",
+        f"    {counted(len(tokens), 'sequence')} of {min(tokens)} to {max(tokens)} tokens, "
+        f"{sum(tokens) / len(tokens):.0f} on average; {dataset.dropped} above data.max_tokens dropped",
+    ]
 
 
 @dataclass(frozen=True)

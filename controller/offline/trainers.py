@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from balancing import CostModel, Plan, plan_statistics
+from balancing.analysis.run_plan import plan_record
 from controller.actors.roles import TrainingRoles
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.observability.metrics import update_throughput
@@ -62,7 +63,7 @@ class OfflineTrainer(TrainingLoop, Generic[Settings]):
                 count = self._records_of_step()
                 batch = self.dataset.take(self.progress.position, count)
                 plan = self.planner.plan(batch, [np.arange(len(batch))], "policy.update")
-            record.writer.lengths(step, lengths=batch["length"])
+            record.writer.lengths(step, plan_record(plan), lengths=batch["length"])
             metrics = self.learn(batch, plan)
             self.progress.position += count
             metrics |= self.compare_with_plan(self.roles.take_micro_step_times())

@@ -53,7 +53,7 @@ def check_loss(config: Config) -> None:
     loss = config.algorithm.loss
     loss_rules.check_loss(loss)
     if loss.name == "custom":
-        check_function("algorithm.loss.function", loss.function, in_file=False)
+        check_function("algorithm.loss.function", loss.function)
         check_column_names(config.loss_columns)
     if loss.name in ("clip_cov", "kl_cov") and config.old_log_probs == "update":
         raise ConfigError(

@@ -26,7 +26,7 @@ class Command:
     @property
     def usage(self) -> str:
         """Its options in one line."""
-        dry_run = "--dry-run [--cluster NODES [--measure]]" if self.describes_clusters else "--dry-run"
+        dry_run = "--dry-run [--all] [--cluster NODES [--measure]]" if self.describes_clusters else "--dry-run [--all]"
         return f"python -m {self.module} --config FILE [{dry_run}] [key.sub=value ...]"
 
 
@@ -42,13 +42,14 @@ FIT = Command(
 @dataclass(frozen=True)
 class Arguments:
     """A parsed command line; the overrides are not read yet. cluster: what --cluster describes. measure: whether GPU
-    memory is measured in addition to the estimate."""
+    memory is measured in addition to the estimate. everything: whether a dry run prints all settings."""
 
-    config: Path
+    config: tuple[Path, ...]
     overrides: tuple[str, ...]
     dry_run: bool
     cluster: Cluster | None = None
     measure: bool = False
+    everything: bool = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,13 +69,15 @@ class _PrintSettings(argparse.Action):
 def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -> Arguments:
     """Parse a command line (default: that of the process).
 
-    Raises ConfigError for an unknown option, without --config, for --cluster without --dry-run and --measure without
-    --cluster; SystemExit(0) after --help and --settings.
+    Raises ConfigError for an unknown option, without --config, for --cluster or --all without --dry-run and --measure
+    without --cluster; SystemExit(0) after --help and --settings.
     """
     # Intermixed: overrides may stand before, between and after options.
     parsed = _parser(command).parse_intermixed_args(argv)
+    if parsed.all and not parsed.dry_run:
+        raise ConfigError("--all is of the page that --dry-run prints; add --dry-run (--settings explains every key).")
     if not command.describes_clusters:
-        return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run)
+        return Arguments(tuple(parsed.config), tuple(parsed.overrides), parsed.dry_run, everything=parsed.all)
     if parsed.cluster and not parsed.dry_run:
         raise ConfigError(
             "--cluster describes a cluster for --dry-run, and a run takes the one it finds; add --dry-run."
@@ -82,7 +85,7 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     if parsed.measure and not parsed.cluster:
         raise ConfigError("--measure measures the GPUs that --cluster describes; add --dry-run --cluster.")
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
-    return Arguments(parsed.config, tuple(parsed.overrides), parsed.dry_run, cluster, parsed.measure)
+    return Arguments(tuple(parsed.config), tuple(parsed.overrides), parsed.dry_run, cluster, parsed.measure, parsed.all)
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:
@@ -93,9 +96,19 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         epilog=f"Sections of settings: {', '.join(section_names(command.schema))}. --settings explains every key.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file of settings")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        action="append",
+        metavar="FILE",
+        help="YAML file of settings; several, each with its own --config, lie one over the other",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help=f"{command.tries}, print what would run and where; start nothing"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="with --dry-run: print every setting, not only what differs from its default"
     )
     if command.describes_clusters:
         parser.add_argument(

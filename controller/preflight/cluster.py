@@ -64,7 +64,8 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def run_on(config: Config, cluster: Cluster) -> None:
-    """Let resources.device=auto mean the cluster's devices, not this machine's."""
+    """Let resources.device=auto mean the cluster's devices, not this machine's, and models and data lie there."""
+    config.is_described = True
     if config.resources.device == "auto":
         config.resources.device = "cuda" if cluster.gpus else "cpu"
 

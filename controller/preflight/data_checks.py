@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles
+from controller.data.hub import check_split
 from controller.data.records import Record, iter_records
 from workers.errors import ConfigError, DataError
 
@@ -38,8 +40,11 @@ def check_data(config: Config, model: ModelFiles) -> None:
     _check_sources(config)
     paths = [("data.sources" if config.data.sources else "data.train", path) for path in config.data.weights]
     if config.data.validation:
+        check_split("data.validation", config.data.validation)
         paths.append(("data.validation", config.data.validation))
     for key, path in paths:
+        if is_elsewhere(config, path):
+            continue
         record = first_record(key, path, config.data.prompt_key)
         if key != "data.validation":
             _check_columns_are_there(config, f"{key}: the first record of {path}", record)
@@ -50,6 +55,11 @@ def check_data(config: Config, model: ModelFiles) -> None:
             )
     if config.data.curriculum:
         check_function("data.curriculum", config.data.curriculum)
+
+
+def is_elsewhere(config: Config, path: str) -> bool:
+    """Whether a data set of a described cluster is not on this machine, so that it cannot be looked into."""
+    return config.is_described and not Path(path).exists()
 
 
 def _check_sources(config: Config) -> None:
@@ -66,7 +76,7 @@ def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) ->
             f"{which} (data.prompt_key={config.data.prompt_key}) must be strings or lists of chat messages, not "
             f"{type(prompt).__name__}."
         )
-    if isinstance(prompt, list) and not model.chat_template:
+    if isinstance(prompt, list) and not model.chat_template and (model.tokenizer or not config.is_described):
         raise ConfigError(
             f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
         )

@@ -1,6 +1,6 @@
 """A configuration in text: the pages of `--dry-run` and `--settings`.
 
-Config --> resolved YAML | placement | sizes | caps | notes          schema --> every key, type, default, range
+Config --> settings | placement | sizes | caps | notes          schema --> every key, type, default, range
 """
 
 import textwrap
@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import groupby
 
 from controller.actors.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
-from controller.config import Config, TrainingConfig, to_yaml
+from controller.config import Config, TrainingConfig, changed_yaml, to_yaml
 from controller.config.file import Setting, settings
 from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
@@ -17,10 +17,12 @@ from controller.observability.shown_text import counted
 from workers.config import ParallelConfig
 
 
-def describe(config: TrainingConfig) -> str:
-    """The page of `--dry-run`, of a configuration that `check` has passed."""
+def describe(config: TrainingConfig, *, everything: bool = False) -> str:
+    """The page of `--dry-run`, of a configuration that `check` has passed. everything: with settings at their
+    defaults."""
+    title = "configuration" if everything else "configuration, where it differs from the defaults (--all: everything)"
     sections = {
-        "configuration": to_yaml(config).splitlines(),
+        title: (to_yaml(config) if everything else changed_yaml(config)).splitlines(),
         "placement": _placement(config),
         "sizes": _sizes(config),
         "caps": _caps(config),

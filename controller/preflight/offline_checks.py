@@ -2,6 +2,7 @@
 
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.data.hub import check_split
 from controller.preflight.count_checks import check_micro_batches
 from controller.preflight.data_checks import first_record
 from controller.preflight.effects import EVERYWHERE, OWN_REFERENCE, Row, check_settings_have_effect
@@ -100,6 +101,7 @@ def _check_loss(config: OfflineConfig, model: ModelFiles) -> None:
 def _check_data(config: OfflineConfig) -> None:
     if not config.data.train:
         raise ConfigError("data.train must be set.")
+    check_split("data.validation", config.data.validation)
     for key, path in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         if path:
             first_record(key, path)

@@ -8,13 +8,14 @@ from pathlib import Path
 from controller.actors.cluster_address import check_address
 from controller.checkpoint import checkpoints_at
 from controller.config import TrainingConfig
-from controller.config.model_files import ModelFiles, read_model_files
+from controller.config.job_copy import is_job_copy
+from controller.config.model_files import ModelFiles, check_whole, read_model_files
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.model_types import check_model_type
 from controller.preflight.weights import check_weights
 from controller.run_lock import check_folder_is_free
 from workers.config import OptimizerConfig
-from workers.errors import CheckpointError, ConfigError
+from workers.errors import CheckpointError, ConfigError, clause
 from workers.model.model_rules import check_ring_settings, kernel_problem
 
 LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
@@ -33,12 +34,41 @@ def check_run(config: TrainingConfig) -> None:
         )
     check_folder_is_free(config)
     _check_resume(config.run.resume)
+    _check_hub(config)
     _check_writable(config.run_folder)
     check_address(config)
 
 
+def _check_hub(config: TrainingConfig) -> None:
+    """Raise ConfigError for a repository that no upload can reach; the hub itself is not asked."""
+    repository = config.run.push_to_hub
+    if not repository:
+        return
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ConfigError(f"run.push_to_hub={repository} is no owner/name: {clause(error)}.") from None
+    if config.is_described:
+        return
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"run.push_to_hub={repository} needs the hub, and HF_HUB_OFFLINE forbids to ask it.")
+    if not get_token():
+        raise ConfigError(
+            f"run.push_to_hub={repository} needs a token of the hub: `hf auth login`, or HF_TOKEN in the environment."
+        )
+
+
 def _check_writable(folder: Path) -> None:
     # By writing: permissions say nothing of a disk that is full or read-only, nor of what root may do below /proc.
+    if not folder.is_absolute() and is_job_copy(Path.cwd()):
+        raise ConfigError(
+            f"run.dir: {folder} is relative, and this Ray job works in a copy of its --working-dir that Ray removes "
+            "with all that the run writes; give an absolute path, on storage that all nodes share."
+        )
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
@@ -128,10 +158,15 @@ def check_model_files(
 ) -> None:
     """Raise ConfigError unless the training engine computes the model at `path`, which setting `key` names, and its
     weight files are whole. kinds: see `check_model_type`. output: see `check_weights`.
+
+    For a described cluster config.json alone is enough.
     """
+    if not config.is_described:
+        check_whole(model, path, key)
     check_model_type(model.description, key, path, *kinds)
     check_supported_model(config, model.description, key)
-    check_weights(model, key, path, output=output)
+    if model.weights:
+        check_weights(model, key, path, output=output)
 
 
 def check_same_vocabulary(

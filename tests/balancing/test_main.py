@@ -5,11 +5,14 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from balancing import CostModel, Pipeline, explain, plan_batch
 from balancing.__main__ import main
 from balancing.analysis.pipeline_comparison import ON_PIPELINES
+from balancing.analysis.run_plan import plan_record, read_run
 from balancing.analysis.strategies import STRATEGIES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -156,6 +159,74 @@ def test_prompts_that_groups_share_are_planned_once(tmp_path, capsys, of_a_run):
     printed = capsys.readouterr().out
     line = next(line for line in printed.splitlines() if "Ballast, shared" in line)
     assert " -" in line  # less than the work of each sequence alone
+
+
+def recorded(folder: Path, lengths: list[int], step: int = 1, **arguments: Any) -> dict[str, Any]:
+    """The line of lengths.jsonl that a run writes for a step planned with `arguments`, written to `folder`."""
+    plan = plan_batch(lengths, **arguments)
+    line = {"step": step, "lengths": lengths} | plan_record(plan)
+    (folder / "lengths.jsonl").write_text(json.dumps(line) + "\n")
+    return line
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_run_is_explained_by_the_arguments_that_it_planned_with(tmp_path, capsys):
+    lengths = [100 + 13 * (i % 9) for i in range(24)]
+    members = [range(16), range(16, 24)]  # of unequal size, which no draw gives
+    found = recorded(
+        tmp_path, lengths, ranks=2, mini_batches=members, max_tokens=1024, max_sequences=4, cost_model=CostModel(3, 0.5)
+    )
+    assert read_run(tmp_path).arguments["cost_model"] == CostModel(3, 0.5)
+    assert [part.tolist() for part in read_run(tmp_path).mini_batches] == [list(rows) for rows in members]
+    assert main([str(tmp_path)]) == 0
+    printed = words(capsys.readouterr().out)
+    assert f"Step 1 of {tmp_path}, as the run planned it." in printed
+    assert "ranks: 2, mini-batches: 2, max_tokens=1,024, max_sequences=4" in printed
+    plan = plan_batch(lengths, **read_run(tmp_path).arguments, mini_batches=read_run(tmp_path).mini_batches)
+    assert plan_record(plan) == {"mini_batch": found["mini_batch"], "plan": found["plan"]}
+    assert words(explain(plan)) in printed
+
+
+def test_what_the_command_line_changes_of_a_run_is_said(tmp_path, capsys):
+    recorded(tmp_path, [300] * 16, ranks=2, max_tokens=1024, pipeline=Pipeline(2))
+    assert main([str(tmp_path), "--ranks", "4", "--mini-batches", "2"]) == 0
+    printed = words(capsys.readouterr().out)
+    assert "Otherwise than in the run: --ranks 4, --mini-batches 2." in printed
+    assert "ranks: 4, mini-batches: 2, max_tokens=1,024; stages: 2" in printed
+
+
+def test_an_older_run_is_planned_by_its_config_file_and_that_is_said(tmp_path, capsys):
+    (tmp_path / "lengths.jsonl").write_text(json.dumps({"step": 1, "lengths": [300] * 32}) + "\n")
+    settings = {"batch": {"mini_batches": 2}, "policy": {"ranks": 4, "max_tokens": 512}}
+    settings["policy"]["parallel"] = {"context_parallel": 2}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    assert main([str(tmp_path)]) == 0
+    printed = words(capsys.readouterr().out)
+    assert "recorded lengths without a plan; this is one by its config.yaml, its mini-batches drawn again" in printed
+    assert "ranks: 4, mini-batches: 2, max_tokens=1,024, length_multiple=4" in printed
+    (tmp_path / "config.yaml").write_text("- 1")
+    assert main([str(tmp_path)]) == 2
+    assert "config.yaml holds no settings" in capsys.readouterr().err
+    (tmp_path / "config.yaml").unlink()
+    assert main([str(tmp_path)]) == 0
+    assert "holds neither a plan nor config.yaml; what follows is assumed" in words(capsys.readouterr().out)
+
+
+def test_re_dealing_that_gains_nothing_is_no_strategy_of_ours(tmp_path, capsys):
+    arguments = ["--distribution", "equal", "--count", "64", "--ranks", "4", "--mini-batches", "2"]
+    page = tmp_path / "page.html"
+    assert main([*arguments, "--html", str(page)]) == 0
+    printed = words(capsys.readouterr().out)
+    assert "Re-dealing does not shorten this step" in printed
+    assert "Re-dealing does not shorten this step" in page.read_text()
+    assert '<tr class="ours"><td>Ballast, re-dealt' not in page.read_text()
+    assert '<tr class="ours"><td>Ballast</td>' in page.read_text()
+    assert main([*SMALL[:-1], "1"]) == 0
+    assert "re-dealt" not in capsys.readouterr().out  # with one mini-batch there is nothing to re-deal
+    assert main([*SMALL[:-1], "1", "--before", "Ballast, re-dealt"]) == 2
 
 
 def test_it_runs_as_a_module():

@@ -9,6 +9,7 @@ import pytest
 
 from controller.config import load
 from controller.preflight.checks import check
+from tests.controller.tokenizer_file import write_tokenizer
 from tests.controller.weight_files import qwen2_weights, write_weight_file
 from workers.errors import ConfigError
 
@@ -64,7 +65,7 @@ def write_model(folder: Path, **changes: Any) -> None:
     description = MODEL | changes
     (folder / "config.json").write_text(json.dumps(description))
     write_weight_file(folder / "model.safetensors", qwen2_weights(description))
-    (folder / "tokenizer.json").write_text("{}")
+    write_tokenizer(folder)
 
 
 def refusal(*overrides: str) -> str:

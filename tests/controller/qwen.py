@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from tests.controller.tokenizer_file import write_tokenizer
 from tests.controller.weight_files import qwen2_weights, write_weight_file
 
 QWEN = {
@@ -79,5 +80,5 @@ def write_hub(cache: Path) -> None:
         (model / "refs" / "main").write_text("0")
         (snapshot / "config.json").write_text(json.dumps(qwen_description(size)))
         write_weight_file(snapshot / "model.safetensors", qwen2_weights(qwen_description(size)))
-        (snapshot / "tokenizer.json").write_text("{}")
+        write_tokenizer(snapshot)
         (snapshot / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

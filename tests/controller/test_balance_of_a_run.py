@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from balancing import Plan, plan_batch
+from balancing import Plan, plan_batch, plan_statistics
+from balancing.__main__ import main
+from balancing.analysis.lengths_file import read_lengths
+from balancing.analysis.run_plan import read_run
 from balancing.grouping import Grouping
 from balancing.initial_assignment import karmarkar_karp_twice
 from tests.controller.stand_ins.run import StandIns
@@ -69,3 +72,19 @@ def test_v3_d7_a_step_tells_three_imbalances_and_the_padding_that_is_not_compute
     tokens = metrics["tokens/update"]
     assert metrics["balance/padding_removed/width"] == pytest.approx(1 - tokens / (4 * 16))
     assert metrics["balance/padding_removed/longest_row"] < metrics["balance/padding_removed/width"]
+
+
+def test_the_command_explains_a_step_with_what_the_run_planned_with(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = run("batch.mini_batches=2", "batch.mini_batches_by=group", "batch.prompts_per_step=4")
+    found = read_run(tmp_path / "run")
+    assert found.mini_batches is not None and found.groups is not None
+    assert len(found.mini_batches) == 2
+    assert not set(found.groups[found.mini_batches[0]]) & set(found.groups[found.mini_batches[1]])
+    lengths = read_lengths(tmp_path / "run")
+    plan = plan_batch(lengths, mini_batches=found.mini_batches, **found.arguments, **found.prefixes)
+    assert plan_statistics(plan)["predicted_time/total"] == metrics["balance/predicted_time/total"]
+    capsys.readouterr()
+    assert main([str(tmp_path / "run")]) == 0
+    assert "ranks: 2, mini-batches: 2, max_tokens=64" in " ".join(capsys.readouterr().out.split())

@@ -10,6 +10,7 @@ from controller import parity
 from controller.fit import main
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.run import StandIns
+from tests.controller.tokenizer_file import write_tokenizer
 from tests.workers.model.broken import as_broken, save_broken_model
 from tests.workers.model.tiny import save_tiny_model
 from workers.errors import UnsupportedModelError
@@ -29,6 +30,7 @@ def dry_run(*overrides: str) -> int:
 
 def test_a_dry_run_says_how_well_each_model_is_computed(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_model(workspace / "tiny")
+    write_tokenizer(workspace / "tiny")
     overrides = ("model.path=tiny", "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1")
     assert dry_run(*overrides) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parity")]
@@ -58,6 +60,7 @@ def test_a_dry_run_refuses_a_broken_model_in_one_line(
 
 def test_a_dry_run_refuses_weights_with_nan(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(save_tiny_model(workspace / "tiny")) / "model.safetensors"
+    write_tokenizer(workspace / "tiny")
     weights = load_file(path)
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, path, metadata={"format": "pt"})

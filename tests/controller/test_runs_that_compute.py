@@ -81,8 +81,8 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[RemoteBatch]:
     return found
 
 
-def custom(name: str) -> tuple[str, str]:
-    return "algorithm.loss.name=custom", f"algorithm.loss.function=losses_of_a_user:{name}"
+def custom(name: str, place: str = "losses_of_a_user") -> tuple[str, str]:
+    return "algorithm.loss.name=custom", f"algorithm.loss.function={place}:{name}"
 
 
 def engine_of(finished: StandInRun):
@@ -96,7 +96,7 @@ def weights_of(finished: StandInRun) -> dict[str, torch.Tensor]:
 def test_too_many_skipped_steps_stop_the_run_with_the_names_of_its_sequences(run: Run) -> None:
     names = ", ".join(f"uid {prompt} sample {sample}" for prompt in (0, 1) for sample in (0, 1))
     with pytest.raises(NonFiniteError, match=f"the loss was NaN or infinite for rank 0: {names};"):
-        run(*custom("no_number"), "policy.optimizer.max_skipped_steps=1")
+        run(*custom("no_number", "losses_of_a_user.py"), "policy.optimizer.max_skipped_steps=1")
 
 
 def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(

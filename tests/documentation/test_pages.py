@@ -54,7 +54,7 @@ def test_every_setting_that_is_named_exists(page: Path) -> None:
 
 def is_no_setting(name: str) -> bool:
     """A file's name that begins like a section."""
-    return name.endswith((".py", ".yaml", ".json", ".md", ".safetensors"))
+    return name.endswith((".py", ".yaml", ".json", ".md", ".safetensors", ".log"))
 
 
 def messages() -> list[str]:

@@ -59,3 +59,6 @@ def test_the_environments_tokens_are_masked_and_recorded(finished: Run) -> None:
     turns = finished.rollout.batch["turns"].tolist()
     of_two = [s.response for s, count in zip(finished.rollout.by_sample.values(), turns, strict=True) if count == 2]
     assert of_two and all("+1=" in response for response in of_two)
+    told = [score.turns for score, count in zip(finished.rollout.by_sample.values(), turns, strict=True) if count == 2]
+    assert all([list(turn) for turn in each] == [["policy"], ["environment"], ["policy"]] for each in told)
+    assert all(each[1] == {"environment": "+1="} for each in told)

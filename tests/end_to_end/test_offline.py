@@ -1,5 +1,6 @@
 """`controller.sft` and `controller.preferences` on a real Ray, over several ranks."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,9 @@ def test_the_command_trains_over_two_ranks_and_leaves_a_model_and_no_process(tmp
     assert "step 3/3  epoch" in done.stdout
     folder = tmp_path / "runs" / "mine"
     assert all((folder / name).exists() for name in ("model/config.json", "report.html", "summary.json"))
+    log = (folder / "run.log").read_text()
+    assert log.startswith("=== ") and "\nstep 3/3  epoch" in log and "\x1b" not in log
+    assert set(re.findall(r"^\((.+) pid=", log, re.M)) <= {"policy dp=0", "policy dp=1", "raylet"}
     assert all_end(environment[MARK], 30) == []
 
 

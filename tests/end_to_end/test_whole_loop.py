@@ -131,7 +131,7 @@ def test_every_step_is_recorded(finished: Run) -> None:
     lengths = [json.loads(line) for line in (finished.folder / "lengths.jsonl").read_text().splitlines()]
     assert [(line["step"], len(line["lengths"])) for line in lengths] == [(1, 15), (2, 15), (3, 15)]
     responses = (finished.folder / "validation" / "step-3.jsonl").read_text().splitlines()
-    assert {"prompt", "response", "reward", "source"} <= set(json.loads(responses[0]))
+    assert {"prompt", "record", "response", "reward", "source"} <= set(json.loads(responses[0]))
     summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary["steps"] == 3
     assert set(summary["validation"]) == {"before", "after"}

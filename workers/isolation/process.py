@@ -37,6 +37,9 @@ class Process:
         ours, theirs = socket.socketpair()
         with theirs:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            environment["PYTHONUNBUFFERED"] = (
+                "1"  # what users' code prints is seen at once, also if the process is killed
+            )
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "workers.isolation", target, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],

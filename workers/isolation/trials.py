@@ -34,17 +34,20 @@ def _without_models(name: str) -> None:
     package.__dict__["__version__"] = version(name)
 
 
-def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
-    """Render prompts, each a list of chat messages. Raises ConfigError, naming `which` template, for one that fails.
+def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> str:
+    """Render prompts, each a list of chat messages; returns the first as text.
 
-    options: special tokens, and add_generation_prompt.
+    options: special tokens, and add_generation_prompt. Raises ConfigError, naming `which` template, for one that fails.
     """
     _without_models("transformers")
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    first = ""
     for number, messages in enumerate(prompts, start=1):
         try:
-            render_jinja_template([messages], chat_template=template, **options)
+            (text,), _ = render_jinja_template([messages], chat_template=template, **options)
+            first = first or str(text)
         except Exception as error:
             line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
             raise ConfigError(f"{which} raised {named(error)}{line}, on prompt {number} of those tried.") from None
+    return first

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -26,6 +25,7 @@ from workers.errors import OutputError, clause
 from workers.model.agreement import raise_on_all_ranks
 from workers.model.checkpoint_names import Conversion
 from workers.model.checkpoint_weights import CheckpointWeights
+from workers.model.weight_file import write_weights
 
 FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -113,7 +113,7 @@ def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: 
         for name, weight in weights.convert(file.conversions, dtype, keeper=writer):
             mine[name] = weight.cpu().clone(memory_format=torch.contiguous_format)
     rank = dist.get_rank()
-    _together(lambda: save_file(mine, folder / files[rank].name, metadata={"format": "pt"}) if mine else None, folder)
+    _together(lambda: write_weights(mine, folder / files[rank].name) if mine else None, folder)
 
 
 def _write_metadata(

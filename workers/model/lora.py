@@ -24,6 +24,7 @@ from workers.config import LoraConfig
 from workers.errors import ConfigError
 from workers.model.checkpoint_weights import Shard
 from workers.model.parallel import full_tensor
+from workers.model.weight_file import write_weights
 
 ADAPTER = "default"  # peft's name for the only adapter of a model
 ALL_LINEAR = "all-linear"
@@ -106,9 +107,7 @@ def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tu
 
 def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Path) -> None:
     """Write `weights`, from `adapter_weights`, into the folder `path`, which `peft.PeftModel.from_pretrained` reads."""
-    from safetensors.torch import save_file
-
-    save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_weights(weights, path / "adapter_model.safetensors")
     settings: Any = model.peft_config[ADAPTER]
     settings.save_pretrained(str(path))
 

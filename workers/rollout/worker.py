@@ -98,6 +98,10 @@ class RolloutWorker:
         self._update_began = 0.0
         self._loads: list[WeightLoad] = []
 
+    def __repr__(self) -> str:
+        """The actor's name on Ray's dashboard, and before what it prints."""
+        return f"rollout {self.index}"
+
     @property
     def engine(self) -> "AsyncLLM":
         """Raises RolloutError before `start` and after `stop`."""

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ class JsonLinesTracker:
         """NaN and infinity, for which JSON has no number, become null."""
         self._lines.write({"step": step} | {name: finite(value) for name, value in metrics.items()})
 
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """No effect: samples.jsonl and validation/ have them."""
+
     def close(self, *, succeeded: bool) -> None:
         del succeeded
         self._lines.close()
@@ -86,10 +90,39 @@ class TensorBoardTracker:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
 
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of the tab TEXT."""
+        with writing(self._folder):
+            self._writer.add_text(name, markdown(rows), step)
+
     def close(self, *, succeeded: bool) -> None:
         del succeeded
         with writing(self._folder):
             self._writer.close()
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of rows, of which each may lack some."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def cell(value: Any) -> Any:
+    """A value for a table: a number, or a text; lists and mappings are JSON."""
+    if isinstance(value, float):
+        return finite(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table in Markdown. Texts are shown as they are: HTML in them is escaped."""
+    names = columns_of(rows)
+    lines = [names, ["---"] * len(names), *([_in_markdown(row.get(name, "")) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _in_markdown(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(cell(value))
+    return escape(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
 
 
 def finite(value: float) -> float | None:

@@ -5,8 +5,9 @@ live ----------------------------+--> ray.util.metrics --> metrics port of each 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from threading import Event, Lock, Thread
+from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -90,6 +91,9 @@ class RayTracker:
             found = declaration_of(name)
             if found is not None:
                 self._metrics.export(*found, value)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """No effect: Prometheus has numbers alone."""
 
     def close(self, *, succeeded: bool) -> None:
         """No effect: the maker of `metrics` closes it."""

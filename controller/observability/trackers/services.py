@@ -6,10 +6,11 @@ is written to the run's folder and to the tracker.
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from controller.observability.trackers.files import cell, columns_of
 from workers.errors import ConfigError
 
 
@@ -40,6 +41,14 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """W&B leaves out steps that it has already: those that a resumed run repeats."""
         self._run.log(dict(metrics), step=step)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of its own for every step, under one name."""
+        import wandb
+
+        names = columns_of(rows)
+        data = [[cell(row.get(column)) for column in names] for row in rows]
+        self._run.log({name: wandb.Table(columns=list[Any](names), data=data, allow_mixed_types=True)}, step=step)
 
     def close(self, *, succeeded: bool) -> None:
         self._run.finish(exit_code=0 if succeeded else 1)
@@ -102,6 +111,15 @@ class MlflowTracker:
             self._send()
         except self._failure as error:
             self._log(f"MLflow: {_first_line(error)}; {len(self._waiting)} metrics wait for the next step")
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """An artifact, `samples/step-7.json`, which MLflow shows as a table."""
+        names = columns_of(rows)
+        data = {"columns": names, "data": [[cell(row.get(column)) for column in names] for row in rows]}
+        try:
+            self._client.log_dict(self.id, data, f"{name}/step-{step}.json")
+        except (self._failure, OSError) as error:
+            self._log(f"MLflow: {_first_line(error)}; the table {name} of step {step} is in the run's folder alone")
 
     def _send(self) -> None:
         while self._waiting:

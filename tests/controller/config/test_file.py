@@ -27,6 +27,25 @@ def test_an_override_replaces_the_file_and_the_file_replaces_the_default(tmp_pat
     assert isinstance(config, Config)
 
 
+def test_files_lie_one_over_the_other_and_the_last_names_the_run(tmp_path: Path) -> None:
+    base = write_workspace(tmp_path)
+    (tmp_path / "mine.yaml").write_text("run: {name: '', steps: 3}\npolicy: {ranks: 1}\n")
+    config = load([base, tmp_path / "mine.yaml"], ["run.seed=7"])
+    assert (config.run.steps, config.policy.ranks, config.policy.max_tokens, config.run.seed) == (3, 1, 4096, 7)
+    assert config.run.name == "mine"
+    assert load([tmp_path / "mine.yaml", base]).run.steps == 10
+    (tmp_path / "wrong.yaml").write_text("policy: {rank: 1}\n")
+    with pytest.raises(ConfigError, match=r"wrong.yaml: policy.rank is not a setting; did you mean policy.ranks\?"):
+        load([base, tmp_path / "wrong.yaml"])
+
+
+@pytest.mark.parametrize("blank", ["data.validation=", "data.validation= ", "data.validation=''"])
+def test_a_blank_text_on_the_command_line_is_no_text(tmp_path: Path, blank: str) -> None:
+    assert load(write_workspace(tmp_path), [blank]).data.validation == ""
+    with pytest.raises(ConfigError, match=r"policy\.ranks must be a whole number"):
+        load(write_workspace(tmp_path), ["policy.ranks="])
+
+
 def test_a_configuration_written_as_yaml_reads_back_as_itself(tmp_path: Path) -> None:
     config = load(write_workspace(tmp_path), ["validation.sampling.temperature=0", "run.seed=7"])
     (tmp_path / "written.yaml").write_text(to_yaml(config))

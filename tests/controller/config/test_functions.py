@@ -45,6 +45,12 @@ def test_a_column_that_the_data_lacks_is_named() -> None:
         requested_columns(signature_of(lambda text: 0.0), {"text": "x"}, "f")
 
 
+def test_a_reward_of_trl_is_answered_with_the_parameters_here() -> None:
+    for reward in (lambda completions, **columns: [0.0], lambda prompts, completions: [0.0]):
+        with pytest.raises(ConfigError, match="takes 'completions', as rewards of TRL do; here it takes 'responses'"):
+            requested_columns(signature_of(reward), RECORD, "f")
+
+
 def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
     assert as_score(1, "x").reward == 1.0
     score = as_score({"reward": 0.5, "exact": True}, "x")

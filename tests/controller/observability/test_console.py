@@ -1,6 +1,7 @@
 """What stands on the terminal, and in a log."""
 
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -41,6 +42,20 @@ def test_in_a_log_there_are_lines_and_nothing_else() -> None:
     console.step(1, 20, METRICS)
     assert output.export_text() == "step  1/20  reward 0.500  exact_match 0.250  s 2.00\n"
     assert "\x1b" not in output.file.getvalue()
+
+
+def test_in_a_log_a_step_that_lasts_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.observability.console.HEARTBEAT_SECONDS", 0.0)
+    output, told = recorded(terminal=False), threading.Event()
+    console = Console(output)
+    monkeypatch.setattr(console, "log", lambda text: (said.append(text), told.set()))
+    said: list[str] = []
+    console.begin_step(3, 20)
+    with console.phase("step"), console.phase("rollout"), console.samples(8) as advance:
+        advance(6)
+        told.clear()
+        told.wait()
+    assert any(line.startswith("step 3/20: rollout, 6 of 8 samples") for line in said)
 
 
 def test_failed_rewards_are_told_where_there_are_some() -> None:

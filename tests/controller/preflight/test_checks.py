@@ -69,6 +69,7 @@ def test_every_recipe_is_accepted(workspace: Path, recipe: Path) -> None:
         ("algorithm.loss.aggregation=sequence_mean_token_sum_norm", "algorithm.loss.constant_length=64"),
         ("algorithm.loss.rollout_correction.weights=token", "algorithm.loss.rollout_correction.cap=3"),
         ("algorithm.loss.name=custom", "algorithm.loss.function=losses:mine"),
+        ("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:mine"),
     ],
     ids=" ".join,
 )
@@ -178,10 +179,10 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             ("batch.epochs=2", "policy.optimizer.warmup_steps=41"),
             "policy.optimizer.warmup_steps=41 is more than the 40 optimiser steps of the policy",
         ),
-        (("algorithm.loss.name=custom",), "algorithm.loss.function='' must be module:function."),
+        (("algorithm.loss.name=custom",), "algorithm.loss.function='' must be module:function or path/file.py"),
         (
-            ("algorithm.loss.name=custom", "algorithm.loss.function=losses.py:mine"),
-            "algorithm.loss.function='losses.py:mine' must be module:function.",
+            ("algorithm.loss.name=custom", "algorithm.loss.function=gone.py:mine"),
+            "algorithm.loss.function='gone.py:mine': there is no file gone.py.",
         ),
         (
             ("algorithm.loss.name=custom", "algorithm.loss.function=losses:gone"),

@@ -113,6 +113,36 @@ def test_groups_that_cross_the_network_are_counted() -> None:
     assert groups_across_nodes(config, place(config, Cluster(nodes=3, cpus=8, gpus=3, gpu_gib=80))) == 1
 
 
+def test_a_described_cluster_needs_config_json_alone_and_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_workspace(tmp_path)
+    for name in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl"):
+        (tmp_path / name).unlink()
+    dry_run = ["--config", "config.yaml", "--dry-run", "resources.device=auto"]
+    assert main([*dry_run, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8"]) == 0
+    page = capsys.readouterr().out
+    assert "== memory, estimated for" in page
+    assert "train.jsonl: not on this machine, so neither read nor scored" in page
+    assert "parity: model.path has no weights on this machine" in page
+    assert main(dry_run) == 2
+    assert "model has no weights" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub_is_asked_for_its_config_json_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_workspace(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    arguments = ["--config", "config.yaml", "--dry-run", "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8"]
+    assert main([*arguments, "resources.device=auto", "model.path=nobody/nothing"]) == 2
+    told = capsys.readouterr()
+    assert "model.path=nobody/nothing: asking the hub for config.json" in told.out
+    assert "`hf download nobody/nothing config.json` where there is a network" in told.err
+
+
 def test_cpu_nodes_have_a_placement_and_no_gpu_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,7 +64,13 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
     assert "policy: 1 actor, " in process.stdout
     assert "the run: 3 steps, 6 optimiser steps" in process.stdout
     assert "train.jsonl: 1 record\n" in process.stdout
+    assert "the first prompt, as engines read it:\n    1+1=\n" in process.stdout
     assert "reward.py:reward: tried on the first record and an empty response" in process.stdout
+    assert "the reward of an empty response: 0\n" in process.stdout
+    assert "train.jsonl: 1 prompt of 4 to 4 tokens, 4 on average; above data.max_prompt_tokens: 0 dropped" in (
+        process.stdout
+    )
+    assert "optimizer" not in process.stdout.partition("== placement")[0]  # its settings are at their defaults
     assert "parity: packed rows of model.path match the model's own forward pass" in process.stdout
     assert process.stdout.endswith("heavy: ['torch', 'transformers']\n")  # to measure the model; neither Ray nor vLLM
     assert not (tmp_path / "runs").exists()

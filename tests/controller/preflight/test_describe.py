@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.actors.layout import pools, reserved, role_requests
-from controller.config import Config, load
+from controller.config import Config, changed_yaml, load
 from controller.config.file import settings
 from controller.preflight.describe import describe, settings_page
 from tests.controller.config_workspace import write_workspace
@@ -41,6 +41,22 @@ def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) ->
         "policy.max_tokens 4096 >= longest possible sequence 96: a micro-batch has room for at least 42 such sequences"
         in page
     )
+
+
+def test_the_dry_run_prints_what_differs_from_the_defaults_and_on_demand_everything(
+    tmp_path: Path, config: Config
+) -> None:
+    page = describe(config)
+    assert "== configuration, where it differs from the defaults (--all: everything) ==" in page
+    assert "learning_rate" not in page and "over_long" not in page
+    everything = describe(config, everything=True)
+    assert "learning_rate" in everything and "over_long" in everything
+    assert len(changed_yaml(config).splitlines()) < 30
+    (tmp_path / "changed.yaml").write_text(changed_yaml(config))
+    assert load(tmp_path / "changed.yaml") == config
+    follows = with_overrides(tmp_path, "validation.sampling.max_new_tokens=7")
+    assert "validation:\n  sampling:\n    max_new_tokens: 7" in changed_yaml(follows)
+    assert "validation:\n  sampling" not in changed_yaml(config)
 
 
 def test_the_dry_run_shows_the_reference_only_where_there_is_one(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ def test_a_dry_run_says_what_would_run_and_starts_nothing(
     assert ("reference: 2 actors" in page) == (command == "preferences")
     assert "rollout" not in page
     assert "given.jsonl: 1 record\n" in page
+    sequences = {"sft": "1 sequence of 6 to 6", "preferences": "2 sequences of 6 to 6"}[command]
+    assert f"    {sequences} tokens, 6 on average; 0 above data.max_tokens dropped" in page
     assert not (workspace / "runs").exists()
 
 

@@ -68,6 +68,9 @@ def test_what_is_written_is_what_was_read(
         index = json.loads((target / INDEX).read_text())
         assert set(index["weight_map"].values()) == set(files)
         assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in found.values())
+    assert len({file.stat().st_mode for file in target.iterdir()}) == 1, (
+        "others can read weights as they can config.json"
+    )
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, target))
     assert after.dtype == dtype
     assert type(after) is type(before)
@@ -108,7 +111,7 @@ def export_with_a_full_disk(model: str, path: str) -> str:
     engine = build(model)
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
-            patch.setattr(module, "save_file", full)
+            patch.setattr(module, "write_weights", full)
         with pytest.raises(OutputError) as raised:
             engine.save_pretrained(path, file_bytes=10_000)
     return str(raised.value)

@@ -106,6 +106,7 @@ def test_adapters_are_written_as_peft_reads_them(model, tmp_path):
     engine = build(model)
     train(engine, range(3))
     engine.save_adapters(tmp_path / "adapters")
+    assert len({file.stat().st_mode for file in (tmp_path / "adapters").iterdir()}) == 1
     loaded = peft.PeftModel.from_pretrained(base(model), tmp_path / "adapters").eval()
     assert relative_error(masked_log_probs(loaded), float64_log_probs(engine)) < 1e-9
 

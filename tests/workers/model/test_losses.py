@@ -260,12 +260,27 @@ def test_a_custom_loss_is_found_by_its_path():
     assert make_policy_loss(config).loss is POLICY_LOSSES["test_of_a_sequence"]
 
 
+def test_a_custom_loss_of_a_file_is_executed_once(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from workers.model.losses import policy_loss\n\nwith open(__file__ + '.runs', 'a') as runs:\n"
+        "    runs.write('x')\n\n\n@policy_loss('of_a_file', aggregation='token_mean')\n"
+        "def loss(predictions, config):\n    return -predictions.log_probs, {}\n"
+    )
+    config = LossConfig("custom", function=f"{tmp_path}/mine.py:loss")
+    try:
+        assert make_policy_loss(config).loss is make_policy_loss(config).loss is POLICY_LOSSES["of_a_file"]
+    finally:
+        del POLICY_LOSSES["of_a_file"]
+    assert (tmp_path / "mine.py.runs").read_text() == "x"
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         ("", "must be module:function"),
-        (f"{__name__}:gone", "cannot be loaded: module"),
-        ("no.such.module:loss", "cannot be loaded: No module named"),
+        (f"{__name__}:gone", "has no function 'gone'"),
+        ("no.such.module:loss", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("no/such/file.py:loss", "there is no file .*/no/such/file.py"),
         (f"{__name__}:one_by_one", "does not state its normaliser"),
     ],
 )

@@ -5,17 +5,18 @@
 A policy loss is the first arrow alone: a registered function from predictions to token losses [N], which states its
 normaliser, the aggregation it takes where the settings leave it at `auto`. The rest is the same for all of them.
 
-To add one of your own, give `algorithm.loss.name=custom` and `algorithm.loss.function=module:function`, the function
-decorated in one of two forms:
+To add one of your own, give `algorithm.loss.name=custom` and `algorithm.loss.function=module:function` (or
+`path/file.py:function`), decorated in one of two forms:
 
     @policy_loss("mine", aggregation="token_mean")                    @policy_loss("mine", aggregation="token_mean")
     def mine(predictions, config):                                    @per_sequence_loss
         return -predictions["advantages"] * predictions.log_probs, {} def mine(sequence, config): ...
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from workers.model.losses.predictions import Predictions
 from workers.model.losses.ratio import ratio_to_old
 from workers.model.losses.statistics import Statistics, joined, mean, total
 from workers.model.packing import Sequences
+from workers.user_code import load
 
 TokenLosses = Callable[[Predictions, LossConfig], tuple[Tensor, Statistics]]
 LossFunction = Callable[[Predictions, Denominators], tuple[Tensor, Statistics]]
@@ -162,13 +164,20 @@ def prepare(
 
 
 def _custom(path: str) -> PolicyLoss:
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise ConfigError(f"algorithm.loss.function={path!r} must be module:function")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"algorithm.loss.function={path!r} cannot be loaded: {error}") from error
+    place, _, name = path.rpartition(":")
+    if place.endswith(".py"):
+        return _of_file(str(Path(place).resolve()), name)
+    return _registered(path)
+
+
+@cache
+def _of_file(file: str, name: str) -> PolicyLoss:
+    """The loss of a file, which is executed once in a process."""
+    return _registered(f"{file}:{name}")
+
+
+def _registered(path: str) -> PolicyLoss:
+    function = load("algorithm.loss.function", path)[1]
     for loss in POLICY_LOSSES.values():
         if loss.function is function:
             return loss

@@ -9,8 +9,10 @@ import pytest
 import wandb
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
+from controller.observability.trackers.files import TensorBoardTracker
 from controller.observability.trackers.services import MlflowTracker, WandbTracker
 from workers.errors import ConfigError
 
@@ -40,6 +42,39 @@ def test_mlflow_gets_every_metric_of_every_step_and_how_the_run_ended(mlflow_fol
     assert history(tracker.id, "policy/loss")[0] == (1, 0.5)
     assert math.isnan(history(tracker.id, "policy/loss")[1][1])
     assert run.data.metrics["reward/1499"] == 1499.0
+
+
+ROWS = [
+    {"prompt": "1+1=", "reward": 1.0, "turns": [{"policy": "2"}, {"environment": "sure?"}]},
+    {"prompt": "<b>|2+2=\n", "reward": math.nan, "record": "level: 1"},
+]
+
+
+def test_mlflow_has_samples_as_a_table_of_each_step(mlflow_folder: Path) -> None:
+    tracker = MlflowTracker("addition", "first", SETTINGS, print)
+    tracker.table("samples", 7, ROWS)
+    tracker.close(succeeded=True)
+    (file,) = mlflow_folder.rglob("samples/step-7.json")
+    assert json.loads(file.read_text()) == {
+        "columns": ["prompt", "reward", "turns", "record"],
+        "data": [
+            ["1+1=", 1.0, '[{"policy": "2"}, {"environment": "sure?"}]', None],
+            ["<b>|2+2=\n", None, None, "level: 1"],
+        ],
+    }
+
+
+def test_tensorboard_has_them_as_text_whose_html_is_shown_and_not_read(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.table("samples", 7, ROWS)
+    tracker.close(succeeded=True)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (event,) = events.Tensors("samples/text_summary")
+    head, _, first, second = event.tensor_proto.string_val[0].decode().splitlines()
+    assert event.step == 7
+    assert head == "| prompt | reward | turns | record |"
+    assert first.startswith("| 1+1= | 1 | [{&quot;policy&quot;: &quot;2&quot;}")
+    assert second == r"| &lt;b&gt;\|2+2=<br> | nan |  | level: 1 |"
 
 
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run(mlflow_folder: Path) -> None:
@@ -98,6 +133,7 @@ def test_wandb_records_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path, mo
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", "5ec12e7" + "0" * 33)
     first = WandbTracker(tmp_path / "first", "addition", "first", SETTINGS)
+    first.table("samples", 1, ROWS)
     first.log(1, {"policy/loss": 0.5})
     first.log(2, {"policy/loss": 0.25, "reward/mean": 1.0})
     first.close(succeeded=False)
@@ -112,6 +148,8 @@ def test_wandb_records_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path, mo
         (1, 0.5, None),
         (2, 0.25, 1),
     ]
+    (table,) = (tmp_path / "first").rglob("media/table/samples_*.table.json")
+    assert json.loads(table.read_text())["columns"] == ["prompt", "reward", "turns", "record"]
     assert [record.exit.exit_code for record in wandb_records(file) if record.HasField("exit")] == [1]
     (file,) = (tmp_path / "second").glob(f"wandb/offline-run-*-{first.id}/run-*.wandb")
     assert [row["_step"] for row in wandb_history(file)] == [3]

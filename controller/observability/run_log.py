@@ -1,0 +1,128 @@
+"""run.log: what a run has said, in its folder - console, what actors and users' code print, and Ray's own lines.
+
+    Console ------------------------------------------+
+    stdout, stderr of this process, but Ray's threads -+--> terminal
+                     |                                 +--> run.log: plain lines, without secrets
+    stdout, stderr of actors --Ray's log streaming------+
+
+Ray streams the output of actors to the driver, and prints it there in threads of its own, among lines about its nodes
+and workers. Those go to the log alone.
+"""
+
+import io
+import logging
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from controller.observability.run_folder import LOG
+from controller.observability.shown_text import redacted
+
+if TYPE_CHECKING:
+    from controller.observability.console import Console
+
+RAYS_THREADS = ("ray_print_logs", "ray_listen_error_messages")
+"""Threads of the driver in which Ray prints; tests/test_contracts.py holds them against the installed Ray."""
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
+"""Escape sequences of a terminal: colours, cursor, titles."""
+
+
+class RunLog(io.TextIOBase):
+    """A file of whole, plain lines; threads do not mix within a line. After an error of the disk it says so once, on
+    standard error, and keeps nothing more: files that a run needs are written elsewhere, and stop it."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to the file, in a folder that is made if it is missing."""
+        self._path, self._lock, self._parts = path, threading.Lock(), threading.local()
+        self._file: TextIO | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        self._file = None
+        stream = sys.__stderr__ or sys.stderr
+        stream.write(f"{self._path} cannot be written ({error.strerror or error}); it ends here\n")
+
+    def write(self, text: str) -> int:
+        """Keep the lines that are whole; a rest waits for its end."""
+        *lines, rest = (getattr(self._parts, "rest", "") + text).split("\n")
+        self._parts.rest = rest
+        for line in lines:
+            self._write_line(redacted(CONTROL.sub("", line).rstrip("\r").rpartition("\r")[2]))
+        return len(text)
+
+    def _write_line(self, line: str) -> None:
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._file.write(f"{line}\n")
+            except OSError as error:
+                self._end(error)
+
+    def flush(self) -> None:
+        """Lines are written as they come."""
+
+    def close(self) -> None:
+        """Write what is no whole line yet, and close the file."""
+        if getattr(self._parts, "rest", ""):
+            self.write("\n")
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+        super().close()
+
+
+class _Routed:
+    """A standard stream: what is written goes to the log, and to the stream unless a thread of Ray writes."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        """Returns the number of characters."""
+        self._log.write(text)
+        if threading.current_thread().name not in RAYS_THREADS:
+            self._stream.write(text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def run_log(folder: Path, console: "Console") -> Iterator[None]:
+    """Keep in folder/run.log what is said in the block, and what ends it."""
+    log = cast(TextIO, RunLog(folder / LOG))
+    log.write(f"=== {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} {' '.join(sys.argv)}\n")
+    shown, errors = (cast(TextIO, _Routed(stream, log)) for stream in (sys.stdout, sys.stderr))
+    try:
+        with redirect_stdout(shown), redirect_stderr(errors), console.kept_in(log):
+            yield
+    except BaseException as end:
+        log.write(f"{'stopped' if isinstance(end, KeyboardInterrupt) else 'error'}: {end}\n")
+        raise
+    finally:
+        log.close()
+
+
+@contextmanager
+def rays_logging_in(log: TextIO) -> Iterator[None]:
+    """What Ray logs by Python's logging goes to `log` while the block runs."""
+    handlers = [handler for handler in logging.getLogger("ray").handlers if isinstance(handler, logging.StreamHandler)]
+    before = [handler.setStream(log) for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, stream in zip(handlers, before, strict=True):
+            if stream is not None:
+                handler.setStream(stream)

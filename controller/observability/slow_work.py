@@ -1,0 +1,68 @@
+"""Nothing waits in silence: work that lasts more than a moment says what it is, and how far it has come.
+
+with told_if_slow(say, "loading x"): ...         "loading x" after 2 s, "loading x, for 12 s so far" every 10 s
+for item in counted_if_slow(items, "x", say)     "x: 12,000 of 90,000 after 2 s", in the same rhythm, and a last line
+
+`say` may be called in a thread of its own.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+Say = Callable[[str], None]
+Item = TypeVar("Item")
+
+SILENT_SECONDS = 2.0  # until the first line
+EVERY_SECONDS = 10.0  # between lines
+
+
+@contextmanager
+def told_if_slow(
+    say: Say, what: str | Callable[[], str], *, after: float = SILENT_SECONDS, every: float = EVERY_SECONDS
+) -> Iterator[None]:
+    """Say `what` once the block has taken `after` seconds, and how long it takes every `every` seconds from then on."""
+    done, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        if done.wait(after):
+            return
+        say(_text(what))
+        while not done.wait(every):
+            say(f"{_text(what)}, for {time.monotonic() - began:.0f} s so far")
+
+    thread = threading.Thread(target=tell, name="slow work", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _text(what: str | Callable[[], str]) -> str:
+    return what if isinstance(what, str) else what()
+
+
+def counted_if_slow(
+    items: Iterable[Item],
+    what: str,
+    say: Say,
+    *,
+    total: int | None = None,
+    after: float = SILENT_SECONDS,
+    every: float = EVERY_SECONDS,
+) -> Iterator[Item]:
+    """The items; says how many are done, of `total` if that is known, once they take more than `after` seconds."""
+    began, told, count = time.monotonic(), 0.0, 0
+    of = "" if total is None else f" of {total:,}"
+    for count, item in enumerate(items, start=1):
+        yield item
+        now = time.monotonic() - began
+        if now >= (told + every if told else after):
+            told = now
+            say(f"{what}: {count:,}{of} after {now:.0f} s")
+    if told:
+        say(f"{what}: {count:,} in {time.monotonic() - began:.0f} s")
