@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from controller.actors.cluster_address import check_cluster
 from controller.config import Config, load
+from controller.config.given import NONE_GIVEN, GivenFunctions
 from controller.generation.fleet import RestartBudget
 from controller.inputs import Inputs, read_inputs, tried_lines, try_inputs
 from controller.parity import parity_lines
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from controller.observability.console import Console
     from controller.observability.live_metrics import LiveMetrics
     from controller.trainer import Trainer
+    from controller.training_loop import Callback
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,19 +43,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
     request = parse_arguments(arguments)
     config = load(request.config, request.overrides)
+    if not request.dry_run:
+        return prepare(config)
     if request.cluster:
         run_on(config, request.cluster)
     check(config)
-    if not request.dry_run and (done := finished(config, config.run.steps, f"run.steps={config.run.steps}")):
+    if not request.cluster:
+        check_machine(config, dry_run=True)
+    dry_run(config, request)
+    return None
+
+
+def prepare(
+    config: Config, given: GivenFunctions = NONE_GIVEN, callbacks: Sequence["Callback"] = ()
+) -> Callable[[], None] | None:
+    """Check everything, and return what starts the run; None, with a line, for a run to resume that has ended.
+
+    given: reward functions that the settings only stand for. callbacks: see `TrainingLoop.fit`. Raises ConfigError,
+    DataError or ResourceError for what cannot work.
+    """
+    check(config, given)
+    if done := finished(config, config.run.steps, f"run.steps={config.run.steps}"):
         print(done)
         return None
-    if not request.cluster:
-        check_machine(config, dry_run=request.dry_run)
-    if request.dry_run:
-        dry_run(config, request)
-        return None
+    check_machine(config, dry_run=False)
     check_cluster(config)
-    return locked(config, partial(run, config, read_inputs(config)))
+    return locked(config, partial(run, config, read_inputs(config, given=given), callbacks))
 
 
 def dry_run(config: Config, request: Arguments) -> None:
@@ -67,7 +82,7 @@ def dry_run(config: Config, request: Arguments) -> None:
         print(line)
 
 
-def run(config: Config, inputs: Inputs) -> None:
+def run(config: Config, inputs: Inputs, callbacks: Sequence["Callback"] = ()) -> None:
     """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
     from controller.observability.console import Console
 
@@ -81,7 +96,7 @@ def run(config: Config, inputs: Inputs) -> None:
 
     def attempt(config: Config, budget: RestartBudget) -> None:
         with training(config, inputs, console, budget) as trainer:
-            trainer.fit()
+            trainer.fit(callbacks)
 
     with ray_session(config, console), naming_what_is_left(config):
         recovering(attempt, config, console.log)

@@ -18,6 +18,7 @@ from controller.checkpoint import check_same_data
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import check_environment, check_rewards, requested_columns
+from controller.config.given import NONE_GIVEN, GivenFunctions
 from controller.config.model_files import read_model_files
 from controller.data.curriculum import IsolatedCurriculum
 from controller.data.identity import DataIdentity, data_identity
@@ -78,17 +79,18 @@ class Inputs:
         return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
 
 
-def try_inputs(config: Config, say: Say = print) -> Tried:
+def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
     """Read all data, and try users' code and the chat template in processes of their own.
 
-    say: gets a line about a trial that takes long. Raises ConfigError or DataError for inputs that cannot be used.
+    say: gets a line about a trial that takes long. given: reward functions that the settings do not name but stand for.
+    Raises ConfigError or DataError for inputs that cannot be used.
     """
     data = config.data
     train = {path: read_records(path, data.prompt_key) for path in data.weights}
     held_out = {data.validation: read_records(data.validation, data.prompt_key)} if data.validation else {}
     identity = data_identity(config, train)
     check_same_data(config, identity)
-    functions = _reward_functions(config, next(iter(train.values()))[0], say)
+    functions = reward_functions(config, next(iter(train.values()))[0], say, given)
     for path, rows in (train | held_out).items():
         _check_records(path, rows, data.prompt_key, functions)
         _check_lengths(config, path, rows)
@@ -115,9 +117,9 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
     ]
 
 
-def read_inputs(config: Config, say: Say = print) -> Inputs:
+def read_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
     """The tokenized inputs; raises as `try_inputs` does, and for prompts that cannot be tokenized."""
-    tried, data = try_inputs(config, say), config.data
+    tried, data = try_inputs(config, say, given), config.data
 
     tokenizer = limited_tokenizer(config)
     if config.rollout.environment:
@@ -142,13 +144,18 @@ def read_inputs(config: Config, say: Say = print) -> Inputs:
     )
 
 
-def _reward_functions(config: Config, example: Record, say: Say) -> list[RewardFunction]:
-    """The reward functions, tried on the first record and an empty response."""
+def reward_functions(
+    config: Config, example: Record, say: Say = print, given: GivenFunctions = NONE_GIVEN
+) -> list[RewardFunction]:
+    """The reward functions, tried on `example`, the first record, and an empty response.
+
+    Raises ConfigError for one that is not there or fails.
+    """
     functions = []
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
         with _waiting(say, f"the import of {name}, {key}", config):
-            found = find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
+            found = given.get(name) or find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
         columns = requested_columns(found.signature, example, name)
         functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
     if functions:
@@ -241,7 +248,7 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print,
 def limited_tokenizer(config: TrainingConfig) -> Any:
     """The tokenizer of model.path; its chat template raises TimeoutError after resources.user_code_timeout_s.
 
-    For the main thread alone, which takes signals.
+    In the main thread, which takes signals; the prompts that `try_template` has rendered had the limit in any case.
     """
     from workers.model.model import load_tokenizer
 

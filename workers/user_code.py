@@ -12,8 +12,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -54,6 +57,46 @@ def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
     found = _imported("workers.user_code:describe", key, name, timeout_s)
     signature = Signature(tuple(found["names"]), tuple(found["required"]), found["takes_all"])
     return UserFunction(base64.b64decode(found["packed"]), signature)
+
+
+def given_function(name: str, function: Callable[..., Any]) -> UserFunction:
+    """A function of this process, such as a notebook's, a closure or a lambda, pickled by value with its module.
+
+    name: what stands for it in settings. Raises ConfigError if it has no signature, or cannot be pickled.
+    """
+    try:
+        signature = signature_of(function)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} has no signature that can be read; give a Python function.") from None
+    try:
+        with _pickled_by_value(function):
+            return UserFunction(cloudpickle.dumps(function), signature)
+    except Exception as error:  # whatever the objects that it holds raise
+        raise ConfigError(
+            f"{name} cannot be sent to other processes ({named(error)}); make what cannot be pickled inside the "
+            "function, at its first call."
+        ) from None
+
+
+@contextmanager
+def _pickled_by_value(function: Any) -> Iterator[None]:
+    """Inside, what the user's module of this function defines needs no copy of its file elsewhere."""
+    while isinstance(function, partial):
+        function = function.func
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or not _is_users(module):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_users(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or "site-packages"
+    return "site-packages" not in file and not file.startswith(sysconfig.get_path("stdlib"))
 
 
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:

@@ -9,12 +9,19 @@ from typing import Any
 
 from workers.errors import ConfigError
 
+GIVEN = "callable:"  # begins the name, in settings, of a function that a call was given
+
 
 def check_function(key: str, name: str, *, in_file: bool = True) -> None:
     """Find `module:function`, or with `in_file` `path/file.py:function`, without importing it; `key` names the setting.
 
     Raises ConfigError if the name is malformed, the file is not there or does not compile, or lacks the function.
     """
+    if name.startswith(GIVEN):
+        raise ConfigError(
+            f"{key}={name} stands for a Python function that was given to a call; give it again, as in "
+            "ballast.fit(..., reward=...), or name a function here."
+        )
     match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
     if match is None or (match.group(1).endswith(".py") and not in_file):
         forms = "module:function or path/file.py:function" if in_file else "module:function"

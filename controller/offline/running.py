@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from controller.observability.console import Console
     from controller.observability.live_metrics import LiveMetrics
     from controller.offline.trainers import OfflineTrainer
+    from controller.training_loop import Callback
 
 Settings = TypeVar("Settings", bound=OfflineConfig)
 Examples = dict[str, list[tuple[Example, ...]]]
@@ -57,17 +58,26 @@ class OfflineCommand(Generic[Settings]):
         """
         request = parse_arguments(arguments, self.arguments)
         config = load_as(self.schema, request.config, request.overrides)
+        if not request.dry_run:
+            return self.prepare_run(config)
         check_offline(config)
-        check_machine(config, dry_run=request.dry_run)
-        if request.dry_run:
-            self.dry_run(config)
-            return None
+        check_machine(config, dry_run=True)
+        self.dry_run(config)
+        return None
+
+    def prepare_run(self, config: Settings, callbacks: Sequence["Callback"] = ()) -> Callable[[], None] | None:
+        """Check everything, and return what starts the run; None, with a line, if it has ended already.
+
+        callbacks: see `TrainingLoop.fit`. Raises as `prepare`, and ResourceError.
+        """
+        check_offline(config)
+        check_machine(config, dry_run=False)
         check_cluster(config)
         inputs = self.read_inputs(config)
         if done := finished(config, config.steps_over(len(inputs.train)), config.length_setting):
             print(done)
             return None
-        return locked(config, partial(self.run, config, inputs))
+        return locked(config, partial(self.run, config, inputs, callbacks))
 
     def dry_run(self, config: Settings) -> None:
         """Print what would run and where, then read the data and load small models; raises as these do."""
@@ -111,7 +121,7 @@ class OfflineCommand(Generic[Settings]):
         check_same_data(config, identity)
         return Inputs(train, validation, cost_model, identity)
 
-    def run(self, config: Settings, inputs: "Inputs") -> None:
+    def run(self, config: Settings, inputs: "Inputs", callbacks: Sequence["Callback"] = ()) -> None:
         """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
         from controller.observability.console import Console
 
@@ -123,7 +133,7 @@ class OfflineCommand(Generic[Settings]):
         def attempt(config: Settings, budget: object) -> None:
             del budget  # of engines: there are none
             with self.training(config, inputs, console) as trainer:
-                trainer.fit()
+                trainer.fit(callbacks)
 
         with ray_session(config, console), naming_what_is_left(config):
             recovering(attempt, config, console.log)

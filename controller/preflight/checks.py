@@ -10,6 +10,7 @@ import math
 
 from controller.config import Config
 from controller.config.function_files import check_function
+from controller.config.given import NONE_GIVEN, GivenFunctions
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.algorithm_checks import check_advantage, check_loss
 from controller.preflight.count_checks import check_counts
@@ -35,8 +36,11 @@ from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import fits_device
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second."""
+def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
+    """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second.
+
+    given: reward functions that a call was given, which the settings only stand for.
+    """
     check_settings_have_effect(config)
     check_run(config)
     check_advantage(config)
@@ -57,7 +61,7 @@ def check(config: Config) -> None:
     check_critic(config, model)
     check_reward_model(config, model)
     check_data(config, model)
-    _check_rewards(config)
+    check_rewards(config, given)
     check_trackers(config)
 
 
@@ -183,9 +187,10 @@ def _check_reference(config: Config, model: ModelFiles) -> None:
         check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 
 
-def _check_rewards(config: Config) -> None:
-    given = bool(config.reward.function) + bool(config.reward.functions)
-    if given > 1 or not (given or config.rollout.environment or config.uses_reward_model):
+def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
+    """Raise ConfigError unless there is a reward, by functions that can be found. given: see `check`."""
+    ways = bool(config.reward.function) + bool(config.reward.functions)
+    if ways > 1 or not (ways or config.rollout.environment or config.uses_reward_model):
         raise ConfigError(
             "one of reward.function and reward.functions (several, by weight) must be set, and not both; "
             "rollout.environment and reward.model.path need none."
@@ -193,7 +198,8 @@ def _check_rewards(config: Config) -> None:
     key = "reward.functions" if config.reward.functions else "reward.function"
     names: dict[str, str] = {}
     for function, weight in config.reward.weights.items():
-        check_function(key, function)
+        if function not in given:
+            check_function(key, function)
         if not math.isfinite(weight):
             raise ConfigError(f"{key}: the weight of {function} must be a finite number, not {weight}.")
         other = names.setdefault(function.rpartition(":")[2], function)
