@@ -17,12 +17,12 @@ from controller.preflight.count_checks import check_counts
 from controller.preflight.critic_checks import check_critic, check_reward_model
 from controller.preflight.data_checks import check_data
 from controller.preflight.effects import check_settings_have_effect
+from controller.preflight.engine_checks import check_engine_model, check_lengths, check_turns, response_limit
 from controller.preflight.model_sizes import check_model_sizes
 from controller.preflight.model_types import CAUSAL
 from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
-    check_caps_hold,
     check_model_files,
     check_order,
     check_replicate,
@@ -49,9 +49,9 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     _check_sampling(config)
     check_validation(config)
     check_engine_options(config.rollout.engine)
-    _check_environment(config)
+    check_turns(config)
     _check_overlong(config)
-    _check_caps(config)
+    check_lengths(config)
     _check_devices(config)
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
@@ -68,7 +68,7 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
 def check_layout(config: Config) -> None:
     """What of `check` depends on ranks, caps and models: for a run that was checked, with another layout."""
     check_counts(config)
-    _check_caps(config)
+    check_lengths(config)
     _check_devices(config)
     _check_model(config, read_model_files(config.model.path, "model.path"))
     check_replicate(config)
@@ -88,47 +88,7 @@ def _check_overlong(config: Config) -> None:
     if overlong >= longest:
         raise ConfigError(
             f"reward.overlong_tokens={overlong} punishes every response: it must be below "
-            f"{_response_limit(config)}={longest}."
-        )
-
-
-def _response_limit(config: Config) -> str:
-    """The settings that `longest_response` follows from."""
-    if not config.rollout.environment:
-        return "rollout.sampling.max_new_tokens"
-    if config.rollout.max_episode_tokens:
-        return "rollout.max_episode_tokens"
-    return "rollout.max_turns * rollout.sampling.max_new_tokens"
-
-
-def _check_environment(config: Config) -> None:
-    rollout = config.rollout
-    if not rollout.environment:
-        return
-    check_function("rollout.environment", rollout.environment)
-    turns = {"rollout.sampling": rollout.sampling}
-    if config.data.validation:
-        turns["validation.sampling"] = config.validation.sampling
-    for key, sampling in turns.items():
-        if sampling.max_new_tokens > rollout.response_limit(sampling):
-            raise ConfigError(
-                f"rollout.max_episode_tokens={rollout.max_episode_tokens} is below "
-                f"{key}.max_new_tokens={sampling.max_new_tokens}, the longest turn; raise it, or leave it at 0."
-            )
-
-
-def _check_caps(config: Config) -> None:
-    longest = config.longest_sequence
-    parts = (
-        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
-        f"{_response_limit(config)}={config.longest_response} = {longest} tokens"
-    )
-    check_caps_hold(config, parts)
-    if config.max_model_tokens < config.needed_model_tokens:
-        raise ConfigError(
-            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
-            f"data.max_prompt_tokens and {_response_limit(config)} (or that of validation.sampling) allow; raise it or "
-            "leave it at 0."
+            f"{response_limit(config)}={longest}."
         )
 
 
@@ -164,21 +124,7 @@ def _check_devices(config: Config) -> None:
 
 def _check_model(config: Config, model: ModelFiles) -> None:
     check_model_files(config, model, "model.path", config.model.path, CAUSAL, output=HEAD)
-    if model.positions is not None and config.max_model_tokens > model.positions:
-        raise ConfigError(
-            f"prompt and response may reach {config.max_model_tokens} tokens, but {config.model.path} takes "
-            f"{model.positions}; lower data.max_prompt_tokens, {_response_limit(config)} or rollout.max_model_tokens."
-        )
-    parallel, heads, pairs = config.rollout.tensor_parallel, model.attention_heads, model.key_value_heads
-    if heads is not None and heads % parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel={parallel} does not divide the {heads} attention heads of {config.model.path}."
-        )
-    if pairs is not None and pairs % parallel and parallel % pairs:
-        raise ConfigError(
-            f"rollout.tensor_parallel={parallel} neither divides nor is a multiple of the {pairs} key-value heads of "
-            f"{config.model.path}."
-        )
+    check_engine_model(config, model)
     check_model_sizes(config, model)
 
 
