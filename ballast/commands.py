@@ -27,6 +27,8 @@ COMMANDS = {
     "fit": Command("controller.fit", "train a policy by reinforcement learning"),
     "sft": Command("controller.sft", "train it on given responses"),
     "preferences": Command("controller.preferences", "train it on pairs of responses (DPO, IPO, SimPO)"),
+    "evaluate": Command("controller.evaluate", "validation metrics of a model on a data set, with intervals"),
+    "generate": Command("controller.generate", "samples with token ids and log-probs, in a file"),
     "report": Command("controller.report", "one page about a run"),
     "timeline": Command("controller.timeline", "a trace of a run, for Perfetto or Chrome"),
     "balance": Command("balancing.__main__", "what each strategy makes of the lengths in a run or a file"),

@@ -27,7 +27,7 @@ def check_function(key: str, name: str, *, in_file: bool = True) -> None:
         forms = "module:function or path/file.py:function" if in_file else "module:function"
         raise ConfigError(f"{key}={name!r} must be {forms}.")
     place, function = match.groups()
-    path = Path(place) if place.endswith(".py") else _module_file(place)
+    path = source_file(name)
     if path is None or not path.is_file():
         what = f"file {place}" if place.endswith(".py") else f"module {place} in the working directory or installed"
         raise ConfigError(f"{key}={name!r}: there is no {what}.")
@@ -37,6 +37,12 @@ def check_function(key: str, name: str, *, in_file: bool = True) -> None:
         raise ConfigError(f"{key}={name!r}: {path} is not valid Python: {error}.") from None
     if function not in names.get_identifiers() or not _is_bound(names, function):
         raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
+
+
+def source_file(name: str) -> Path | None:
+    """The file that `module:function` or `path/file.py:function` names; None for a module that is not found."""
+    place = name.rpartition(":")[0]
+    return Path(place) if place.endswith(".py") else _module_file(place)
 
 
 def _module_file(name: str) -> Path | None:

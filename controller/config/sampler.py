@@ -37,6 +37,16 @@ class SamplerConfig(Config):
         raise NotImplementedError
 
     @property
+    def rewarded(self) -> bool:
+        """Whether anything scores the samples."""
+        return bool(self.reward.weights or self.rollout.environment or self.uses_reward_model)
+
+    @property
+    def first_prompts(self) -> int:
+        """Number of prompts that are taken, the first; 0 takes all."""
+        return 0
+
+    @property
     def without_effect(self) -> tuple[str, ...]:
         """Keys, or beginnings of keys, that the command does not read."""
         return OF_TRAINING
@@ -76,6 +86,7 @@ class SamplerConfig(Config):
             run=replace(self.run, dir=str(output.parent), name=output.name, resume="auto", other_data="keep_place"),
             data=replace(data, curriculum="", shuffle=False),
             rollout=replace(self.rollout, sampling=sampling, samples_per_prompt=samples, max_staleness=0),
+            validation=replace(self.validation, keep_best=""),
             algorithm=AlgorithmConfig(),
             batch=BatchConfig(),
         )
@@ -94,6 +105,11 @@ class EvaluateConfig(SamplerConfig):
     def sampling_key(self) -> str:
         """The section of its sampling."""
         return "validation.sampling"
+
+    @property
+    def first_prompts(self) -> int:
+        """validation.prompts."""
+        return self.validation.prompts
 
     @property
     def without_effect(self) -> tuple[str, ...]:

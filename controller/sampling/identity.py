@@ -1,0 +1,64 @@
+"""Identity of a job's samples: another model, data, sampling or reward makes others, which are not put beside them.
+
+How many samples are made of how many prompts is no part of it: more of both are added to those that are there.
+"""
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from controller.config.file import value_of
+from controller.config.function_files import source_file
+from controller.config.model_files import TOKENIZERS, WEIGHTS, read_model_files
+from controller.config.sampler import SamplerConfig
+from controller.inputs import Inputs
+from controller.sampling.models import Model
+
+OF_DATA = ("data.max_prompt_tokens", "data.over_long", "data.source_key")
+OF_ENGINES = ("model.dtype", "rollout.engine", "rollout.max_model_tokens")
+OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
+
+
+def job_identity(command: str, model: Model, config: SamplerConfig, inputs: Inputs) -> dict[str, Any]:
+    """JSON by part: `command`, `model`, `data`, `sampling`, `seed`, `engines`, `rewards`, `environment`."""
+    environment = [_digest(inputs.environment), _values(config, OF_EPISODES)] if inputs.environment else None
+    rewards = {
+        name: [weight, _code(name, function.packed)]
+        for (name, weight), function in zip(config.reward.weights.items(), inputs.reward_functions, strict=True)
+    }
+    if config.uses_reward_model:
+        rewards["reward.model"] = [config.reward.model.weight, _files(config.reward.model.path, "reward.model.path")]
+    checkpoint = model.checkpoint and str(model.checkpoint.resolve())
+    return {
+        "command": command,
+        "model": checkpoint or _files(config.model.path, "model.path"),
+        "data": inputs.identity | {"settings": inputs.identity["settings"] | _values(config, OF_DATA)},
+        "sampling": asdict(config.rollout.sampling),
+        "seed": config.run.seed,
+        "engines": _values(config, OF_ENGINES),
+        "rewards": rewards,
+        "environment": environment,
+    }
+
+
+def _values(config: SamplerConfig, keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value_of(config, key) for key in keys}
+
+
+def _files(path: str, key: str) -> dict[str, Any]:
+    """The files of a model, with their sizes and times: reading all weights would take minutes."""
+    folder = read_model_files(path, key).folder
+    files = sorted({file for pattern in ("config.json", *WEIGHTS, *TOKENIZERS) for file in folder.glob(pattern)})
+    found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    return {"folder": str(folder.resolve()), "files": found}
+
+
+def _code(name: str, packed: bytes) -> str:
+    """Of the file that a reward function is in; of itself, where it is in none."""
+    file = source_file(name)
+    return _digest(file.read_bytes() if file is not None and Path(file).is_file() else packed)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,141 @@
+"""A job: which samples a command makes, of which model, with which settings, and where they go.
+
+--config, --model, overrides --narrowed, checked--> settings --data, rewards read and tried--> Job
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from controller.config import Config, load_as
+from controller.config.given import Reward, give_rewards
+from controller.config.recorded import load_recorded
+from controller.config.sampler import SamplerConfig, check_effect
+from controller.data.prompts import Prompt
+from controller.inputs import Inputs, read_inputs
+from controller.observability.shown_text import counted
+from controller.preflight.sampler_checks import check_sampler
+from controller.sampling.identity import job_identity
+from controller.sampling.models import OF_RUN, Model, choose_model
+from controller.sampling.output import Key, check_same_job
+from workers.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for.
+
+    config: a YAML file; None takes that of the run which `model` is of. model: see `choose_model`. output: a folder;
+    None takes one beside the runs, or in the run that the model is of. settings: in place of a file's. overrides: of
+    either; one without effect is refused. prompts: take so many, the first; 0 takes all. reward: in place of reward.*.
+    """
+
+    config: Path | None = None
+    model: str = ""
+    output: Path | None = None
+    settings: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    prompts: int = 0
+    reward: Reward | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the commands, `controller.NAME`. schema: of its settings. does: what, in a sentence. step: whose seeds
+    its samples have. tokens: whether its lines have them. needs_reward: whether it can do without."""
+
+    schema: type[SamplerConfig]
+    name: str
+    does: str
+    step: int
+    tokens: bool
+    needs_reward: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """config: narrowed; the folder of its run is that of the output. prompts: by uid. identity: see `SamplesFile`."""
+
+    kind: Kind
+    config: SamplerConfig
+    model: Model
+    inputs: Inputs
+    prompts: dict[str, Prompt]
+    identity: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """Of the output."""
+        return self.config.run_folder
+
+    @property
+    def keys(self) -> list[Key]:
+        """(uid, sample) of its samples, prompt by prompt."""
+        return [(uid, sample) for uid in self.prompts for sample in range(self.config.rollout.samples_per_prompt)]
+
+
+def read_job(kind: Kind, request: Request) -> Job:
+    """Read and check everything, before anything is started.
+
+    Raises ConfigError, DataError or CheckpointError for what cannot work.
+    """
+    config, model = job_settings(kind, request)
+    given = give_rewards(config.reward, request.reward)
+    check_sampler(config, given, needs_reward=kind.needs_reward)
+    inputs = read_inputs(config, given=given)
+    identity = job_identity(kind.name, model, config, inputs)
+    check_same_job(config.run_folder, identity)
+    prompts = dict(islice(_numbered(inputs), request.prompts or config.first_prompts or None))
+    return Job(kind, config, model, inputs, prompts, identity)
+
+
+def job_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model]:
+    """The narrowed settings, and the model that they are for. Raises as `read_job`."""
+    model = choose_model(request.model)
+    path = request.config or (None if request.settings else _of_run(model))
+    config = load_as(kind.schema, path, [*request.settings, *request.overrides, "run.resume=auto"])
+    check_effect(config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None)
+    if model.path and any(override.startswith("model.path=") for override in request.overrides):
+        raise ConfigError("--model and model.path name a model each; give one of them.")
+    beside = config.run_folder.with_name(f"{config.run.name}-{kind.name}")
+    output = request.output or (model.run / kind.name / model.name if model.run else beside)
+    config = config.narrowed(output)
+    if model.path and model.checkpoint is None:
+        config = replace(config, model=replace(config.model, path=model.path))
+    return config, model
+
+
+def _of_run(model: Model) -> Path:
+    """The settings that the model's run has recorded."""
+    if model.run is None:
+        raise ConfigError("--config is not given; give it, or --model runs/NAME, whose settings are then taken.")
+    if not isinstance(load_recorded(model.run / OF_RUN), Config):
+        raise ConfigError(f"{model.run} trained on given sequences, without engines and rewards; give --config FILE.")
+    return model.run / OF_RUN
+
+
+def _numbered(inputs: Inputs) -> Iterator[tuple[str, Prompt]]:
+    """Every prompt once, in the order of files and records, with its number as its uid."""
+    prompts = (prompt for source in inputs.sources for prompt in source)
+    return ((str(uid), replace(prompt, uid=str(uid))) for uid, prompt in zip(count(), prompts, strict=False))
+
+
+def described(job: Job) -> str:
+    """What would run, for a dry run."""
+    config, sampling, samples = job.config, job.config.rollout.sampling, job.config.rollout.samples_per_prompt
+    written = f"{job.model.checkpoint}, written as a model to {job.model.path}" if job.model.checkpoint else ""
+    rewards = [*config.reward.weights, *filter(None, [config.rollout.environment, config.reward.model.path])]
+    return "\n".join(
+        [
+            f"model: {written or config.model.path}",
+            f"data: {', '.join(config.data.weights)}, {counted(len(job.prompts), 'prompt')}",
+            f"samples: {len(job.keys):,}, {samples} of each prompt; temperature {sampling.temperature:g}, top_p "
+            f"{sampling.top_p:g}, top_k {sampling.top_k}, at most {sampling.max_new_tokens} new tokens "
+            f"({config.sampling_key})",
+            f"rewards: {', '.join(rewards) or 'none'}",
+            f"engines: {config.rollout.replicas}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
+            f"output: {job.folder}",
+        ]
+    )
