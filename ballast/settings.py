@@ -20,10 +20,15 @@ Values = Mapping[str, Any] | Sequence[str]
 
 def load_settings(schema: type[Schema], config: str | Path | Mapping[str, Any] | None, overrides: Values) -> Schema:
     """The configuration of a file, a mapping, or (None) the overrides alone. Raises ConfigError as `load` does."""
-    known = {found.key for found in settings(schema())}
+    known = known_keys(schema)
     if isinstance(config, Mapping):
         return load_as(schema, None, [*as_overrides(config, known), *as_overrides(overrides, known)])
     return load_as(schema, config, as_overrides(overrides, known))
+
+
+def known_keys(schema: type[TrainingConfig]) -> set[str]:
+    """The keys of all settings."""
+    return {found.key for found in settings(schema())}
 
 
 def as_overrides(values: Values, known: Collection[str]) -> list[str]:
