@@ -12,7 +12,7 @@ from controller.config.file import value_of
 from controller.config.function_files import source_file
 from controller.config.model_files import TOKENIZERS, WEIGHTS, read_model_files
 from controller.config.sampler import SamplerConfig
-from controller.inputs import Inputs
+from controller.inputs import Inputs, Tried
 from controller.sampling.models import Model
 
 OF_DATA = ("data.max_prompt_tokens", "data.over_long", "data.source_key")
@@ -20,7 +20,7 @@ OF_ENGINES = ("model.dtype", "rollout.engine", "rollout.max_model_tokens")
 OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
 
 
-def job_identity(command: str, model: Model, config: SamplerConfig, inputs: Inputs) -> dict[str, Any]:
+def job_identity(command: str, model: Model, config: SamplerConfig, inputs: Tried | Inputs) -> dict[str, Any]:
     """JSON by part: `command`, `model`, `data`, `sampling`, `seed`, `engines`, `rewards`, `environment`."""
     environment = [_digest(inputs.environment), _values(config, OF_EPISODES)] if inputs.environment else None
     rewards = {
@@ -30,10 +30,11 @@ def job_identity(command: str, model: Model, config: SamplerConfig, inputs: Inpu
     if config.uses_reward_model:
         rewards["reward.model"] = [config.reward.model.weight, _files(config.reward.model.path, "reward.model.path")]
     checkpoint = model.checkpoint and str(model.checkpoint.resolve())
+    data = {name: found for name, found in inputs.identity.items() if name != "prompts"}  # which follow from the rest
     return {
         "command": command,
         "model": checkpoint or _files(config.model.path, "model.path"),
-        "data": inputs.identity | {"settings": inputs.identity["settings"] | _values(config, OF_DATA)},
+        "data": data | {"settings": data["settings"] | _values(config, OF_DATA)},
         "sampling": asdict(config.rollout.sampling),
         "seed": config.run.seed,
         "engines": _values(config, OF_ENGINES),

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from controller.config import Config, load_as
-from controller.config.given import Reward, give_rewards
+from controller.config.given import GivenFunctions, Reward, give_rewards
 from controller.config.recorded import load_recorded
 from controller.config.sampler import SamplerConfig, check_effect
 from controller.data.prompts import Prompt
-from controller.inputs import Inputs, read_inputs
+from controller.inputs import Inputs, read_inputs, try_inputs
 from controller.observability.shown_text import counted
+from controller.preflight.machine import check_machine
 from controller.preflight.sampler_checks import check_sampler
 from controller.sampling.identity import job_identity
 from controller.sampling.models import OF_RUN, Model, choose_model
@@ -81,14 +82,25 @@ def read_job(kind: Kind, request: Request) -> Job:
 
     Raises ConfigError, DataError or CheckpointError for what cannot work.
     """
-    config, model = job_settings(kind, request)
-    given = give_rewards(config.reward, request.reward)
-    check_sampler(config, given, needs_reward=kind.needs_reward)
+    config, model, given = checked_settings(kind, request)
     inputs = read_inputs(config, given=given)
     identity = job_identity(kind.name, model, config, inputs)
     check_same_job(config.run_folder, identity)
-    prompts = dict(islice(_numbered(inputs), request.prompts or config.first_prompts or None))
+    prompts = dict(islice(_numbered(inputs), _wanted(config, request) or None))
     return Job(kind, config, model, inputs, prompts, identity)
+
+
+def checked_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:
+    """The narrowed settings, the model that they are for, and functions that they stand for. Raises as `read_job`."""
+    config, model = job_settings(kind, request)
+    given = give_rewards(config.reward, request.reward)
+    check_sampler(config, given, needs_reward=kind.needs_reward)
+    return config, model, given
+
+
+def _wanted(config: SamplerConfig, request: Request) -> int:
+    """Number of prompts to take; 0 takes all."""
+    return request.prompts or config.first_prompts
 
 
 def job_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model]:
@@ -122,20 +134,26 @@ def _numbered(inputs: Inputs) -> Iterator[tuple[str, Prompt]]:
     return ((str(uid), replace(prompt, uid=str(uid))) for uid, prompt in zip(count(), prompts, strict=False))
 
 
-def described(job: Job) -> str:
-    """What would run, for a dry run."""
-    config, sampling, samples = job.config, job.config.rollout.sampling, job.config.rollout.samples_per_prompt
-    written = f"{job.model.checkpoint}, written as a model to {job.model.path}" if job.model.checkpoint else ""
+def described(kind: Kind, request: Request) -> str:
+    """What would run, for a dry run: data is read, code is tried, prompts are not tokenized. Raises as `read_job`."""
+    config, model, given = checked_settings(kind, request)
+    check_machine(config, dry_run=True)
+    tried = try_inputs(config, given=given)
+    check_same_job(config.run_folder, job_identity(kind.name, model, config, tried))
+    sampling, samples = config.rollout.sampling, config.rollout.samples_per_prompt
+    there, wanted = sum(map(len, tried.train.values())), _wanted(config, request)
+    prompts = min(there, wanted or there)
+    written = f"{model.checkpoint}, written as a model to {model.path}" if model.checkpoint else ""
     rewards = [*config.reward.weights, *filter(None, [config.rollout.environment, config.reward.model.path])]
     return "\n".join(
         [
             f"model: {written or config.model.path}",
-            f"data: {', '.join(config.data.weights)}, {counted(len(job.prompts), 'prompt')}",
-            f"samples: {len(job.keys):,}, {samples} of each prompt; temperature {sampling.temperature:g}, top_p "
+            f"data: {', '.join(config.data.weights)}, {counted(prompts, 'prompt')}",
+            f"samples: {samples * prompts:,}, {samples} of each prompt; temperature {sampling.temperature:g}, top_p "
             f"{sampling.top_p:g}, top_k {sampling.top_k}, at most {sampling.max_new_tokens} new tokens "
             f"({config.sampling_key})",
             f"rewards: {', '.join(rewards) or 'none'}",
             f"engines: {config.rollout.replicas}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
-            f"output: {job.folder}",
+            f"output: {config.run_folder}",
         ]
     )

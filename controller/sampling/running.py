@@ -47,9 +47,7 @@ def prepare(kind: Kind, finish: Finish, arguments: Sequence[str] | None) -> Call
     request, dry_run = parse_arguments(kind, arguments)
     if not dry_run:
         return prepare_job(kind, finish, request)[1]
-    job = read_job(kind, request)
-    check_machine(job.config, dry_run=True)
-    print(described(job))
+    print(described(kind, request))
     return None
 
 

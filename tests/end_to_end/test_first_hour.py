@@ -50,7 +50,7 @@ def trained(ray_session: None, settings: list[str]) -> Trained:
 
     overrides = [*settings, "run.name=notebook", "run.steps=5", "run.checkpoint_every=1", "reward.function=''"]
     overrides += ["validation.every=2", "validation.samples=2", "validation.success=long"]
-    overrides += ["policy.optimizer.learning_rate=1e-3"]
+    overrides += ["policy.optimizer.learning_rate=1e-3", "policy.ranks=1"]
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(ballast.fit, reward=rewarding(LARGEST), callbacks=[stop_early], overrides=overrides)
         return Trained(result.result(), called)

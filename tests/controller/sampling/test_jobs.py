@@ -76,18 +76,16 @@ def test_what_is_reserved_are_engines_and_rewards_alone(workspace: Path) -> None
 
 
 def test_a_dry_run_says_what_would_be_sampled_and_starts_nothing(
-    stand_in_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(stand_in_folder)
-    (tmp_path / "mine.yaml").write_text("run: {name: mine}\n")
-    output = ["--output", str(tmp_path / "samples"), "--config", str(tmp_path / "mine.yaml")]
-    overrides = ["model.path=model", "data.train=prompts.jsonl", "rollout.samples_per_prompt=4"]
-    overrides += ["data.max_prompt_tokens=8", "rollout.sampling.max_new_tokens=8"]
-    assert generate.main([*output, *overrides, "--prompts", "3", "--dry-run"]) == 0
+    (workspace / "train.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 5)
+    assert generate.main(["--config", "config.yaml", "--output", "samples", "--prompts", "3", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "data: prompts.jsonl, 3 prompts\nsamples: 12, 4 of each prompt; temperature 1," in said
-    assert f"rewards: none\nengines: 1, on CPUs\noutput: {tmp_path / 'samples'}" in said
-    assert not (tmp_path / "samples").exists()
+    assert "data: train.jsonl, 3 prompts\nsamples: 24, 8 of each prompt; temperature 1," in said
+    assert "rewards: reward.py:reward\nengines: 1, on CPUs\noutput: samples\n" in said
+    assert evaluate.main(["--config", "config.yaml", "--dry-run"]) == 0
+    assert "samples: 1, 1 of each prompt; " in capsys.readouterr().out
+    assert not {"samples", "runs"} & {path.name for path in workspace.iterdir()}
 
 
 @pytest.mark.parametrize(
