@@ -114,7 +114,7 @@ def job_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model]:
     beside = config.run_folder.with_name(f"{config.run.name}-{kind.name}")
     output = request.output or (model.run / kind.name / model.name if model.run else beside)
     config = config.narrowed(output)
-    if model.path and model.checkpoint is None:
+    if model.path and not model.is_missing:
         config = replace(config, model=replace(config.model, path=model.path))
     return config, model
 
@@ -143,7 +143,7 @@ def described(kind: Kind, request: Request) -> str:
     sampling, samples = config.rollout.sampling, config.rollout.samples_per_prompt
     there, wanted = sum(map(len, tried.train.values())), _wanted(config, request)
     prompts = min(there, wanted or there)
-    written = f"{model.checkpoint}, written as a model to {model.path}" if model.checkpoint else ""
+    written = f"{model.checkpoint}, to be written as a model to {model.path}" if model.is_missing else ""
     rewards = [*config.reward.weights, *filter(None, [config.rollout.environment, config.reward.model.path])]
     return "\n".join(
         [

@@ -25,7 +25,7 @@ OF_RUN = "config.yaml"
 @dataclass(frozen=True)
 class Model:
     """path: what an engine loads, empty for model.path of the settings. run: the run that it is of, if it is of one.
-    checkpoint: what is to be written to `path` first; None where nothing is."""
+    checkpoint: what `path` is written from; None for a model that is not made here."""
 
     path: str = ""
     run: Path | None = None
@@ -34,14 +34,19 @@ class Model:
     @property
     def name(self) -> str:
         """Its name in a folder of outputs."""
-        return Path(self.path).name
+        return (self.checkpoint or Path(self.path)).name
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the checkpoint is yet to be written as a model."""
+        return self.checkpoint is not None and not (Path(self.path) / "config.json").exists()
 
     def write(self, config: SamplerConfig, console: "Console") -> None:
-        """Write the checkpoint as a model, by the ranks of policy.* on a connected Ray; nothing without a checkpoint.
+        """Write the checkpoint as a model, by the ranks of policy.* on a connected Ray; nothing where it is there.
 
         Raises CheckpointError for one that cannot be loaded, and as `start_policy`.
         """
-        if self.checkpoint is None or self.run is None:
+        if not self.is_missing or self.checkpoint is None or self.run is None:
             return
         from controller.actors.sampling_roles import start_policy
 
@@ -83,5 +88,4 @@ def _of_checkpoint(path: Path) -> Model:
     run, step = path.resolve().parents[len(FOLDER.parts)], read_manifest(path).step
     if path.resolve().parent != run / FOLDER or not (run / OF_RUN).exists():
         raise CheckpointError(f"{path} is no checkpoint of a run's policy, runs/NAME/{FOLDER}/step-{step}.")
-    model = run / f"model-{step}"
-    return Model(str(model), run, None if (model / "config.json").exists() else path)
+    return Model(str(run / f"model-{step}"), run, path)

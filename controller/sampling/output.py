@@ -62,8 +62,8 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(job))
     if others := [name for name in now if now[name] != then.get(name)]:
         raise ConfigError(
-            f"{folder} has samples of another job, with other {' and '.join(others)} ({path.name} has them); give "
-            "another --output, or remove that folder."
+            f"{folder} has samples of another job, with other {' and '.join(others)}; give another --output, or remove "
+            "that folder."
         )
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from controller.actors.cluster_address import check_cluster
 from controller.config import to_yaml
+from controller.observability.shown_text import counted
+from controller.observability.trackers.files import writing
 from controller.preflight.describe import warnings
 from controller.preflight.machine import check_machine
 from controller.run_lock import locked
@@ -66,19 +68,32 @@ def _run(job: Job, finish: Finish) -> None:
     for warning in warnings(job.config):
         console.log(f"warning: {warning}")
     with closing(SamplesFile(job.folder, job.identity)) as file:
-        (job.folder / "config.yaml").write_text(to_yaml(job.config), encoding="utf-8")
-        keys = job.keys
-        missing = [key for key in keys if key not in file.lines]
-        console.log(f"{job.folder}: {len(keys) - len(missing):,} of {len(keys):,} samples are there")
-        given_up = _sample(job, file, missing, console) if missing else []
-        lines = [file.lines[key] for key in keys if key in file.lines]
+        with writing(job.folder / "config.yaml"):
+            (job.folder / "config.yaml").write_text(to_yaml(job.config), encoding="utf-8")
+        given_up = _complete(job, file, console)
+        lines = [file.lines[key] for key in job.keys if key in file.lines]
     if not lines:
         raise RolloutError(f"no sample was finished; the first was given up because {given_up[0].error}")
+    if given_up:
+        console.log(f"{counted(len(given_up), 'sample')} were given up, the first because {given_up[0].error}")
     finish(Finished(job, lines, given_up), console)
 
 
+def _complete(job: Job, file: SamplesFile, console: "Console") -> list["SampleResult"]:
+    """Make the samples that the file does not have, and return the last failure of each that was given up."""
+    keys = job.keys
+    missing = [key for key in keys if key not in file.lines]
+    console.log(f"{job.folder}: {len(keys) - len(missing):,} of {len(keys):,} samples are there")
+    if not missing:
+        return []
+    try:
+        return _sample(job, file, missing, console)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"{file.path} has {len(file.lines):,} samples; started again, it goes on") from stop
+
+
 def _sample(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> list["SampleResult"]:
-    """Make the missing samples, on a connected Ray, and return the last failure of each that was given up."""
+    """Make the missing samples on a connected Ray; returns as `_complete`."""
     with ray_session(job.config, console):
         job.model.write(job.config, console)
         if job.model.path:

@@ -77,10 +77,13 @@ def test_what_is_recorded_says_that_a_function_was_given_and_a_resume_asks_for_i
     assert again == trained.result  # it has ended, and nothing is started
 
 
-def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_it(trained: Trained) -> None:
+def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_it(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = trained.result.folder
-    found = ballast.evaluate(model=folder / "checkpoints" / "policy" / f"step-{STEPS}", reward=rewarding(LARGEST))
-    assert found.folder == folder / "evaluate" / f"model-{STEPS}"
+    checkpoint = folder / "checkpoints" / "policy" / f"step-{STEPS}"
+    found = ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST))
+    assert found.folder == folder / "evaluate" / f"step-{STEPS}"
     validated = trained.result.summary["validation"]["after"]
     assert found.metrics == pytest.approx(validated)
     assert {"reward", "digits", "pass@1", "pass@2"} <= found.metrics.keys()
@@ -89,6 +92,8 @@ def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_i
     assert "pass@2" in found.intervals
     saved, written = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", f"model-{STEPS}"))
     assert all(map(torch.equal, saved.state_dict().values(), written.state_dict().values()))
+    monkeypatch.setattr("controller.sampling.running.ray_session", None)  # nothing is left to start anything for
+    assert ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST)) == found
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -115,7 +120,7 @@ def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
         assert again["log_probs"] == pytest.approx(line["log_probs"], abs=1e-5)
     assert not by_key
 
-    monkeypatch.setattr("controller.sampling.running.ray_session", None)  # nothing is left to start anything for
+    monkeypatch.setattr("controller.sampling.running.ray_session", None)
     assert lines_of(generate()) == lines_of(file)
     with pytest.raises(ConfigError, match="samples of another job, with other rewards"):
         generate(rewarding(1.0))

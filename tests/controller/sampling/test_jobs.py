@@ -143,9 +143,9 @@ def test_a_run_is_its_model_or_its_last_checkpoint(workspace: Path) -> None:
     assert (found.path, found.run, found.checkpoint) == (str(run / "model"), run, None)
     assert choose_model(str(run / "model")).run == run
     found = choose_model(str(run / "checkpoints" / "policy" / "step-2"))
-    assert (found.path, found.checkpoint is None) == (str(run / "model-2"), False)
+    assert (found.path, found.name, found.is_missing) == (str(run / "model-2"), "step-2", True)
     write_model(run / "model-2")  # as run.save_every leaves it, or an evaluation before
-    assert choose_model(str(run / "checkpoints" / "policy" / "step-2")).checkpoint is None
+    assert not found.is_missing
     assert choose_model("owner/name").path == "owner/name"
 
 
