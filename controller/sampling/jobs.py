@@ -16,6 +16,7 @@ from controller.config.sampler import SamplerConfig, check_effect
 from controller.data.prompts import Prompt
 from controller.inputs import Inputs, read_inputs, try_inputs
 from controller.observability.shown_text import counted
+from controller.preflight.describe import warnings
 from controller.preflight.machine import check_machine
 from controller.preflight.sampler_checks import check_sampler
 from controller.sampling.identity import job_identity
@@ -57,7 +58,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Job:
-    """config: narrowed; the folder of its run is that of the output. prompts: by uid. identity: see `SamplesFile`."""
+    """config: narrowed; the folder of its run is that of the output, and model.path the model that samples. prompts: by
+    uid. identity: see `SamplesFile`. warnings: lines for the user."""
 
     kind: Kind
     config: SamplerConfig
@@ -65,6 +67,7 @@ class Job:
     inputs: Inputs
     prompts: dict[str, Prompt]
     identity: dict[str, Any]
+    warnings: tuple[str, ...]
 
     @property
     def folder(self) -> Path:
@@ -87,7 +90,10 @@ def read_job(kind: Kind, request: Request) -> Job:
     identity = job_identity(kind.name, model, config, inputs)
     check_same_job(config.run_folder, identity)
     prompts = dict(islice(_numbered(inputs), _wanted(config, request) or None))
-    return Job(kind, config, model, inputs, prompts, identity)
+    told = tuple(warnings(config))
+    # Until here the settings' own model stood for a checkpoint of it, which may be no folder of a model yet.
+    config = replace(config, model=replace(config.model, path=model.path or config.model.path))
+    return Job(kind, config, model, inputs, prompts, identity, told)
 
 
 def checked_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:

@@ -6,7 +6,7 @@ lock, file --> [checkpoint as a model] --> roles --> Sampler --a line each--> sa
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from controller.actors.cluster_address import check_cluster
 from controller.config import to_yaml
 from controller.observability.shown_text import counted
 from controller.observability.trackers.files import writing
-from controller.preflight.describe import warnings
 from controller.preflight.machine import check_machine
 from controller.run_lock import locked
 from controller.sampling.arguments import parse_arguments
@@ -65,7 +64,7 @@ def _run(job: Job, finish: Finish) -> None:
     from controller.observability.console import Console
 
     console = Console()
-    for warning in warnings(job.config):
+    for warning in job.warnings:
         console.log(f"warning: {warning}")
     with closing(SamplesFile(job.folder, job.identity)) as file:
         with writing(job.folder / "config.yaml"):
@@ -96,8 +95,6 @@ def _sample(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Conso
     """Make the missing samples on a connected Ray; returns as `_complete`."""
     with ray_session(job.config, console):
         job.model.write(job.config, console)
-        if job.model.path:
-            job = replace(job, config=replace(job.config, model=replace(job.config.model, path=job.model.path)))
         return _sampled(job, file, missing, console)
 
 

@@ -84,6 +84,7 @@ def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_i
     checkpoint = folder / "checkpoints" / "policy" / f"step-{STEPS}"
     found = ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST))
     assert found.folder == folder / "evaluate" / f"step-{STEPS}"
+    assert load(found.folder / "config.yaml").model.path == found.facts["model"] == str(folder / f"model-{STEPS}")
     validated = trained.result.summary["validation"]["after"]
     assert found.metrics == pytest.approx(validated)
     assert {"reward", "digits", "pass@1", "pass@2"} <= found.metrics.keys()
