@@ -8,6 +8,7 @@ An import that raises, hangs, exits, reads the command line or kills its process
 """
 
 import base64
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import cloudpickle
@@ -43,10 +44,12 @@ class Signature:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """packed: the function, pickled by value, so that other nodes and processes need no copy of its file."""
+    """packed: the function, pickled by value, so that other nodes and processes need no copy of its file. version: of a
+    function that is in no file, a text that changes with its code; a pickle may differ from time to time."""
 
     packed: bytes
     signature: Signature
+    version: str = ""
 
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
@@ -70,7 +73,7 @@ def given_function(name: str, function: Callable[..., Any]) -> UserFunction:
         raise ConfigError(f"{name} has no signature that can be read; give a Python function.") from None
     try:
         with _pickled_by_value(function):
-            return UserFunction(cloudpickle.dumps(function), signature)
+            return UserFunction(cloudpickle.dumps(function), signature, _version(function))
     except Exception as error:  # whatever the objects that it holds raise
         raise ConfigError(
             f"{name} cannot be sent to other processes ({named(error)}); make what cannot be pickled inside the "
@@ -92,6 +95,34 @@ def _pickled_by_value(function: Any) -> Iterator[None]:
         yield
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+def _version(function: Any) -> str:
+    """Of its code, and of the numbers and texts that it is closed over or begins with."""
+    held: list[Any] = []
+    while isinstance(function, partial):
+        held += [*function.args, *function.keywords.items()]
+        function = function.func
+    if not hasattr(function, "__code__"):
+        held += sorted(getattr(function, "__dict__", {}).items())
+        function = type(function).__call__
+    function = getattr(function, "__func__", function)
+    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held += [*(getattr(function, "__defaults__", None) or ()), _code_of(getattr(function, "__code__", None))]
+    return hashlib.sha256(repr([_told(value) for value in held]).encode()).hexdigest()
+
+
+def _code_of(code: Any) -> Any:
+    """Its instructions, names and constants, without the place where it was written."""
+    if not isinstance(code, CodeType):
+        return _told(code)
+    return code.co_code, code.co_names, [_code_of(constant) for constant in code.co_consts]
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_told(part) for part in value]
+    return value if isinstance(value, (bool, int, float, str, bytes, type(None))) else type(value).__name__
 
 
 def _is_users(module: ModuleType) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from controller.config.file import value_of
 from controller.config.function_files import source_file
+from controller.config.given import GivenFunctions
 from controller.config.model_files import TOKENIZERS, WEIGHTS, read_model_files
 from controller.config.sampler import SamplerConfig
 from controller.inputs import Inputs, Tried
@@ -20,12 +21,15 @@ OF_ENGINES = ("model.dtype", "rollout.engine", "rollout.max_model_tokens")
 OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
 
 
-def job_identity(command: str, model: Model, config: SamplerConfig, inputs: Tried | Inputs) -> dict[str, Any]:
+def job_identity(
+    command: str, model: Model, config: SamplerConfig, inputs: Tried | Inputs, given: GivenFunctions
+) -> dict[str, Any]:
     """JSON by part: `command`, `model`, `data`, `sampling`, `seed`, `engines`, `rewards`, `environment`."""
-    environment = [_digest(inputs.environment), _values(config, OF_EPISODES)] if inputs.environment else None
+    environment = config.rollout.environment
+    episodes = [environment, _content(source_file(environment)), _values(config, OF_EPISODES)] if environment else None
     rewards = {
-        name: [weight, _code(name, function.packed)]
-        for (name, weight), function in zip(config.reward.weights.items(), inputs.reward_functions, strict=True)
+        name: [weight, given[name].version if name in given else _content(source_file(name))]
+        for name, weight in config.reward.weights.items()
     }
     if config.uses_reward_model:
         rewards["reward.model"] = [config.reward.model.weight, _files(config.reward.model.path, "reward.model.path")]
@@ -39,7 +43,7 @@ def job_identity(command: str, model: Model, config: SamplerConfig, inputs: Trie
         "seed": config.run.seed,
         "engines": _values(config, OF_ENGINES),
         "rewards": rewards,
-        "environment": environment,
+        "environment": episodes,
     }
 
 
@@ -55,11 +59,6 @@ def _files(path: str, key: str) -> dict[str, Any]:
     return {"folder": str(folder.resolve()), "files": found}
 
 
-def _code(name: str, packed: bytes) -> str:
-    """Of the file that a reward function is in; of itself, where it is in none."""
-    file = source_file(name)
-    return _digest(file.read_bytes() if file is not None and Path(file).is_file() else packed)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _content(file: Path | None) -> str:
+    """SHA-256 of the file that a user's code is in; a pickle of the code may differ from time to time."""
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""

@@ -87,7 +87,7 @@ def read_job(kind: Kind, request: Request) -> Job:
     """
     config, model, given = checked_settings(kind, request)
     inputs = read_inputs(config, given=given)
-    identity = job_identity(kind.name, model, config, inputs)
+    identity = job_identity(kind.name, model, config, inputs, given)
     check_same_job(config.run_folder, identity)
     prompts = dict(islice(_numbered(inputs), _wanted(config, request) or None))
     told = tuple(warnings(config))
@@ -145,7 +145,7 @@ def described(kind: Kind, request: Request) -> str:
     config, model, given = checked_settings(kind, request)
     check_machine(config, dry_run=True)
     tried = try_inputs(config, given=given)
-    check_same_job(config.run_folder, job_identity(kind.name, model, config, tried))
+    check_same_job(config.run_folder, job_identity(kind.name, model, config, tried, given))
     sampling, samples = config.rollout.sampling, config.rollout.samples_per_prompt
     there, wanted = sum(map(len, tried.train.values())), _wanted(config, request)
     prompts = min(there, wanted or there)

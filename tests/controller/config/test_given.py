@@ -66,6 +66,24 @@ def test_a_function_is_pickled_by_value_and_its_module_is_left_as_it_was() -> No
     assert cloudpickle.list_registry_pickle_by_value() == before
 
 
+def test_the_version_of_a_function_is_that_of_its_code_and_what_it_holds() -> None:
+    def closure(scale: float) -> Any:
+        return lambda response: scale * len(response)
+
+    def version(function: Any) -> str:
+        (found,) = give_rewards(RewardConfig(), function).values()
+        return found.version
+
+    def scaled(scale: float, response: str) -> float:
+        return scale
+
+    same = [(closure(0.5), closure(0.5)), (partial(scaled, 1.0), partial(scaled, 1.0)), (Counting(1), Counting(1))]
+    assert all(version(one) == version(other) for one, other in same)
+    others = [closure(0.5), closure(0.6), partial(scaled, 1.0), partial(scaled, 2.0), Counting(1), Counting(2)]
+    others += [lambda response: 1.0, lambda response: 2.0, lambda response: len(response), with_bonus]
+    assert len({version(function) for function in others}) == len(others)
+
+
 def test_a_function_replaces_those_of_the_settings_and_a_name_stays_a_name(workspace: Path) -> None:
     config, given = given_config(workspace, with_bonus)
     assert (config.reward.function, config.reward.functions) == ("callable:with_bonus", {})
