@@ -91,7 +91,7 @@ def read_job(kind: Kind, request: Request) -> Job:
     check_same_job(config.run_folder, identity)
     prompts = dict(islice(_numbered(inputs), _wanted(config, request) or None))
     told = tuple(warnings(config))
-    # Until here the settings' own model stood for a checkpoint of it, which may be no folder of a model yet.
+    # Until here the model of the settings stood for a checkpoint of it, which may be no folder of a model yet.
     config = replace(config, model=replace(config.model, path=model.path or config.model.path))
     return Job(kind, config, model, inputs, prompts, identity, told)
 
@@ -120,7 +120,7 @@ def job_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model]:
     beside = config.run_folder.with_name(f"{config.run.name}-{kind.name}")
     output = request.output or (model.run / kind.name / model.name if model.run else beside)
     config = config.narrowed(output)
-    if model.path and not model.is_missing:
+    if model.path and model.checkpoint is None:
         config = replace(config, model=replace(config.model, path=model.path))
     return config, model
 
