@@ -14,3 +14,7 @@
 
 Read `trainer` first. Which module may import which stands in pyproject.toml, `[tool.importlinter]`.
 """
+
+from controller.packages import check_packages
+
+check_packages()

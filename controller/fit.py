@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from controller.actors.cluster_address import check_cluster
 from controller.config import Config, load
+from controller.config.given import NONE_GIVEN, GivenFunctions
 from controller.config.model_files import fetch_description, read_model_files
 from controller.generation.fleet import RestartBudget
 from controller.hub import push_to_hub
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from controller.observability.console import Console
     from controller.observability.live_metrics import LiveMetrics
     from controller.trainer import Trainer
+    from controller.training_loop import Callback
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,20 +47,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
     request = parse_arguments(arguments)
     config = load(request.config, request.overrides)
+    if not request.dry_run:
+        return prepare(config)
     if request.cluster:
         run_on(config, request.cluster)
         fetch_descriptions(config)
     check(config)
-    if not request.dry_run and (done := finished(config, config.run.steps, f"run.steps={config.run.steps}")):
+    if not request.cluster:
+        check_machine(config, dry_run=True)
+    dry_run(config, request)
+    return None
+
+
+def prepare(
+    config: Config, given: GivenFunctions = NONE_GIVEN, callbacks: Sequence["Callback"] = ()
+) -> Callable[[], None] | None:
+    """Check everything, and return what starts the run; None, with a line, for a run to resume that has ended.
+
+    given: reward functions that the settings only stand for. callbacks: see `TrainingLoop.fit`. Raises ConfigError,
+    DataError or ResourceError for what cannot work.
+    """
+    check(config, given)
+    if done := finished(config, config.run.steps, f"run.steps={config.run.steps}"):
         print(done)
         return None
-    if not request.cluster:
-        check_machine(config, dry_run=request.dry_run)
-    if request.dry_run:
-        dry_run(config, request)
-        return None
+    check_machine(config, dry_run=False)
     check_cluster(config)
-    return locked(config, partial(run, config, read_inputs(config)))
+    return locked(config, partial(run, config, read_inputs(config, given=given), callbacks))
 
 
 def dry_run(config: Config, request: Arguments) -> None:
@@ -94,16 +109,16 @@ def fetch_descriptions(config: Config) -> None:
             fetch_description(path, key, print)
 
 
-def run(config: Config, inputs: Inputs) -> None:
+def run(config: Config, inputs: Inputs, callbacks: Sequence["Callback"] = ()) -> None:
     """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
     from controller.observability.console import Console
 
     console = Console()
     with run_log(config.run_folder, console):
-        _run(config, inputs, console)
+        _run(config, inputs, console, callbacks)
 
 
-def _run(config: Config, inputs: Inputs, console: "Console") -> None:
+def _run(config: Config, inputs: Inputs, console: "Console", callbacks: Sequence["Callback"]) -> None:
     for warning in warnings(config):
         console.log(f"warning: {warning}")
     for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:
@@ -113,7 +128,7 @@ def _run(config: Config, inputs: Inputs, console: "Console") -> None:
 
     def attempt(config: Config, budget: RestartBudget) -> None:
         with training(config, inputs, console, budget) as trainer:
-            trainer.fit()
+            trainer.fit(callbacks)
 
     with ray_session(config, console), naming_what_is_left(config):
         recovering(attempt, config, console.log)

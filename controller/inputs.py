@@ -17,6 +17,7 @@ from controller.checkpoint import check_same_data
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.functions import check_environment, check_rewards, requested_columns
+from controller.config.given import NONE_GIVEN, GivenFunctions
 from controller.config.model_files import read_model_files
 from controller.data.curriculum import IsolatedCurriculum
 from controller.data.identity import DataIdentity, data_identity
@@ -81,10 +82,11 @@ class Inputs:
         return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
 
 
-def try_inputs(config: Config, say: Say = print) -> Tried:
+def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
     """Read all data, and try users' code and the chat template in processes of their own.
 
-    say: gets a line about a trial that takes long. Raises ConfigError or DataError for inputs that cannot be used.
+    say: gets a line about a trial that takes long. given: reward functions that the settings do not name but stand for.
+    Raises ConfigError or DataError for inputs that cannot be used.
     """
     data = config.data
     train = {path: read_records(path, data.prompt_key, say) for path in data.weights}
@@ -92,7 +94,7 @@ def try_inputs(config: Config, say: Say = print) -> Tried:
     identity = data_identity(config, train)
     check_same_data(config, identity)
     first = next(iter(train.values()))[0]
-    functions, score = _reward_functions(config, first, say)
+    functions, score = reward_functions(config, first, say, given)
     for path, rows in (train | held_out).items():
         _check_records(path, rows, data.prompt_key, functions)
         _check_lengths(config, path, rows)
@@ -145,9 +147,9 @@ def _tokens_line(dataset: PromptDataset) -> str:
     )
 
 
-def read_inputs(config: Config, say: Say = print) -> Inputs:
+def read_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
     """The tokenized inputs; raises as `try_inputs` does, and for prompts that cannot be tokenized."""
-    return tokenized(config, try_inputs(config, say), say)
+    return tokenized(config, try_inputs(config, say, given), say)
 
 
 def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
@@ -176,13 +178,19 @@ def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
     )
 
 
-def _reward_functions(config: Config, example: Record, say: Say) -> tuple[list[RewardFunction], Score | None]:
-    """The reward functions, and the score of an empty response to the first record; None without a function."""
+def reward_functions(
+    config: Config, example: Record, say: Say = print, given: GivenFunctions = NONE_GIVEN
+) -> tuple[list[RewardFunction], Score | None]:
+    """The reward functions, tried on `example`, the first record, and an empty response, whose score is None without a
+    function.
+
+    Raises ConfigError for one that is not there or fails.
+    """
     functions, score = [], None
     key = "reward.functions" if config.reward.functions else "reward.function"
     for name, weight in config.reward.weights.items():
         with _waiting(say, f"the import of {name}, {key}", config):
-            found = find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
+            found = given.get(name) or find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
         columns = requested_columns(found.signature, example, name)
         functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
     if functions:
@@ -278,7 +286,7 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print,
 def limited_tokenizer(config: TrainingConfig) -> Any:
     """The tokenizer of model.path; its chat template raises TimeoutError after resources.user_code_timeout_s.
 
-    For the main thread alone, which takes signals.
+    In the main thread, which takes signals; the prompts that `try_template` has rendered had the limit in any case.
     """
     from workers.model.model import load_tokenizer
 

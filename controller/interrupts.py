@@ -6,7 +6,8 @@ rollout, log-probs | update, weights, metrics, checkpoint |
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,6 +17,23 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def heeded() -> list[signal.Signals]:
     """Those of `SIGNALS` that this process was not told to ignore, as `nohup` does with SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def in_main_thread() -> bool:
+    """Whether signals are delivered here, and handlers may be set."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Put the handlers of `SIGNALS` back at the end of the block, as Ray sets its own; nothing in other threads."""
+    found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread() else {}
+    try:
+        yield
+    finally:
+        for number, handler in found.items():
+            if handler is not None:  # one that Python did not set
+                signal.signal(number, handler)
 
 
 class Interrupts:
@@ -50,7 +68,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             self._handlers = {number: signal.signal(number, self._handle) for number in heeded()}
         return self
 

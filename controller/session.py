@@ -16,7 +16,7 @@ from balancing import BalancingError
 from controller.actors.cluster_address import cluster_address
 from controller.actors.layout import reserved
 from controller.config import TrainingConfig, to_yaml
-from controller.interrupts import heeded
+from controller.interrupts import heeded, in_main_thread
 from controller.observability.run_folder import RunFolder
 from controller.observability.run_log import rays_logging_in
 from controller.observability.slow_work import told_if_slow
@@ -139,9 +139,16 @@ def report(config: TrainingConfig, console: "Console") -> None:
 
 @contextmanager
 def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
-    """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run."""
+    """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run.
+
+    One that this process has already, as a notebook may, is used and kept.
+    """
     import ray
 
+    if ray.is_initialized():
+        console.log("using the Ray that this process is connected to")
+        yield
+        return
     # Never without an address: Ray would join whatever cluster was last started on this machine.
     address = cluster_address(config)
     options: dict[str, Any] = {"log_to_driver": console.kept is not None, "logging_level": "ERROR"}
@@ -159,7 +166,8 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
             f"Ray at {address} could not be reached: {clause(error)}; check resources.ray_address or RAY_ADDRESS, and "
             "that both sides use the same token (RAY_AUTH_MODE)."
         ) from error
-    signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
+    if in_main_thread():
+        signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
     if context.dashboard_url:
         console.log(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
     with ExitStack() as stack:

@@ -39,11 +39,11 @@ from workers.config import LossConfig, ValueLossConfig
 from workers.errors import ConfigError
 from workers.metrics import Metric, Metrics, merge, results
 from workers.remote_batch import RemoteBatch
+from workers.rollout.requests import PROOF_STEP, VALIDATION_STEP
 
 # `AdvantageComputer` gives those of the values before the update; after it they have seen the returns.
 CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
-PROOF_STEP, PROOF_TOKENS = -2, 32  # seeds and length of samples that are compared and not trained
-VALIDATION_STEP = -1  # one set of sampling seeds for all validations, so that they differ by the policy alone
+PROOF_TOKENS = 32  # of samples that are compared and not trained
 
 
 class Trainer(TrainingLoop):

@@ -6,7 +6,7 @@ weights to who samples | validate --> step, step, ... --> model
 
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,13 @@ from controller.interrupts import Interrupts
 from controller.planner import Planner
 from controller.session import Session
 from workers.model.timing import MicroStepTime
+
+Callback = Callable[[int, Mapping[str, float]], None]
+"""Called with the number of a step and its metrics: 0, with those of the validation, before the first step."""
+
+
+class StopTraining(Exception):  # noqa: N818 - no error, as StopIteration is none
+    """Raised by a callback: the run ends after this step as after its last one, with its model and its summary."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,15 @@ class TrainingLoop(ABC):
     def validate(self, step: int) -> dict[str, float]:
         """Measure the policy on held-out data, record and show it; empty where there is none."""
 
-    def fit(self) -> Outcome:
+    def fit(self, callbacks: Sequence[Callback] = ()) -> Outcome:
         """Validate, train for all steps, validate, write summary.json; or do what is left of that.
 
         An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
+        callbacks: called after every step; what they raise ends the run, see `StopTraining`.
         """
         with self.interrupts:
             try:
-                outcome = self._train()
+                outcome = self._train(callbacks)
             except KeyboardInterrupt:
                 if self._run.checkpoint_every and not self.interrupts.held:
                     self.checkpoints.at_stop(self.complete, self.save_beside)
@@ -92,32 +100,49 @@ class TrainingLoop(ABC):
         self.record.writer.summary(outcome.summary())
         return outcome
 
-    def _train(self) -> Outcome:
+    def _train(self, callbacks: Sequence[Callback]) -> Outcome:
         """All steps of `fit`, which adds the handling of interrupts."""
-        progress, last = self.progress, self.last_step
+        progress, steps = self.progress, list[dict[str, float]]()
         self.begin()
-        if not progress.step:
-            progress.before = progress.latest = self.validate(0)
-            self.record.writer.step(0, prefixed("validation", progress.before))
-            self.record.write_timeline(0)
-        steps = []
-        for step in range(progress.step + 1, last + 1):
-            metrics = self.step(step)
-            if step == last or (self._validate_every and step % self._validate_every == 0):
-                progress.latest = self.validate(step)
-                metrics |= prefixed("validation", progress.latest)
-            progress.step = step
-            self.record.end_step(step, last, metrics)
-            steps.append(metrics)
-            self.complete = replace(progress)
-            self.save_what_is_due(step)
-            self.record.write_timeline(step)
-            self.interrupts.release()
+        try:
+            if not progress.step:
+                self._validate_before(callbacks)
+            for step in range(progress.step + 1, self.last_step + 1):
+                steps.append(self._complete_step(step))
+                for callback in callbacks:
+                    callback(step, steps[-1])
+        except StopTraining:
+            self.record.console.log(f"a callback has ended the run after step {progress.step}")
         self.save_models()
         if self._run.checkpoint_every:
             self.checkpoints.finish()
         self.record.write_timeline(progress.step)
         return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
+
+    def _validate_before(self, callbacks: Sequence[Callback]) -> None:
+        """The validation before the first step."""
+        progress = self.progress
+        progress.before = progress.latest = self.validate(0)
+        metrics = prefixed("validation", progress.before)
+        self.record.writer.step(0, metrics)
+        self.record.write_timeline(0)
+        for callback in callbacks:
+            callback(0, metrics)
+
+    def _complete_step(self, step: int) -> dict[str, float]:
+        """A step, and what is due after it; returns its metrics."""
+        progress, last = self.progress, self.last_step
+        metrics = self.step(step)
+        if step == last or (self._validate_every and step % self._validate_every == 0):
+            progress.latest = self.validate(step)
+            metrics |= prefixed("validation", progress.latest)
+        progress.step = step
+        self.record.end_step(step, last, metrics)
+        self.complete = replace(progress)
+        self.save_what_is_due(step)
+        self.record.write_timeline(step)
+        self.interrupts.release()
+        return metrics
 
     def begin(self) -> None:  # noqa: B027 - optional
         """Called before the first validation, or before the first step of a run that resumes."""

@@ -1,6 +1,7 @@
 """Metrics of held-out responses, overall and by source.
 
-    ScoredResponse, n of each prompt --summarize--> reward, parts, pass@k, maj@n      one number a name
+    ScoredResponse, n of each prompt --by_prompt--> PromptValues of reward, parts, pass@k, maj@n
+                                     --summarize--> one number a name      their intervals: controller.intervals
 
 c of a prompt's n responses are right: those whose score `success` is at least `threshold`.
 """
@@ -26,12 +27,38 @@ class ScoredResponse:
     text: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class PromptValues:
+    """A metric, prompt by prompt: the sum of `sums` over the sum of `counts`, float64 [prompts] each.
+
+    counts: the responses with the score that is averaged; 1 where a prompt has one value, as pass@k has.
+    """
+
+    sums: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "PromptValues":
+        """One value a prompt."""
+        return cls(np.asarray(values, dtype=np.float64), np.ones(len(values)))
+
+    @property
+    def value(self) -> float:
+        """The metric."""
+        return float(self.sums.sum() / self.counts.sum())
+
+
 def summarize(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
     """Means of every score, and with several responses a prompt pass@k and maj@n; with several sources also by source.
 
     pass@k is given for k = 1, 2, 4, ... and n, the number of responses to most prompts. Names: `reward`, `pass@4`,
     `SOURCE/reward`. Scores that only some responses have are averaged over those.
     """
+    return {name: values.value for name, values in by_prompt(responses, success, threshold).items()}
+
+
+def by_prompt(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, PromptValues]:
+    """What `summarize` takes the means of."""
     metrics = _of_one_source(responses, success, threshold)
     by_source: dict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:
@@ -39,7 +66,7 @@ def summarize(responses: Sequence[ScoredResponse], success: str, threshold: floa
     if len(by_source) > 1:
         for source, members in sorted(by_source.items()):
             of_source = _of_one_source(members, success, threshold)
-            metrics |= {f"{source}/{name}": value for name, value in of_source.items()}
+            metrics |= {f"{source}/{name}": values for name, values in of_source.items()}
     return metrics
 
 
@@ -55,28 +82,30 @@ def is_possible(name: str, samples: int, parts: Iterable[str]) -> bool:
     return any(name == known or name.endswith(f"/{known}") for known in possible_metrics(samples, parts))
 
 
-def _of_one_source(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, float]:
+def _of_one_source(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, PromptValues]:
     names = sorted(
         {name for response in responses for name in response.scores}, key=lambda name: (name != "reward", name)
     )
-    metrics = {
-        name: float(np.mean([response.scores[name] for response in responses if name in response.scores]))
-        for name in names
-    }
     groups: dict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:
         groups[response.uid].append(response)
-    counts = Counter(len(group) for group in groups.values())
-    n = counts.most_common(1)[0][0]
+    metrics = {name: _score(list(groups.values()), name) for name in names}
+    n = Counter(len(group) for group in groups.values()).most_common(1)[0][0]
     if n > 1:
         right = {uid: [_is_right(r, success, threshold) for r in group] for uid, group in groups.items()}
         for k in [2**i for i in range(n.bit_length()) if 2**i < n] + [n]:
             values = [pass_at_k(len(marks), sum(marks), k) for marks in right.values() if len(marks) >= k]
-            metrics[f"pass@{k}"] = float(np.mean(values))
+            metrics[f"pass@{k}"] = PromptValues.of(values)
         if any(response.answer for response in responses):
             votes = [majority_is_right([r.answer for r in group], right[uid]) for uid, group in groups.items()]
-            metrics[f"maj@{n}"] = float(np.mean(votes))
+            metrics[f"maj@{n}"] = PromptValues.of(votes)
     return metrics
+
+
+def _score(groups: Sequence[Sequence[ScoredResponse]], name: str) -> PromptValues:
+    scores = [[response.scores[name] for response in group if name in response.scores] for group in groups]
+    there = [found for found in scores if found]
+    return PromptValues(np.array([sum(found) for found in there]), np.array([float(len(found)) for found in there]))
 
 
 def _is_right(response: ScoredResponse, success: str, threshold: float) -> bool:

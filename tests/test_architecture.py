@@ -27,7 +27,7 @@ def test_the_drawing_of_the_rooms_is_the_rule_that_is_checked() -> None:
 
 
 def test_the_dependency_rule_holds() -> None:
-    """controller -> workers -> balancing; the rooms of controller; who does without torch, Ray and vLLM."""
+    """ballast -> controller -> workers -> balancing; the rooms of controller; who does without torch, Ray and vLLM."""
     process = subprocess.run(
         [Path(sys.executable).parent / "lint-imports", "--no-cache"], cwd=REPOSITORY, text=True, capture_output=True
     )
@@ -37,6 +37,9 @@ def test_the_dependency_rule_holds() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
+        ("ballast.commands", ("controller", "workers", "balancing", "numpy")),
+        ("ballast", ("controller", "workers", "balancing", "numpy")),
+        ("ballast.training", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("balancing", ("torch", "ray", "vllm", "transformers", "tensordict")),
         ("workers.config", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),
         ("workers.errors", ("torch", "ray", "vllm", "transformers", "tensordict", "numpy")),

@@ -20,7 +20,9 @@ from workers.errors import ConfigError, DataError
 from workers.model.model import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(path for package in ("balancing", "workers", "controller") for path in ROOT.glob(f"{package}/**/*.py"))
+SOURCES = sorted(
+    path for package in ("balancing", "workers", "controller", "ballast") for path in ROOT.glob(f"{package}/**/*.py")
+)
 
 EXECUTING = {
     "eval",

@@ -8,14 +8,18 @@ An import that raises, hangs, exits, reads the command line or kills its process
 """
 
 import base64
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import cloudpickle
@@ -40,10 +44,12 @@ class Signature:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """packed: the function, pickled by value, so that other nodes and processes need no copy of its file."""
+    """packed: the function, pickled by value, so that other nodes and processes need no copy of its file. version: of a
+    function that is in no file, a text that changes with its code; a pickle may differ from time to time."""
 
     packed: bytes
     signature: Signature
+    version: str = ""
 
 
 def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
@@ -54,6 +60,74 @@ def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
     found = _imported("workers.user_code:describe", key, name, timeout_s)
     signature = Signature(tuple(found["names"]), tuple(found["required"]), found["takes_all"])
     return UserFunction(base64.b64decode(found["packed"]), signature)
+
+
+def given_function(name: str, function: Callable[..., Any]) -> UserFunction:
+    """A function of this process, such as a notebook's, a closure or a lambda, pickled by value with its module.
+
+    name: what stands for it in settings. Raises ConfigError if it has no signature, or cannot be pickled.
+    """
+    try:
+        signature = signature_of(function)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} has no signature that can be read; give a Python function.") from None
+    try:
+        with _pickled_by_value(function):
+            return UserFunction(cloudpickle.dumps(function), signature, _version(function))
+    except Exception as error:  # whatever the objects that it holds raise
+        raise ConfigError(
+            f"{name} cannot be sent to other processes ({named(error)}); make what cannot be pickled inside the "
+            "function, at its first call."
+        ) from None
+
+
+@contextmanager
+def _pickled_by_value(function: Any) -> Iterator[None]:
+    """Inside, what the user's module of this function defines needs no copy of its file elsewhere."""
+    while isinstance(function, partial):
+        function = function.func
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or not _is_users(module):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _version(function: Any) -> str:
+    """Of its code, and of the numbers and texts that it is closed over or begins with."""
+    held: list[Any] = []
+    while isinstance(function, partial):
+        held += [*function.args, *function.keywords.items()]
+        function = function.func
+    if not hasattr(function, "__code__"):
+        held += sorted(getattr(function, "__dict__", {}).items())
+        function = type(function).__call__
+    function = getattr(function, "__func__", function)
+    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held += [*(getattr(function, "__defaults__", None) or ()), _code_of(getattr(function, "__code__", None))]
+    return hashlib.sha256(repr([_told(value) for value in held]).encode()).hexdigest()
+
+
+def _code_of(code: Any) -> Any:
+    """Its instructions, names and constants, without the place where it was written."""
+    if not isinstance(code, CodeType):
+        return _told(code)
+    return code.co_code, code.co_names, [_code_of(constant) for constant in code.co_consts]
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_told(part) for part in value]
+    return value if isinstance(value, (bool, int, float, str, bytes, type(None))) else type(value).__name__
+
+
+def _is_users(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or "site-packages"
+    return "site-packages" not in file and not file.startswith(sysconfig.get_path("stdlib"))
 
 
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:

@@ -73,13 +73,14 @@ def rollout_pool(config: TrainingConfig) -> Pool | None:
 def pools(config: TrainingConfig) -> list[Pool]:
     """Everything that is reserved, in this order: training first, because its groups of ranks need nodes to themselves
     and an engine's bundle is whole wherever it lies."""
-    return [pool for pool in (training_pool(config), rollout_pool(config)) if pool is not None]
+    training = training_pool(config) if config.training_roles else None
+    return [pool for pool in (training, rollout_pool(config)) if pool is not None]
 
 
 def role_requests(config: TrainingConfig) -> list[RoleRequest]:
     """Every role of the run, in the order of the picture above."""
     cpus, workers = config.resources.cpus_per_worker, config.training_workers
-    training_gpus = 1.0 / len(config.training_roles) if config.uses_gpus else 0.0
+    training_gpus = 1.0 / max(1, len(config.training_roles)) if config.uses_gpus else 0.0
     requests = [RoleRequest(role, workers, cpus, training_gpus, "training") for role in config.training_roles]
     return requests + (_sampling_requests(config, cpus) if isinstance(config, Config) else [])
 

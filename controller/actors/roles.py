@@ -195,22 +195,16 @@ def start_roles(
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.
     """
     with ExitStack() as stack:
-        starter = _Starter(stack, config, console)
+        starter = Starter(stack, config, console)
         colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
-        policy = _policy(starter, config) if colocated else None
+        policy = new_policy(starter, config, config.total_optimizer_steps) if colocated else None
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
         devices = _shared_devices(policy.facts(), config.rollout) if policy else []
-        rollouts = Rollouts(
-            _engine_maker(config, starter, devices, environment),
-            config.rollout,
-            budget,
-            live,
-            replaceable=not config.uses_gpus,  # between GPUs, sender and engines have met once and for all
-            colocated=colocated,
-            start_timeout_s=timeout_s,
-            log=console.log,
+        # Between GPUs, sender and engines have met once and for all.
+        replaceable = not config.uses_gpus
+        rollouts = new_rollouts(
+            starter, config, budget, live, devices=devices, environment=environment, replaceable=replaceable
         )
-        stack.callback(rollouts.stop)
         started = rollouts.start()
         rewards = RewardPool(reward_functions, config.model.path, config.reward, starter.requests["reward"].cpus)
         stack.callback(rewards.stop)
@@ -220,10 +214,10 @@ def start_roles(
             with starter.waiting("engines, which load the model"):
                 started.result(timeout_s)
             rollouts.sleep()
-        policy = starter.built_policy(policy or _policy(starter, config))
+        policy = starter.built_policy(policy or new_policy(starter, config, config.total_optimizer_steps))
         reference = _reference(starter, config) if config.starts_reference else None
         critic = _critic(starter, config) if config.uses_critic else None
-        reward_model = _reward_model(starter, config) if config.uses_reward_model else None
+        reward_model = new_reward_model(starter, config) if config.uses_reward_model else None
         with starter.waiting("reward workers"):
             rewards.wait_ready(timeout_s)
         with starter.waiting("engines, which load the model"):
@@ -244,19 +238,20 @@ def start_roles(
         yield roles
 
 
-class _Starter:
+class Starter:
     """Starts the training roles of one run, each in its bundles; `stack` ends them."""
 
-    def __init__(
-        self, stack: ExitStack, config: TrainingConfig, console: Console, *, training_alone: bool = False
-    ) -> None:
-        """Reserve all bundles, or those of the training pool alone. Raises ResourceError as `reserve` does."""
+    def __init__(self, stack: ExitStack, config: TrainingConfig, console: Console, *, only: Sequence[str] = ()) -> None:
+        """Reserve all bundles, or those of the training pool alone. Raises ResourceError as `reserve` does.
+
+        only: the training roles that are started, where not all roles are.
+        """
         self.stack, self.config, self.console = stack, config, console
-        reserved = [training_pool(config)] if training_alone else pools(config)
+        reserved = [training_pool(config)] if only else pools(config)
         self.bundles = {pool.name: self._reserve(pool) for pool in reserved}
         self.requests = {request.role: request for request in role_requests(config)}
-        if training_alone:
-            self.requests = {role: self.requests[role] for role in config.training_roles}
+        if only:
+            self.requests = {role: self.requests[role] for role in only}
         console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
 
     def _reserve(self, pool: Pool) -> Reservation:
@@ -314,7 +309,35 @@ def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list
     return [",".join(ranks[rank]["gpus"] for rank in shared) for shared in engines]
 
 
-def _engine_maker(config: Config, starter: _Starter, devices: list[str], environment: bytes) -> MakeActor:
+def new_rollouts(
+    starter: Starter,
+    config: Config,
+    budget: RestartBudget,
+    live: LiveMetrics,
+    *,
+    devices: list[str] | None = None,
+    environment: bytes = b"",
+    replaceable: bool,
+) -> Rollouts:
+    """The engines, which end with the starter's stack; `start` builds them.
+
+    devices: of each engine, where it shares the policy's. replaceable: whether one that is lost can be put back alone.
+    """
+    rollouts = Rollouts(
+        _engine_maker(config, starter, devices or [], environment),
+        config.rollout,
+        budget,
+        live,
+        replaceable=replaceable,
+        colocated=config.rollout_placement == "colocated",
+        start_timeout_s=config.resources.start_timeout_s,
+        log=starter.console.log,
+    )
+    starter.stack.callback(rollouts.stop)
+    return rollouts
+
+
+def _engine_maker(config: Config, starter: Starter, devices: list[str], environment: bytes) -> MakeActor:
     """Makes the actor of a replica, and another in its place; see `RolloutEngines`.
 
     `devices`: of each engine where it shares the policy's, empty where Ray gives it its own or there are none.
@@ -358,7 +381,7 @@ def start_training_roles(
     worker_class: the policy's. total_steps: optimiser steps of the run.
     """
     with ExitStack() as stack:
-        starter = _Starter(stack, config, console)
+        starter = Starter(stack, config, console)
         arguments = _model_arguments(config, config.model, config.policy)
         arguments |= _learning(config, config.policy.optimizer, total_steps)
         policy = starter.built_policy(starter.group("policy", worker_class, arguments))
@@ -373,8 +396,8 @@ def start_roles_without_engines(config: Config, console: Console) -> Iterator[Ro
     """Start the roles that train on the samples of a step, and their reference, where the samples are there already;
     otherwise as `start_roles`."""
     with ExitStack() as stack:
-        starter = _Starter(stack, config, console, training_alone=True)
-        policy = starter.built_policy(_policy(starter, config))
+        starter = Starter(stack, config, console, only=config.training_roles)
+        policy = starter.built_policy(new_policy(starter, config, config.total_optimizer_steps))
         reference = _reference(starter, config) if config.starts_reference else None
         critic = _critic(starter, config) if config.uses_critic else None
         rollouts = Rollouts(_no_engine, replace(config.rollout, replicas=0))
@@ -386,24 +409,26 @@ def _no_engine(replica: int, attempt: int) -> Any:
     raise RolloutError(f"rollout replica {replica} is none of these roles (attempt {attempt}).")
 
 
-def _policy(starter: _Starter, config: Config) -> WorkerGroup:
+def new_policy(starter: Starter, config: TrainingConfig, total_steps: int) -> WorkerGroup:
+    """The policy's actors; `Starter.built_policy` loads its model. total_steps: optimiser steps of the run."""
     arguments = _model_arguments(config, config.model, config.policy)
-    arguments |= _learning(config, config.policy.optimizer, config.total_optimizer_steps)
+    arguments |= _learning(config, config.policy.optimizer, total_steps)
     return starter.group("policy", PolicyWorker, arguments)
 
 
-def _reference(starter: _Starter, config: ReferenceSettings) -> WorkerGroup:
+def _reference(starter: Starter, config: ReferenceSettings) -> WorkerGroup:
     arguments = _model_arguments(config, config.reference_model, config.reference)
     return starter.built("reference", ReferenceWorker, arguments)
 
 
-def _critic(starter: _Starter, config: Config) -> WorkerGroup:
+def _critic(starter: Starter, config: Config) -> WorkerGroup:
     arguments = _model_arguments(config, config.critic_model, config.critic)
     arguments |= _learning(config, config.critic.optimizer, config.critic_optimizer_steps)
     return starter.built("critic", CriticWorker, arguments)
 
 
-def _reward_model(starter: _Starter, config: Config) -> WorkerGroup:
+def new_reward_model(starter: Starter, config: Config) -> WorkerGroup:
+    """The reward model's actors, with its model."""
     arguments = _model_arguments(config, config.reward_model, config.reward.model)
     return starter.built("reward_model", RewardModelWorker, arguments)
 

@@ -9,17 +9,24 @@ from typing import Any
 
 from workers.errors import ConfigError
 
+GIVEN = "callable:"  # begins the name, in settings, of a function that a call was given
+
 
 def check_function(key: str, name: str) -> None:
     """Find `module:function` or `path/file.py:function` without importing it; `key` names the setting.
 
     Raises ConfigError if the name is malformed, the file is not there or does not compile, or lacks the function.
     """
+    if name.startswith(GIVEN):
+        raise ConfigError(
+            f"{key}={name} stands for a Python function that was given to a call; give it again, as in "
+            "ballast.fit(..., reward=...), or name a function here."
+        )
     match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
     if match is None:
         raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
     place, function = match.groups()
-    path = Path(place) if place.endswith(".py") else _module_file(place)
+    path = source_file(name)
     if path is None or not path.is_file():
         what = f"file {place}" if place.endswith(".py") else f"module {place} in the working directory or installed"
         raise ConfigError(f"{key}={name!r}: there is no {what}.")
@@ -29,6 +36,12 @@ def check_function(key: str, name: str) -> None:
         raise ConfigError(f"{key}={name!r}: {path} is not valid Python: {error}.") from None
     if function not in names.get_identifiers() or not _is_bound(names, function):
         raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
+
+
+def source_file(name: str) -> Path | None:
+    """The file that `module:function` or `path/file.py:function` names; None for a module that is not found."""
+    place = name.rpartition(":")[0]
+    return Path(place) if place.endswith(".py") else _module_file(place)
 
 
 def _module_file(name: str) -> Path | None:

@@ -76,6 +76,11 @@ class Config(ReferenceSettings):
         return True
 
     @property
+    def sampling_key(self) -> str:
+        """The section of `rollout.sampling`, for messages."""
+        return "rollout.sampling"
+
+    @property
     def temperature(self) -> float:
         """The sampler's temperature, so that log-probs are of the distribution that was sampled from."""
         return self.rollout.sampling.temperature

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from controller.observability.console import Console
     from controller.observability.live_metrics import LiveMetrics
     from controller.offline.trainers import OfflineTrainer
+    from controller.training_loop import Callback
 
 Settings = TypeVar("Settings", bound=OfflineConfig)
 Examples = dict[str, list[tuple[Example, ...]]]
@@ -59,11 +60,20 @@ class OfflineCommand(Generic[Settings]):
         """
         request = parse_arguments(arguments, self.arguments)
         config = load_as(self.schema, request.config, request.overrides)
+        if not request.dry_run:
+            return self.prepare_run(config)
         check_offline(config)
-        check_machine(config, dry_run=request.dry_run)
-        if request.dry_run:
-            self.dry_run(config, everything=request.everything)
-            return None
+        check_machine(config, dry_run=True)
+        self.dry_run(config, everything=request.everything)
+        return None
+
+    def prepare_run(self, config: Settings, callbacks: Sequence["Callback"] = ()) -> Callable[[], None] | None:
+        """Check everything, and return what starts the run; None, with a line, if it has ended already.
+
+        callbacks: see `TrainingLoop.fit`. Raises as `prepare`, and ResourceError.
+        """
+        check_offline(config)
+        check_machine(config, dry_run=False)
         # With run.steps the end is known before the data is read, with run.epochs by the number of its records.
         if config.run.steps and (done := finished(config, config.run.steps, config.length_setting)):
             print(done)
@@ -73,7 +83,7 @@ class OfflineCommand(Generic[Settings]):
         if done := finished(config, config.steps_over(len(inputs.train)), config.length_setting):
             print(done)
             return None
-        return locked(config, partial(self.run, config, inputs))
+        return locked(config, partial(self.run, config, inputs, callbacks))
 
     def dry_run(self, config: Settings, *, everything: bool) -> None:
         """Print what would run and where, then read the data and load small models; raises as these do.
@@ -120,15 +130,15 @@ class OfflineCommand(Generic[Settings]):
         check_same_data(config, identity)
         return Inputs(train, validation, cost_model, identity)
 
-    def run(self, config: Settings, inputs: "Inputs") -> None:
+    def run(self, config: Settings, inputs: "Inputs", callbacks: Sequence["Callback"] = ()) -> None:
         """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
         from controller.observability.console import Console
 
         console = Console()
         with run_log(config.run_folder, console):
-            self._run(config, inputs, console)
+            self._run(config, inputs, console, callbacks)
 
-    def _run(self, config: Settings, inputs: "Inputs", console: "Console") -> None:
+    def _run(self, config: Settings, inputs: "Inputs", console: "Console", callbacks: Sequence["Callback"]) -> None:
         for dataset in (inputs.train, inputs.validation):
             if dataset is not None and dataset.dropped:
                 console.log(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
@@ -136,7 +146,7 @@ class OfflineCommand(Generic[Settings]):
         def attempt(config: Settings, budget: object) -> None:
             del budget  # of engines: there are none
             with self.training(config, inputs, console) as trainer:
-                trainer.fit()
+                trainer.fit(callbacks)
 
         with ray_session(config, console), naming_what_is_left(config):
             recovering(attempt, config, console.log)

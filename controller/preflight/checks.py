@@ -10,18 +10,19 @@ import math
 
 from controller.config import Config
 from controller.config.function_files import check_function
+from controller.config.given import NONE_GIVEN, GivenFunctions
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.algorithm_checks import check_advantage, check_loss
 from controller.preflight.count_checks import check_counts
 from controller.preflight.critic_checks import check_critic, check_reward_model
 from controller.preflight.data_checks import check_data
 from controller.preflight.effects import check_settings_have_effect
+from controller.preflight.engine_checks import check_engine_model, check_lengths, check_turns, response_limit
 from controller.preflight.model_sizes import check_model_sizes
 from controller.preflight.model_types import CAUSAL
 from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
-    check_caps_hold,
     check_model_files,
     check_order,
     check_replicate,
@@ -35,8 +36,11 @@ from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import fits_device
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second."""
+def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
+    """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second.
+
+    given: reward functions that a call was given, which the settings only stand for.
+    """
     check_settings_have_effect(config)
     check_run(config)
     check_advantage(config)
@@ -45,9 +49,9 @@ def check(config: Config) -> None:
     _check_sampling(config)
     check_validation(config)
     check_engine_options(config.rollout.engine)
-    _check_environment(config)
+    check_turns(config)
     _check_overlong(config)
-    _check_caps(config)
+    check_lengths(config)
     _check_devices(config)
     model = read_model_files(config.model.path, "model.path")
     _check_model(config, model)
@@ -57,14 +61,14 @@ def check(config: Config) -> None:
     check_critic(config, model)
     check_reward_model(config, model)
     check_data(config, model)
-    _check_rewards(config)
+    check_rewards(config, given)
     check_trackers(config)
 
 
 def check_layout(config: Config) -> None:
     """What of `check` depends on ranks, caps and models: for a run that was checked, with another layout."""
     check_counts(config)
-    _check_caps(config)
+    check_lengths(config)
     _check_devices(config)
     _check_model(config, read_model_files(config.model.path, "model.path"))
     check_replicate(config)
@@ -84,47 +88,7 @@ def _check_overlong(config: Config) -> None:
     if overlong >= longest:
         raise ConfigError(
             f"reward.overlong_tokens={overlong} punishes every response: it must be below "
-            f"{_response_limit(config)}={longest}."
-        )
-
-
-def _response_limit(config: Config) -> str:
-    """The settings that `longest_response` follows from."""
-    if not config.rollout.environment:
-        return "rollout.sampling.max_new_tokens"
-    if config.rollout.max_episode_tokens:
-        return "rollout.max_episode_tokens"
-    return "rollout.max_turns * rollout.sampling.max_new_tokens"
-
-
-def _check_environment(config: Config) -> None:
-    rollout = config.rollout
-    if not rollout.environment:
-        return
-    check_function("rollout.environment", rollout.environment)
-    turns = {"rollout.sampling": rollout.sampling}
-    if config.data.validation:
-        turns["validation.sampling"] = config.validation.sampling
-    for key, sampling in turns.items():
-        if sampling.max_new_tokens > rollout.response_limit(sampling):
-            raise ConfigError(
-                f"rollout.max_episode_tokens={rollout.max_episode_tokens} is below "
-                f"{key}.max_new_tokens={sampling.max_new_tokens}, the longest turn; raise it, or leave it at 0."
-            )
-
-
-def _check_caps(config: Config) -> None:
-    longest = config.longest_sequence
-    parts = (
-        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
-        f"{_response_limit(config)}={config.longest_response} = {longest} tokens"
-    )
-    check_caps_hold(config, parts)
-    if config.max_model_tokens < config.needed_model_tokens:
-        raise ConfigError(
-            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
-            f"data.max_prompt_tokens and {_response_limit(config)} (or that of validation.sampling) allow; raise it or "
-            "leave it at 0."
+            f"{response_limit(config)}={longest}."
         )
 
 
@@ -160,21 +124,7 @@ def _check_devices(config: Config) -> None:
 
 def _check_model(config: Config, model: ModelFiles) -> None:
     check_model_files(config, model, "model.path", config.model.path, CAUSAL, output=HEAD)
-    if model.positions is not None and config.max_model_tokens > model.positions:
-        raise ConfigError(
-            f"prompt and response may reach {config.max_model_tokens} tokens, but {config.model.path} takes "
-            f"{model.positions}; lower data.max_prompt_tokens, {_response_limit(config)} or rollout.max_model_tokens."
-        )
-    parallel, heads, pairs = config.rollout.tensor_parallel, model.attention_heads, model.key_value_heads
-    if heads is not None and heads % parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel={parallel} does not divide the {heads} attention heads of {config.model.path}."
-        )
-    if pairs is not None and pairs % parallel and parallel % pairs:
-        raise ConfigError(
-            f"rollout.tensor_parallel={parallel} neither divides nor is a multiple of the {pairs} key-value heads of "
-            f"{config.model.path}."
-        )
+    check_engine_model(config, model)
     check_model_sizes(config, model)
 
 
@@ -183,9 +133,10 @@ def _check_reference(config: Config, model: ModelFiles) -> None:
         check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 
 
-def _check_rewards(config: Config) -> None:
-    given = bool(config.reward.function) + bool(config.reward.functions)
-    if given > 1 or not (given or config.rollout.environment or config.uses_reward_model):
+def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
+    """Raise ConfigError unless there is a reward, by functions that can be found. given: see `check`."""
+    ways = bool(config.reward.function) + bool(config.reward.functions)
+    if ways > 1 or not (ways or config.rollout.environment or config.uses_reward_model):
         raise ConfigError(
             "one of reward.function and reward.functions (several, by weight) must be set, and not both; "
             "rollout.environment and reward.model.path need none."
@@ -193,7 +144,8 @@ def _check_rewards(config: Config) -> None:
     key = "reward.functions" if config.reward.functions else "reward.function"
     names: dict[str, str] = {}
     for function, weight in config.reward.weights.items():
-        check_function(key, function)
+        if function not in given:
+            check_function(key, function)
         if not math.isfinite(weight):
             raise ConfigError(f"{key}: the weight of {function} must be a finite number, not {weight}.")
         other = names.setdefault(function.rpartition(":")[2], function)

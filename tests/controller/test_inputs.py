@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,16 @@ def test_a_template_that_never_ends_on_a_later_prompt_is_ended(workspace: Path) 
     with pytest.raises(DataError, match=r"record 41 is not rendered .* took more than resources.user_code_timeout_s="):
         rendered(tokenizer, messages, "chat.jsonl record 41")
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_in_another_thread_prompts_are_rendered_without_a_limit(workspace: Path) -> None:
+    (workspace / "model" / "chat_template.jinja").write_text(CHAT)
+    tokenizer = limited_tokenizer(load(None, SETTINGS))
+    messages = [{"role": "user", "content": "12"}]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(rendered, tokenizer, messages, "chat.jsonl record 1").result() == rendered(
+            tokenizer, messages, "chat.jsonl record 1"
+        )
 
 
 def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) -> None:

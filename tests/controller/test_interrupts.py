@@ -2,12 +2,14 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 
-from controller.interrupts import SIGNALS, Interrupts
+from controller.interrupts import SIGNALS, Interrupts, handlers_kept
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +75,22 @@ def test_the_handlers_of_before_are_put_back() -> None:
     with Interrupts(print):
         assert [signal.getsignal(number) for number in SIGNALS] != before
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_call_leaves_the_handlers_as_they_were_and_none_is_touched_in_another_thread() -> None:
+    def mine(*_: object) -> None:
+        pass
+
+    def call() -> None:
+        with handlers_kept():
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as ray.init sets its own
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        call()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(call).result()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -12,10 +12,18 @@ from pathlib import Path
 import pytest
 
 from balancing.__main__ import main as balance
-from controller import fit, preferences, sft
+from ballast.commands import COMMANDS
+from ballast.commands import main as ballast
+from controller import evaluate, fit, generate, preferences, sft
 from tests.documentation.blocks import ROOT
 
-MAINS = {"controller.fit": fit.main, "controller.sft": sft.main, "controller.preferences": preferences.main}
+MAINS = {
+    "controller.fit": fit.main,
+    "controller.sft": sft.main,
+    "controller.preferences": preferences.main,
+    "controller.evaluate": evaluate.main,
+    "controller.generate": generate.main,
+}
 
 
 def dry_run(main: Callable[[list[str]], int], arguments: list[str]) -> None:
@@ -59,7 +67,11 @@ def make_has(words: list[str]) -> None:
 def run_python(words: list[str]) -> None:
     assert words[1] == "-m", f"{words}: only modules are started in the documentation"
     module, arguments = words[2], words[3:]
-    if module in MAINS:
+    if module == "ballast" and arguments[0] in COMMANDS:
+        module, arguments = COMMANDS[arguments[0]].module.removesuffix(".__main__"), arguments[1:]
+    if module == "ballast":
+        assert ballast(arguments) == 0
+    elif module in MAINS:
         dry_run(MAINS[module], arguments)
     elif module == "balancing":
         assert balance(arguments) in (None, 0)

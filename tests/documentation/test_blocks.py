@@ -10,6 +10,7 @@ from controller.config import load
 from controller.config.functions import requested_columns
 from controller.preflight.checks import check
 from tests.documentation.blocks import Block, blocks, commands
+from tests.documentation.calls import stand_in
 from tests.documentation.checks import CHECKS
 from tests.documentation.workspace import RECORD
 from workers.model.losses.registry import POLICY_LOSSES
@@ -35,7 +36,12 @@ def test_settings_are_accepted(documentation_workspace: Path, block: Block) -> N
 
 
 @pytest.mark.parametrize("block", [b for b in blocks("python") if not b.why], ids=lambda block: block.name)
-def test_code_does_what_the_page_says(block: Block) -> None:
+def test_code_does_what_the_page_says(
+    block: Block, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "import ballast" in block.body:
+        request.getfixturevalue("documentation_workspace")
+        stand_in(monkeypatch)
     if ">>>" in block.body:
         example = doctest.DocTestParser().get_doctest(block.body, {}, block.name, block.page, 0)
         report: list[str] = []

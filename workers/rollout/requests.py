@@ -14,6 +14,11 @@ from workers.score import Score
 
 STOP, LENGTH, TURNS, ERROR = "stop", "length", "turns", "error"
 
+# "Steps" of samples that no step trains on, for their seeds; all samplings of one kind have the same.
+VALIDATION_STEP = -1  # so that validations differ by the policy alone
+PROOF_STEP = -2  # samples that engines and trainer are compared on
+GENERATION_STEP = -3  # of `controller.generate`
+
 
 @dataclass(frozen=True)
 class EpisodeStart:

@@ -1,0 +1,37 @@
+"""Ballast under one name: its commands for a shell, and functions for a notebook, a script or a sweep.
+
+    python -m ballast fit --config mine.yaml         commands: every command by its short name
+    ballast.fit("mine.yaml", reward=mine).summary    training, sampling: what these commands do, as functions
+
+A thin package: it parses no settings and holds no algorithm. `controller`, and all that it imports, is loaded at the
+first call, so that `import ballast` is instant.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ballast.sampling import Evaluation, evaluate, generate
+    from ballast.training import Result, fit, preferences, sft
+    from controller.training_loop import StopTraining
+
+__all__ = ["Evaluation", "Result", "StopTraining", "evaluate", "fit", "generate", "preferences", "sft"]
+
+_PLACES = {
+    **dict.fromkeys(("Result", "fit", "preferences", "sft"), "ballast.training"),
+    **dict.fromkeys(("Evaluation", "evaluate", "generate"), "ballast.sampling"),
+    "StopTraining": "controller.training_loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'ballast' has no attribute {name!r}")
+    from ballast.packages import check_controller
+
+    check_controller()
+    return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

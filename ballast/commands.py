@@ -1,0 +1,79 @@
+"""`python -m ballast NAME ...`, which is also the script `ballast`: a command by its short name, with its arguments.
+
+    ballast fit --config mine.yaml  -->  controller.fit.main(["--config", "mine.yaml"])
+
+The command's module is imported when its name is known: the list of commands is there at once.
+"""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from ballast.packages import check_controller
+
+
+@dataclass(frozen=True)
+class Command:
+    """module: has `main(arguments)`, which returns the exit code, or None for 0. does: in a few words."""
+
+    module: str
+    does: str
+
+
+COMMANDS = {
+    "fit": Command("controller.fit", "train a policy by reinforcement learning"),
+    "sft": Command("controller.sft", "train it on given responses"),
+    "preferences": Command("controller.preferences", "train it on pairs of responses (DPO, IPO, SimPO)"),
+    "evaluate": Command("controller.evaluate", "validation metrics of a model on a data set, with intervals"),
+    "generate": Command("controller.generate", "samples with token ids and log-probs, in a file"),
+    "report": Command("controller.report", "one page about a run"),
+    "timeline": Command("controller.timeline", "a trace of a run, for Perfetto or Chrome"),
+    "balance": Command("balancing.__main__", "what each strategy makes of the lengths in a run or a file"),
+    "doctor": Command("controller.doctor", "look at this machine, or a cluster, before the first run"),
+    "replay": Command("controller.replay", "train a recorded step of a run again"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, by default that of the process's command line, and return its exit code.
+
+    2, with one line, for a name that is none, and where a file of the user's hides a package of ours.
+    """
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print(help_page())
+        return 0
+    if name not in COMMANDS:
+        return _refuse(f"ballast has no command {name!r}; {_suggestion(name)}")
+    try:
+        command = main_of(COMMANDS[name])
+    except ImportError as error:
+        return _refuse(str(error))
+    return command(rest) or 0
+
+
+def main_of(command: Command) -> Callable[[Sequence[str]], int | None]:
+    """The command's `main`. Raises ImportError where a file of the user's hides a package of ours."""
+    check_controller()
+    return cast(Callable[[Sequence[str]], int | None], importlib.import_module(command.module).main)
+
+
+def help_page() -> str:
+    """The commands, a line each."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.does}" for name, command in COMMANDS.items()]
+    last = "`ballast COMMAND --help` explains a command's arguments."
+    return "\n".join(["usage: ballast COMMAND [arguments]", "", *lines, "", last])
+
+
+def _suggestion(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f"did you mean {near[0]}?" if near else f"it has {', '.join(COMMANDS)}."
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,95 @@
+"""`controller.evaluate` and `controller.generate` as functions: settings in, an Evaluation or a file of samples out."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ballast.settings import Values, as_overrides, known_keys
+from ballast.training import Settings
+from controller.config.given import Reward
+from controller.evaluate import EVALUATE, METRICS
+from controller.evaluate import finish as finish_evaluation
+from controller.generate import GENERATE
+from controller.generate import finish as finish_generation
+from controller.interrupts import handlers_kept
+from controller.intervals import Interval
+from controller.sampling.jobs import Kind, Request
+from controller.sampling.output import SAMPLES
+from controller.sampling.running import Finish, prepare_job
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """metrics, intervals: by name; a metric without an interval has none in `intervals`. folder: with samples.jsonl,
+    every response, and metrics.json, of which `facts` is the content."""
+
+    folder: Path
+    metrics: dict[str, float | None]
+    intervals: dict[str, Interval]
+    facts: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Evaluation":
+        """The evaluation in a folder. Raises OSError where there is none."""
+        facts = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+        found = facts["metrics"]
+        intervals = {
+            name: Interval(one["low"], one["high"], one["method"]) for name, one in found.items() if one["method"]
+        }
+        return cls(folder, {name: one["value"] for name, one in found.items()}, intervals, facts)
+
+
+def evaluate(
+    config: Settings = None,
+    *,
+    model: str | Path = "",
+    reward: Reward | None = None,
+    output: str | Path | None = None,
+    overrides: Values = (),
+) -> Evaluation:
+    """Validation metrics of a model on data.validation, as `python -m controller.evaluate`; trains nothing.
+
+    config: as for `fit`, a configuration of a training; None takes that of the run which `model` is of. model: a
+    folder, a hub name, a run, or a checkpoint of a run; empty takes model.path. output: a folder; samples that are
+    there are not made again. reward, overrides, and what is raised: as for `fit`.
+    """
+    request = replace(_request(EVALUATE, config, overrides), model=str(model), reward=reward, output=_path(output))
+    return Evaluation.read(_run(EVALUATE, finish_evaluation, request))
+
+
+def generate(
+    config: Settings = None,
+    *,
+    model: str | Path = "",
+    reward: Reward | None = None,
+    output: str | Path | None = None,
+    overrides: Values = (),
+    prompts: int = 0,
+) -> Path:
+    """Samples with token ids and log-probs, as `python -m controller.generate`; returns the file, a line a sample.
+
+    prompts: only so many, the first; 0 takes all. Otherwise as `evaluate`; there need not be a reward.
+    """
+    request = replace(_request(GENERATE, config, overrides), model=str(model), reward=reward, output=_path(output))
+    return _run(GENERATE, finish_generation, replace(request, prompts=prompts)) / SAMPLES
+
+
+def _request(kind: Kind, config: Settings, overrides: Values) -> Request:
+    given = tuple(as_overrides(overrides, known_keys(kind.schema)))
+    if isinstance(config, Mapping):
+        return Request(settings=tuple(as_overrides(config, known_keys(kind.schema))), overrides=given)
+    return Request(_path(config), overrides=given)
+
+
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _run(kind: Kind, finish: Finish, request: Request) -> Path:
+    """The folder of what the job has made."""
+    with handlers_kept():
+        job, start = prepare_job(kind, finish, request)
+        start()
+    return job.folder

@@ -1,0 +1,103 @@
+"""The training commands as functions: settings in, a Result out.
+
+    fit(settings, reward=f) --controller.fit.prepare--> the run --> runs/NAME/ --> Result
+
+The run is the command's: the same checks, folder, lock, records and checkpoints, in this process. What a command says
+in one line with exit code 2 or 1 is raised here, as an error of `workers.errors`.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ballast.settings import Values, load_settings
+from controller.config import Config, TrainingConfig
+from controller.config.given import Reward, give_rewards
+from controller.interrupts import handlers_kept
+from controller.observability.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from controller.offline.running import OfflineCommand
+    from controller.training_loop import Callback
+
+Settings = str | Path | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that has ended.
+
+    folder: runs/NAME. summary: that of its summary.json: `steps`, `validation` before and after, medians of
+    `seconds_per_step` and `tokens_per_second`. metrics: a row a step, with the step's number under `step`; None for
+    what is not finite. After a resume they are those of the whole run.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    metrics: list[dict[str, float | None]]
+
+    @property
+    def model(self) -> Path:
+        """The trained model's folder, in Hugging Face format."""
+        return self.folder / "model"
+
+    @classmethod
+    def read(cls, folder: Path) -> "Result":
+        """The result of a run that has ended in `folder`. Raises OSError or DataError where none has."""
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        return cls(folder, summary, RunFolder(folder).metrics)
+
+
+def fit(
+    config: Settings = None,
+    *,
+    reward: Reward | None = None,
+    callbacks: Sequence["Callback"] = (),
+    overrides: Values = (),
+) -> Result:
+    """Train a policy by reinforcement learning, as `python -m controller.fit` does; returns when the run has ended.
+
+    config: a YAML file, or settings as a mapping. reward: a function, or several with their weights, in place of
+    reward.function; closures and lambdas too, and the name of one as in the settings. Their processes get them pickled,
+    so that they change nothing here. callbacks: called after every step with its number and its metrics; one may raise
+    StopTraining. overrides: settings that replace those of `config`.
+
+    Raises ConfigError, DataError or ResourceError before anything is started, and what ends a run, such as
+    RolloutError; all are BallastError. KeyboardInterrupt passes; the run has then stopped as the command does.
+    """
+    from controller.fit import prepare
+
+    settings = load_settings(Config, config, overrides)
+    given = give_rewards(settings.reward, reward)
+    return _result(settings, lambda: prepare(settings, given, callbacks))
+
+
+def sft(config: Settings = None, *, callbacks: Sequence["Callback"] = (), overrides: Values = ()) -> Result:
+    """Train a policy on given responses, as `python -m controller.sft` does; otherwise as `fit`."""
+    from controller.sft import SFT
+
+    return _offline(SFT, config, callbacks, overrides)
+
+
+def preferences(config: Settings = None, *, callbacks: Sequence["Callback"] = (), overrides: Values = ()) -> Result:
+    """Train a policy on pairs of responses, as `python -m controller.preferences` does; otherwise as `fit`."""
+    from controller.preferences import PREFERENCES
+
+    return _offline(PREFERENCES, config, callbacks, overrides)
+
+
+def _offline(
+    command: "OfflineCommand[Any]", config: Settings, callbacks: Sequence["Callback"], overrides: Values
+) -> Result:
+    settings = load_settings(command.schema, config, overrides)
+    return _result(settings, lambda: command.prepare_run(settings, callbacks))
+
+
+def _result(settings: TrainingConfig, prepare: Callable[[], Callable[[], None] | None]) -> Result:
+    with handlers_kept():
+        start = prepare()
+        if start is not None:
+            start()
+    return Result.read(settings.run_folder)

@@ -1,0 +1,56 @@
+"""The actors of commands that sample and train nothing: engines, reward workers and, where there is one, a reward
+model; and the policy alone, for a checkpoint of it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from controller.actors.rewards import RewardPool
+from controller.actors.roles import Starter, new_policy, new_reward_model, new_rollouts
+from controller.actors.worker_group import WorkerGroup
+from controller.config.sampler import SamplerConfig
+from controller.config.training import TrainingConfig
+from controller.generation.fleet import RestartBudget
+from controller.generation.rounds import Rollouts
+from controller.observability.console import Console
+from controller.observability.live_metrics import LiveMetrics
+from workers.reward_process import RewardFunction
+
+
+@dataclass(frozen=True)
+class SamplingRoles:
+    """`reward_model` is None without reward.model.path."""
+
+    rollouts: Rollouts
+    rewards: RewardPool
+    reward_model: WorkerGroup | None
+
+
+@contextmanager
+def start_sampling_roles(
+    config: SamplerConfig, reward_functions: Sequence[RewardFunction], console: Console, *, environment: bytes = b""
+) -> Iterator[SamplingRoles]:
+    """Start the roles and yield them; end every actor and release every bundle in any case.
+
+    Engines serve the weights of model.path, and one that is lost is replaced. environment, and what is raised: see
+    `start_roles`.
+    """
+    with ExitStack() as stack:
+        starter, timeout_s = Starter(stack, config, console), config.resources.start_timeout_s
+        budget = RestartBudget(config.run.max_restarts)
+        rollouts = new_rollouts(starter, config, budget, LiveMetrics(), environment=environment, replaceable=True)
+        started = rollouts.start()
+        rewards = RewardPool(reward_functions, config.model.path, config.reward, starter.requests["reward"].cpus)
+        stack.callback(rewards.stop)
+        reward_model = new_reward_model(starter, config) if config.uses_reward_model else None
+        rewards.wait_ready(timeout_s)
+        started.result(timeout_s)
+        yield SamplingRoles(rollouts, rewards, reward_model)
+
+
+@contextmanager
+def start_policy(config: TrainingConfig, console: Console) -> Iterator[WorkerGroup]:
+    """Start the policy's ranks, with the model of model.path, and yield them; otherwise as `start_roles`."""
+    with ExitStack() as stack:
+        starter = Starter(stack, config, console, only=("policy",))
+        yield starter.built_policy(new_policy(starter, config, total_steps=1))

@@ -1,0 +1,52 @@
+"""Reward functions that a call is given as Python objects, in place of names in the configuration.
+
+    ballast.fit(..., reward=f) --give_rewards--> reward.function: callable:f, and {"callable:f": f, pickled}
+
+The settings that a run records say that much, and no more: such a run goes on where it is given its functions again.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from controller.config.function_files import GIVEN
+from controller.config.sections import RewardConfig
+from workers.errors import ConfigError
+from workers.user_code import UserFunction, given_function
+
+RewardFunctionLike = Callable[..., Any] | str
+Reward = RewardFunctionLike | Mapping[RewardFunctionLike, float]
+"""A function, or its name as in the settings; or several of them, each with its weight."""
+
+GivenFunctions = Mapping[str, UserFunction]
+"""By the name that stands for them in the settings."""
+
+NONE_GIVEN: GivenFunctions = {}
+
+
+def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunctions:
+    """Put names for `reward` into the settings, in place of those there, and return its functions; None is no change.
+
+    Raises ConfigError for a function that cannot be pickled, or two of one name.
+    """
+    if reward is None:
+        return NONE_GIVEN
+    weights = reward if isinstance(reward, Mapping) else {reward: 1.0}
+    named: dict[str, RewardFunctionLike] = {}
+    for function in weights:
+        if named.setdefault(name_of(function), function) is not function:
+            raise ConfigError(f"reward: two functions are named {name_of(function)}; rename one of them.")
+    settings.function = "" if isinstance(reward, Mapping) else name_of(reward)
+    settings.functions = {name_of(f): float(w) for f, w in weights.items()} if isinstance(reward, Mapping) else {}
+    return {name: given_function(name, function) for name, function in named.items() if not isinstance(function, str)}
+
+
+def name_of(function: RewardFunctionLike) -> str:
+    """The name of a function in the settings."""
+    if isinstance(function, str):
+        return function
+    while isinstance(function, partial):
+        function = function.func
+    found = getattr(function, "__name__", type(function).__name__)
+    return GIVEN + (re.sub(r"\W", "", found) or "function")

@@ -1,0 +1,157 @@
+"""Settings of the commands that sample from a model and train none: those of a training, narrowed to what they use.
+
+    Config <-- SamplerConfig <-- EvaluateConfig (data.validation, validation.sampling)
+                             '-- GenerateConfig (data.train or data.sources, rollout.sampling)
+
+A configuration of a training is read as it is. Of its settings these commands use those of the model, the data, the
+engines and the rewards; one of the others on their own command line is refused.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from controller.config.limits import Limits
+from controller.config.schema import Config
+from controller.config.sections import AlgorithmConfig, BatchConfig, DataConfig
+from workers.config import SamplingConfig
+from workers.errors import ConfigError
+
+OF_TRAINING = (
+    *("run.steps", "run.save_every", "run.checkpoint_every", "run.keep_checkpoints", "run.resume", "run.other_data"),
+    *("run.log_completions", "run.record_samples", "batch.", "algorithm.", "reference.", "critic.", "tracking."),
+    *("data.shuffle", "data.curriculum", "reward.overlong_", "validation.every", "validation.keep_best"),
+    *("rollout.placement", "rollout.max_staleness", "rollout.staleness_window", "rollout.kv_cache_after_update"),
+)
+OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")
+
+
+@dataclass
+class SamplerConfig(Config):
+    """Engines, reward workers and, with reward.model.path, the ranks of a reward model."""
+
+    @property
+    def command(self) -> str:
+        """The module that has these settings."""
+        raise NotImplementedError
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether anything scores the samples."""
+        return bool(self.reward.weights or self.rollout.environment or self.uses_reward_model)
+
+    @property
+    def first_prompts(self) -> int:
+        """Number of prompts that are taken, the first; 0 takes all."""
+        return 0
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Keys, or beginnings of keys, that the command does not read."""
+        return OF_TRAINING
+
+    @property
+    def training_roles(self) -> tuple[str, ...]:
+        """The roles of the training pool."""
+        return ("reward_model",) if self.uses_reward_model else ()
+
+    @property
+    def rollout_placement(self) -> str:
+        """Engines have GPUs of their own: there is no policy to share them with."""
+        return "apart" if self.uses_gpus else "shared_memory"
+
+    @property
+    def uses_reference(self) -> bool:
+        """False: there is no loss."""
+        return False
+
+    @property
+    def uses_critic(self) -> bool:
+        """False: there are no advantages."""
+        return False
+
+    @property
+    def limits(self) -> dict[str, Limits]:
+        """Those of the reward model's pass, where there is one."""
+        return {name: limits for name, limits in super().limits.items() if name.startswith("reward_model.")}
+
+    def narrowed(self, output: Path) -> Self:
+        """The settings of the command alone, with `output` as the run's folder."""
+        raise NotImplementedError
+
+    def _narrowed(self, output: Path, data: DataConfig, sampling: SamplingConfig, samples: int) -> Self:
+        return replace(
+            self,
+            run=replace(self.run, dir=str(output.parent), name=output.name, resume="auto", other_data="keep_place"),
+            data=replace(data, curriculum="", shuffle=False),
+            rollout=replace(self.rollout, sampling=sampling, samples_per_prompt=samples, max_staleness=0),
+            validation=replace(self.validation, keep_best=""),
+            algorithm=AlgorithmConfig(),
+            batch=BatchConfig(),
+        )
+
+
+@dataclass
+class EvaluateConfig(SamplerConfig):
+    """Of `controller.evaluate`: a validation, as training makes it."""
+
+    @property
+    def command(self) -> str:
+        """`controller.evaluate`."""
+        return "controller.evaluate"
+
+    @property
+    def sampling_key(self) -> str:
+        """The section of its sampling."""
+        return "validation.sampling"
+
+    @property
+    def first_prompts(self) -> int:
+        """validation.prompts."""
+        return self.validation.prompts
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Beside those of training, those of training's samples; validation.sampling may follow one of them."""
+        sampling = tuple(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k"))
+        return (*OF_TRAINING, "data.train", "data.sources", "rollout.samples_per_prompt", *sampling)
+
+    def narrowed(self, output: Path) -> Self:
+        """Raises ConfigError without data.validation."""
+        if not self.data.validation:
+            raise ConfigError("data.validation is not set; name the data to evaluate on, data.validation=FILE.")
+        data = replace(self.data, train=self.data.validation, sources={}, validation="")
+        return self._narrowed(output, data, self.validation.sampling, self.validation.samples)
+
+
+@dataclass
+class GenerateConfig(SamplerConfig):
+    """Of `controller.generate`: samples as training makes them."""
+
+    @property
+    def command(self) -> str:
+        """`controller.generate`."""
+        return "controller.generate"
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Beside those of training, those of a validation."""
+        return (*OF_TRAINING, "data.validation", "validation.")
+
+    def narrowed(self, output: Path) -> Self:
+        """Its data are data.train or data.sources, in the order of their files."""
+        data = replace(self.data, validation="")
+        return self._narrowed(output, data, self.rollout.sampling, self.rollout.samples_per_prompt)
+
+
+def check_effect(config: SamplerConfig, overrides: Iterable[str], *, uses_ranks: bool) -> None:
+    """Raise ConfigError for an override that the command does not read; a file's other settings are left alone.
+
+    uses_ranks: whether a reward model or a checkpoint is computed with, by training ranks.
+    """
+    ignored = (*config.without_effect, *(() if uses_ranks else OF_RANKS))
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key.startswith(ignored):
+            raise ConfigError(f"{key} has no effect in {config.command}, which trains nothing; leave it out.")

@@ -1,0 +1,41 @@
+"""Our packages have common names: a file or folder of the user's with one of them is told, not imported in our place.
+
+import controller --> `import workers`, `import balancing` would find ours? --> nothing, or ImportError in one line
+"""
+
+import sys
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path = ROOT) -> None:
+    """Raise ImportError if something else than the package in `root` is, or would be, imported by one of the names.
+
+    The working directory counts wherever the program was started from: processes of ours look there first.
+    """
+    for name in names:
+        for place in map(Path, _places(name)):
+            if place.resolve() != root / name and not _adds_nothing(place, root / name):
+                # The name lets `python -m controller.fit` print this line alone.
+                raise ImportError(
+                    f"{place} hides Ballast's package {name}; rename it, or run from another folder", name="controller"
+                )
+
+
+def _places(name: str) -> list[str]:
+    """The folders of the package that was or would be imported, or a module's file."""
+    module = sys.modules.get(name)
+    if module is not None:
+        return [*getattr(module, "__path__", [str(module.__file__)])]
+    spec = PathFinder.find_spec(name, [str(Path.cwd()), *sys.path])
+    if spec is None:  # an editable installation has a finder of its own, which comes after this one
+        return []
+    return [*(spec.submodule_search_locations or [str(spec.origin)])]
+
+
+def _adds_nothing(place: Path, ours: Path) -> bool:
+    """True for a folder without modules, beside which an editable installation finds those of `ours`."""
+    return place.is_dir() and not any(place.glob("*.py")) and not (ours / "__init__.py").stat().st_size

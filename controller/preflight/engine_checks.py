@@ -1,0 +1,69 @@
+"""Checks of what engines sample: turns, lengths, and the model that they hold. For training and sampling alike."""
+
+from controller.config import Config
+from controller.config.function_files import check_function
+from controller.config.model_files import ModelFiles
+from controller.preflight.training_checks import check_caps_hold
+from workers.errors import ConfigError
+
+
+def response_limit(config: Config) -> str:
+    """The settings that `Config.longest_response` follows from."""
+    if not config.rollout.environment:
+        return f"{config.sampling_key}.max_new_tokens"
+    if config.rollout.max_episode_tokens:
+        return "rollout.max_episode_tokens"
+    return f"rollout.max_turns * {config.sampling_key}.max_new_tokens"
+
+
+def check_turns(config: Config) -> None:
+    """Raise ConfigError for an environment that is not there, or turns that are longer than its episodes."""
+    rollout = config.rollout
+    if not rollout.environment:
+        return
+    check_function("rollout.environment", rollout.environment)
+    turns = {config.sampling_key: rollout.sampling}
+    if config.data.validation:
+        turns["validation.sampling"] = config.validation.sampling
+    for key, sampling in turns.items():
+        if sampling.max_new_tokens > rollout.response_limit(sampling):
+            raise ConfigError(
+                f"rollout.max_episode_tokens={rollout.max_episode_tokens} is below "
+                f"{key}.max_new_tokens={sampling.max_new_tokens}, the longest turn; raise it, or leave it at 0."
+            )
+
+
+def check_lengths(config: Config) -> None:
+    """Raise ConfigError if a micro-batch or an engine has no room for the longest possible sequence."""
+    longest = config.longest_sequence
+    parts = (
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "
+        f"{response_limit(config)}={config.longest_response} = {longest} tokens"
+    )
+    check_caps_hold(config, parts)
+    if config.max_model_tokens < config.needed_model_tokens:
+        raise ConfigError(
+            f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
+            f"data.max_prompt_tokens and {response_limit(config)} (or that of validation.sampling) allow; raise it or "
+            "leave it at 0."
+        )
+
+
+def check_engine_model(config: Config, model: ModelFiles) -> None:
+    """Raise ConfigError if the model of model.path takes shorter sequences, or cannot be split over the GPUs of an
+    engine."""
+    if model.positions is not None and config.max_model_tokens > model.positions:
+        raise ConfigError(
+            f"prompt and response may reach {config.max_model_tokens} tokens, but {config.model.path} takes "
+            f"{model.positions}; lower data.max_prompt_tokens, {response_limit(config)} or rollout.max_model_tokens."
+        )
+    parallel, heads, pairs = config.rollout.tensor_parallel, model.attention_heads, model.key_value_heads
+    if heads is not None and heads % parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel={parallel} does not divide the {heads} attention heads of {config.model.path}."
+        )
+    if pairs is not None and pairs % parallel and parallel % pairs:
+        raise ConfigError(
+            f"rollout.tensor_parallel={parallel} neither divides nor is a multiple of the {pairs} key-value heads of "
+            f"{config.model.path}."
+        )

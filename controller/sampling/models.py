@@ -1,0 +1,91 @@
+"""Which model samples: what --model names, as a folder of weights that an engine loads.
+
+folder, hub name            as it is
+runs/NAME                   its model/ or, while it has none, its last checkpoint
+.../checkpoints/.../step-N  written as a model to runs/NAME/model-N, as run.save_every would have, once
+"""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from controller.checkpoint import FOLDER, checkpoints_at
+from controller.config.recorded import load_recorded
+from controller.config.sampler import SamplerConfig
+from workers.errors import CheckpointError, ConfigError
+from workers.model.checkpoint_folder import MANIFEST, read_manifest, unfinished_folder
+
+if TYPE_CHECKING:
+    from controller.observability.console import Console
+
+OF_RUN = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Model:
+    """path: what an engine loads, empty for model.path of the settings. run: the run that it is of, if it is of one.
+    checkpoint: what `path` is written from; None for a model that is not made here."""
+
+    path: str = ""
+    run: Path | None = None
+    checkpoint: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in a folder of outputs."""
+        return (self.checkpoint or Path(self.path)).name
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the checkpoint is yet to be written as a model."""
+        return self.checkpoint is not None and not (Path(self.path) / "config.json").exists()
+
+    def write(self, config: SamplerConfig, console: "Console") -> None:
+        """Write the checkpoint as a model, by the ranks of policy.* on a connected Ray; nothing where it is there.
+
+        Raises CheckpointError for one that cannot be loaded, and as `start_policy`.
+        """
+        if not self.is_missing or self.checkpoint is None or self.run is None:
+            return
+        from controller.actors.sampling_roles import start_policy
+
+        trained = load_recorded(self.run / OF_RUN)
+        settings: Any = replace(trained, policy=config.policy, resources=config.resources)  # type: ignore[type-var]
+        folder, begun = Path(self.path), unfinished_folder(Path(self.path))
+        console.log(f"writing {self.checkpoint} as a model to {folder}")
+        try:
+            with start_policy(settings, console) as policy:
+                policy.load_checkpoint(str(self.checkpoint.resolve()))
+                policy.save_pretrained(str(begun.resolve()))
+            begun.rename(folder)
+        finally:
+            shutil.rmtree(begun, ignore_errors=True)
+
+
+def choose_model(named: str) -> Model:
+    """What --model names; empty is model.path of the settings.
+
+    Raises ConfigError for a run without a model and checkpoints, CheckpointError for a checkpoint that is torn.
+    """
+    path = Path(named)
+    if not named or not path.is_dir():
+        return Model(named)
+    if (path / MANIFEST).exists():
+        return _of_checkpoint(path)
+    if (path / "config.json").exists():
+        return Model(named, path.parent if (path.parent / OF_RUN).exists() else None)
+    if not (path / OF_RUN).exists():
+        raise ConfigError(f"--model {path} is neither a model's folder, nor a run's, nor a checkpoint of a run.")
+    if (path / "model" / "config.json").exists():
+        return Model(str(path / "model"), path)
+    if found := checkpoints_at(path):
+        return _of_checkpoint(found[0])
+    raise ConfigError(f"--model {path} is a run that has neither a model nor a complete checkpoint yet.")
+
+
+def _of_checkpoint(path: Path) -> Model:
+    run, step = path.resolve().parents[len(FOLDER.parts)], read_manifest(path).step
+    if path.resolve().parent != run / FOLDER or not (run / OF_RUN).exists():
+        raise CheckpointError(f"{path} is no checkpoint of a run's policy, runs/NAME/{FOLDER}/step-{step}.")
+    return Model(str(run / f"model-{step}"), run, path)

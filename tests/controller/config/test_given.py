@@ -1,0 +1,116 @@
+"""Functions given as objects score like named ones, and settings that stand for them are told from names."""
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from controller.config import Config, load
+from controller.config.functions import check_rewards
+from controller.config.given import NONE_GIVEN, give_rewards
+from controller.config.sections import RewardConfig
+from controller.inputs import reward_functions
+from controller.preflight.checks import check
+from tests.controller.config_workspace import refusal
+from workers.errors import ConfigError
+
+RECORD = {"prompt": "1+1=", "solution": "2"}
+SHARED = {"bonus": 0.25}
+
+
+def with_bonus(response: str, solution: str) -> float:
+    return SHARED["bonus"] + float(response == solution)
+
+
+class Counting:
+    def __init__(self, wanted: int) -> None:
+        self.wanted = wanted
+
+    def __call__(self, response: str, **columns: Any) -> float:
+        return float(len(response) == self.wanted) + len(columns)
+
+
+def given_config(workspace: Path, reward: Any) -> tuple[Config, Any]:
+    config = load(workspace / "config.yaml")
+    return config, give_rewards(config.reward, reward)
+
+
+def test_a_closure_a_lambda_a_partial_and_an_object_score_in_a_process_of_their_own(workspace: Path) -> None:
+    wanted = 0.5
+
+    def closure(response: str) -> float:
+        return wanted
+
+    def scaled(scale: float, response: str) -> float:
+        return scale
+
+    rewards = {with_bonus: 1.0, closure: 10.0, lambda response: 1.0: 100.0, partial(scaled, 2.0): 1000.0}
+    config, given = given_config(workspace, rewards | {Counting(0): 10_000.0})
+    check(config, given)
+    names = ["with_bonus", "closure", "lambda", "scaled", "Counting"]
+    assert list(config.reward.functions) == list(given) == [f"callable:{name}" for name in names]
+    functions = reward_functions(config, RECORD, given=given)
+    assert [function.columns for function in functions] == [("solution",), (), (), (), ("prompt", "solution")]
+    score = check_rewards(functions, RECORD, timeout_s=30)  # of an empty response
+    assert score.reward == 0.25 + 5.0 + 100.0 + 2000.0 + 30_000.0
+    assert score.parts == dict(zip(names, (0.25, 0.5, 1.0, 2.0, 3.0), strict=True))
+
+
+def test_a_function_is_pickled_by_value_and_its_module_is_left_as_it_was() -> None:
+    before = cloudpickle.list_registry_pickle_by_value()
+    (packed,) = give_rewards(RewardConfig(), with_bonus).values()
+    assert b"bonus" in packed.packed, "the value of the global, not the name of a module to import"
+    assert cloudpickle.list_registry_pickle_by_value() == before
+
+
+def test_the_version_of_a_function_is_that_of_its_code_and_what_it_holds() -> None:
+    def closure(scale: float) -> Any:
+        return lambda response: scale * len(response)
+
+    def version(function: Any) -> str:
+        (found,) = give_rewards(RewardConfig(), function).values()
+        return found.version
+
+    def scaled(scale: float, response: str) -> float:
+        return scale
+
+    same = [(closure(0.5), closure(0.5)), (partial(scaled, 1.0), partial(scaled, 1.0)), (Counting(1), Counting(1))]
+    assert all(version(one) == version(other) for one, other in same)
+    others = [closure(0.5), closure(0.6), partial(scaled, 1.0), partial(scaled, 2.0), Counting(1), Counting(2)]
+    others += [lambda response: 1.0, lambda response: 2.0, lambda response: len(response), with_bonus]
+    assert len({version(function) for function in others}) == len(others)
+
+
+def test_a_function_replaces_those_of_the_settings_and_a_name_stays_a_name(workspace: Path) -> None:
+    config, given = given_config(workspace, with_bonus)
+    assert (config.reward.function, config.reward.functions) == ("callable:with_bonus", {})
+    config, given = given_config(workspace, {"reward.py:reward": 2.0, with_bonus: 1.0})
+    assert config.reward.weights == {"reward.py:reward": 2.0, "callable:with_bonus": 1.0}
+    check(config, given)
+    assert list(given) == ["callable:with_bonus"]
+    config, given = given_config(workspace, None)
+    assert (config.reward.function, given) == ("reward.py:reward", NONE_GIVEN)
+
+
+def test_recorded_settings_of_a_given_function_are_refused_with_the_way_on(workspace: Path) -> None:
+    told = refusal("reward.function=callable:with_bonus")
+    assert "stands for a Python function that was given to a call; give it again" in told
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda answer: 1.0, "must take a parameter 'response'"),
+        (lambda response, nowhere: 1.0, r"asks for \['nowhere'\]"),
+        ((lambda lock: lambda response: 1.0 if lock else 0.0)(threading.Lock()), "cannot be sent to other processes"),
+        ({(lambda response: 1.0): 1.0, (lambda response: 2.0): 1.0}, "two functions are named callable:lambda"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_in_one_line(workspace: Path, reward: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        config, given = given_config(workspace, reward)
+        reward_functions(config, RECORD, given=given)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,59 @@
+"""Samples as on GPUs, on stand-ins: engines have GPUs of their own, and a reward model's ranks theirs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from controller.generate import GENERATE
+from controller.sampling.jobs import Request, read_job
+from controller.sampling.output import SamplesFile
+from controller.sampling.running import _sampled
+from tests.controller.stand_ins.run import StandIns
+from tests.end_to_end.faults import Listening
+
+SETTINGS = (
+    "model.path=model",
+    "data.train=prompts.jsonl",
+    "data.max_prompt_tokens=8",
+    "rollout.samples_per_prompt=2",
+    "rollout.sampling.max_new_tokens=8",
+    "resources.device=cuda",
+    "rollout.replicas=2",
+)
+
+
+def generate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    job = read_job(GENERATE, Request(output=folder, settings=(*SETTINGS, *overrides)))
+    file = SamplesFile(folder, job.identity)
+    assert _sampled(job, file, job.keys, Listening()) == []
+    file.close()
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_engines_alone_sample_every_prompt_and_never_sleep(stand_ins: StandIns, tmp_path: Path) -> None:
+    lines = generate(tmp_path, "reward.function=reward.py:reward")
+    assert {(line["uid"], line["sample"]) for line in lines} == {(str(uid), i) for uid in range(8) for i in range(2)}
+    assert all(len(line["log_probs"]) == len(line["response_ids"]) == line["response_tokens"] for line in lines)
+    assert all("reward" in line for line in lines)
+    assert set(stand_ins.world.ray.actors) == {"rollout 0", "rollout 1", "reward 0"}
+    assert not {"sleep 2", "receive", "connect"} & set(stand_ins.world.ledger.of("rollout"))
+
+
+def test_a_reward_model_scores_samples_beside_engines(stand_ins: StandIns, tmp_path: Path) -> None:
+    lines = generate(tmp_path, "reward.model.path=judge", "reward.model.weight=2.0", "policy.max_tokens=64")
+    assert len(lines) == 16
+    assert {line["parts"]["model"] for line in lines} != {0.0}
+    assert {line["reward"] - 2 * line["parts"]["model"] for line in lines} <= {0.0, 1.0}  # those of reward workers
+    assert stand_ins.world.ledger.of("reward_model")[-2:] == ["scores", "free"]
+
+
+def test_an_engine_that_is_lost_is_replaced_and_no_sample_is(stand_ins: StandIns, tmp_path: Path) -> None:
+    world, left = stand_ins.world, [1]
+
+    def lose(who: str, does: str) -> None:
+        if (who, does) == ("rollout 1", "generate") and left:
+            left.pop()
+            world.ray.actors["rollout 1"].die()
+
+    world.trouble = lose
+    assert len(generate(tmp_path)) == 16 and not left

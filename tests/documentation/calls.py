@@ -1,0 +1,51 @@
+"""The calls of `ballast` that the pages make: all is done up to the start, and what would come out is made up."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ballast
+from controller.config import Config, to_yaml
+from controller.config.given import GivenFunctions
+from controller.inputs import try_inputs
+from controller.intervals import Interval
+from controller.preflight.checks import check
+from controller.sampling.jobs import Kind, Request, described
+
+METRICS = {"step": 1, "reward/mean": 0.0, "validation/reward": 0.0}
+SUMMARY = {"steps": 1, "validation": {"before": {"reward": 0.0}, "after": {"reward": 0.5}}}
+
+
+def tried(config: Config, given: GivenFunctions, callbacks: Sequence[Callable[[int, Any], None]]) -> Callable[[], None]:
+    """In place of `controller.fit.prepare`: the settings and the rewards are tried, the callbacks called."""
+    check(config, given)
+    try_inputs(config, given=given)
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    (config.run_folder / "config.yaml").write_text(to_yaml(config))
+
+    def start() -> None:
+        for callback in callbacks:
+            callback(1, METRICS)
+            with pytest.raises(ballast.StopTraining):
+                callback(20, METRICS)
+
+    return start
+
+
+def sampled(kind: Kind, finish: object, request: Request) -> Path:
+    """In place of `ballast.sampling._run`."""
+    del finish
+    described(kind, request)
+    Path("samples.jsonl").write_text('{"response_tokens": 3}\n')
+    return Path()
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put these in their places."""
+    monkeypatch.setattr("controller.fit.prepare", tried)
+    monkeypatch.setattr("ballast.training.Result.read", lambda folder: ballast.Result(folder, SUMMARY, [METRICS]))
+    monkeypatch.setattr("ballast.sampling._run", sampled)
+    found = ballast.Evaluation(Path(), {"pass@8": 0.5}, {"pass@8": Interval(0.4, 0.6, "wilson")}, {})
+    monkeypatch.setattr("ballast.sampling.Evaluation.read", lambda folder: found)

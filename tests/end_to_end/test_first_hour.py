@@ -1,0 +1,139 @@
+"""What somebody does in a notebook: train with a function defined there, in a thread; evaluate the result; sample from
+it, and go on where a job was cut."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ballast
+from controller import fit
+from controller.config import load
+from workers.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+STEPS = 2
+LARGEST = 9.0
+
+
+def rewarding(largest: float) -> Callable[..., dict[str, float]]:
+    """A closure, which no configuration can name."""
+
+    def share_of_digits(response: str, solution: str) -> dict[str, float]:
+        digits = sum(letter.isdigit() for letter in response)
+        return {"reward": digits / max(1, len(response)), "digits": min(largest, digits), "long": float(digits > 5)}
+
+    return share_of_digits
+
+
+@dataclass
+class Trained:
+    result: ballast.Result
+    called: list[tuple[int, dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def trained(ray_session: None, settings: list[str]) -> Trained:
+    """Ended by its callback after two of five steps, in a thread that is not the main one."""
+    called: list[tuple[int, dict[str, float]]] = []
+
+    def stop_early(step: int, metrics: Any) -> None:
+        called.append((step, dict(metrics)))
+        if step == STEPS:
+            raise ballast.StopTraining
+
+    overrides = [*settings, "run.name=notebook", "run.steps=5", "run.checkpoint_every=1", "reward.function=''"]
+    overrides += ["validation.every=2", "validation.samples=2", "validation.success=long"]
+    overrides += ["policy.optimizer.learning_rate=1e-3", "policy.ranks=1"]
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(ballast.fit, reward=rewarding(LARGEST), callbacks=[stop_early], overrides=overrides)
+        return Trained(result.result(), called)
+
+
+def test_a_function_given_in_a_thread_trains_and_the_result_is_the_run(trained: Trained) -> None:
+    result = trained.result
+    assert [row["step"] for row in result.metrics] == [step for step, _ in trained.called] == [0, 1, STEPS]
+    assert result.metrics[-1]["reward/digits"] == trained.called[-1][1]["reward/digits"] > 0
+    assert result.metrics[-1]["reward/failures"] == 0
+    assert result.summary["steps"] == STEPS
+    assert result.summary["validation"]["after"]["reward"] == trained.called[-1][1]["validation/reward"]
+    assert (result.model / "config.json").exists() and (result.folder / "report.html").exists()
+
+
+def test_what_is_recorded_says_that_a_function_was_given_and_a_resume_asks_for_it(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = trained.result.folder / "config.yaml"
+    assert load(recorded).reward.function == "callable:share_of_digits"
+    assert fit.main(["--config", str(recorded), "run.resume=auto"]) == 2
+    assert "stands for a Python function that was given to a call; give it again" in capsys.readouterr().err
+    again = ballast.fit(recorded, reward=rewarding(1.0), overrides=["run.resume=auto", f"run.steps={STEPS}"])
+    assert again == trained.result  # it has ended, and nothing is started
+
+
+def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_it(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = trained.result.folder
+    checkpoint = folder / "checkpoints" / "policy" / f"step-{STEPS}"
+    found = ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST))
+    assert found.folder == folder / "evaluate" / f"step-{STEPS}"
+    assert load(found.folder / "config.yaml").model.path == found.facts["model"] == str(folder / f"model-{STEPS}")
+    validated = trained.result.summary["validation"]["after"]
+    assert found.metrics == pytest.approx(validated)
+    assert {"reward", "digits", "pass@1", "pass@2"} <= found.metrics.keys()
+    for name, interval in found.intervals.items():
+        assert interval.low <= found.metrics[name] <= interval.high
+    assert "pass@2" in found.intervals
+    saved, written = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", f"model-{STEPS}"))
+    assert all(map(torch.equal, saved.state_dict().values(), written.state_dict().values()))
+    monkeypatch.setattr("controller.sampling.running.ray_session", None)  # nothing is left to start anything for
+    assert ballast.evaluate(model=checkpoint, reward=rewarding(LARGEST)) == found
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(reward: Any = rewarding(LARGEST)) -> Path:  # noqa: B008 - the same one
+        return ballast.generate(model=trained.result.folder, reward=reward, output=tmp_path / "samples", prompts=4)
+
+    file = generate()
+    whole, content = lines_of(file), file.read_bytes()
+    assert {(line["uid"], line["sample"]) for line in whole} == {(str(u), s) for u in range(4) for s in range(3)}
+    kept = b"".join(content.splitlines(keepends=True)[:5])
+    file.write_bytes(kept + content[len(kept) : len(kept) + 40])  # a crash in the middle of a line
+    assert generate() == file
+    assert file.read_bytes().startswith(kept)
+    by_key = {(line["uid"], line["sample"]): line for line in lines_of(file)}
+    for line in whole:
+        again = by_key.pop((line["uid"], line["sample"]))
+        assert again | {"log_probs": None} == line | {"log_probs": None}
+        assert again["log_probs"] == pytest.approx(line["log_probs"], abs=1e-5)
+    assert not by_key
+
+    monkeypatch.setattr("controller.sampling.running.ray_session", None)
+    assert lines_of(generate()) == lines_of(file)
+    with pytest.raises(ConfigError, match="samples of another job, with other rewards"):
+        generate(rewarding(1.0))
+    check_log_probs(whole, trained.result.model)
+
+
+def check_log_probs(lines: list[dict[str, Any]], path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for line in lines:
+        ids = torch.tensor([line["prompt_ids"] + line["response_ids"]])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        response = log_probs[len(line["prompt_ids"]) - 1 :]
+        torch.testing.assert_close(response, torch.tensor(line["log_probs"]), rtol=0, atol=3e-5)
+        assert len(line["response_ids"]) == line["response_tokens"] and line["reward"] >= 0
