@@ -19,6 +19,7 @@ from examples.addition.warm_start import create_model, pairs
 from tests.controller.stand_ins.local_ray import LocalRay
 from tests.controller.stand_ins.run import LocalReservation, NoMetrics
 from tests.end_to_end.faults import Listening
+from tests.workers.model.ranks import forget_meshes
 
 COMMANDS: dict[str, OfflineCommand[Any]] = {"sft": SFT, "preferences": PREFERENCES}
 SETTINGS = (
@@ -83,6 +84,7 @@ def local_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loca
     yield LocalRuns(monkeypatch)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+        forget_meshes()
 
 
 def recorded(run: str) -> list[dict[str, float]]:

@@ -131,10 +131,10 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], store: str, r
     finally:
         if dist.is_initialized():  # an engine of vLLM ends it with its own
             dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Clear what torch caches of DTensors: it holds the groups of a mesh that is gone, and would take them for those of
     the next call's, if that is equal."""
     from torch.distributed.tensor import _redistribute
