@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from controller.actors.cluster_address import check_cluster
 from controller.config import to_yaml
+from controller.observability.run_log import run_log
 from controller.observability.shown_text import counted
 from controller.observability.trackers.files import writing
 from controller.preflight.machine import check_machine
@@ -64,6 +65,11 @@ def _run(job: Job, finish: Finish) -> None:
     from controller.observability.console import Console
 
     console = Console()
+    with run_log(job.folder, console):
+        _logged(job, finish, console)
+
+
+def _logged(job: Job, finish: Finish, console: "Console") -> None:
     for warning in job.warnings:
         console.log(f"warning: {warning}")
     with closing(SamplesFile(job.folder, job.identity)) as file:
