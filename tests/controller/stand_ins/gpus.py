@@ -161,6 +161,7 @@ class StandInVllm:
             token_ids=tokens,
             logprobs=SimpleNamespace(logprobs=[self._log_prob] * len(tokens)),
             weight_versions=[SimpleNamespace(version=self._name, start=0, end=len(tokens))],
+            routed_experts=None,
         )
         yield SimpleNamespace(outputs=[completion], prompt_token_ids=(), num_cached_tokens=None)
 
