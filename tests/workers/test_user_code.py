@@ -22,12 +22,12 @@ def score(response):
 
 
 def test_a_function_of_a_file_works_without_the_file_and_is_not_imported_here(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
+    before, file = set(sys.modules), tmp_path / "mine.py"
     file.write_text("BONUS = 2\n\n\ndef score(response, *, scale=1):\n    return scale * (len(response) + BONUS)\n")
     found = find_function("reward.function", f"{file}:score", timeout_s=20)
     file.unlink()
     assert found.signature == Signature(("response", "scale"), ("response",), takes_all=False)
-    assert not [name for name in sys.modules if name.endswith("mine")]
+    assert not [name for name in set(sys.modules) - before if name.endswith("mine")]
     assert call(found.packed, "abc", key="reward.function", timeout_s=20) == 5
 
 

@@ -87,7 +87,7 @@ def test_a_run_that_a_full_disk_stops_says_what_it_leaves(
     @contextmanager
     def training(*_: Any) -> Iterator[Any]:
         with writer(config.run_folder, "metrics.jsonl") as opened:
-            yield SimpleNamespace(fit=lambda: opened.step(1, {"policy/loss": 0.5}))
+            yield SimpleNamespace(fit=lambda callbacks: opened.step(1, {"policy/loss": 0.5}))
 
     monkeypatch.setattr(fit, "ray_session", lambda *_: nullcontext())
     monkeypatch.setattr(fit, "training", training)
