@@ -62,23 +62,24 @@ def experts_description(size: str) -> dict[str, object]:
     }
 
 
+def _write_snapshot(cache: Path, name: str, description: dict[str, object]) -> Path:
+    """The folder of Qwen/NAME in the cache, with its config.json."""
+    model = cache / f"models--Qwen--{name}"
+    snapshot = model / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0")
+    (snapshot / "config.json").write_text(json.dumps(description))
+    return snapshot
+
+
 def write_hub(cache: Path) -> None:
     """A local hub cache with Qwen/Qwen2.5-{size}-Instruct of every size, and Qwen3's mixtures of experts by their
     config.json alone."""
     for size in EXPERTS:
-        model = cache / f"models--Qwen--Qwen3-{size}"
-        snapshot = model / "snapshots" / "0"
-        snapshot.mkdir(parents=True)
-        (model / "refs").mkdir()
-        (model / "refs" / "main").write_text("0")
-        (snapshot / "config.json").write_text(json.dumps(experts_description(size)))
+        _write_snapshot(cache, f"Qwen3-{size}", experts_description(size))
     for size in QWEN:
-        model = cache / f"models--Qwen--Qwen2.5-{size}-Instruct"
-        snapshot = model / "snapshots" / "0"
-        snapshot.mkdir(parents=True)
-        (model / "refs").mkdir()
-        (model / "refs" / "main").write_text("0")
-        (snapshot / "config.json").write_text(json.dumps(qwen_description(size)))
+        snapshot = _write_snapshot(cache, f"Qwen2.5-{size}-Instruct", qwen_description(size))
         write_weight_file(snapshot / "model.safetensors", qwen2_weights(qwen_description(size)))
         write_tokenizer(snapshot)
         (snapshot / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
