@@ -52,12 +52,6 @@ class RowPart:
     targets: Tensor
     selected: Tensor
 
-    @property
-    def filled(self) -> Tensor:
-        """bool [1, T/cp], the cells that hold a token."""
-        return self.source >= 0
-
-
 def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
     """The part of `row` that one rank computes; raises as `cells_of` does."""
     positions = row.cells_of(context_parallel, context_rank)

@@ -132,11 +132,6 @@ class ModelInput:
     sequence_index: Tensor
 
     @property
-    def filled(self) -> Tensor:
-        """bool [R, W], the cells that hold a token."""
-        return self.source >= 0
-
-    @property
     def shared(self) -> Sequence[int]:
         """Tokens at the beginnings of sequences that another sequence's cells compute."""
         return ()
