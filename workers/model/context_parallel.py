@@ -52,6 +52,7 @@ class RowPart:
     targets: Tensor
     selected: Tensor
 
+
 def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
     """The part of `row` that one rank computes; raises as `cells_of` does."""
     positions = row.cells_of(context_parallel, context_rank)
