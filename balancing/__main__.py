@@ -78,7 +78,7 @@ def _sentence(text: str) -> str:
 
 
 def _changed(options: argparse.Namespace) -> str:
-    """What the command line plans otherwise than the run did; empty if nothing."""
+    """The settings in which the command line differs from the run; empty if it does not."""
     names = ("ranks", "mini_batches", "max_tokens", "group_size", "model", "pipeline", "virtual_stages")
     given = [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names if getattr(options, name)]
     return f" Otherwise than in the run: {', '.join(given)}." if given else ""

@@ -33,7 +33,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a model is cut over stages, and what the parts cost.
+    """A model's division over stages, and the cost of its parts.
 
     stages: ranks in a row, at least 1. virtual_stages: chunks of layers on each (above 1: interleaved 1F1B, which needs
     at least 2 stages). backward: cost of a backward pass / its forward pass; 0 plans passes without gradients.
@@ -90,7 +90,7 @@ def _scaled(shares: Sequence[float], parts: int) -> tuple[float, ...]:
 
 
 def actions(pipeline: Pipeline, stage: int, micro_batches: int) -> tuple[Action, ...]:
-    """What one stage (0 reads the input) computes, in order: every micro-batch once forward through each chunk, and
+    """The passes of one stage (0 reads the input), in order: every micro-batch once forward through each chunk, and
     once backward unless `backward` is 0.
 
     Carried out in this order, each as soon as what it `needs` has arrived, all stages come to an end: no order of
@@ -149,6 +149,6 @@ def _rounds(pipeline: Pipeline, micro_batches: int, *, ascending: bool) -> list[
 
 
 def _ahead(pipeline: Pipeline, stage: int) -> int:
-    """How many forward passes a stage computes before its first alternation."""
+    """The number of forward passes of a stage before its first alternation."""
     after = pipeline.stages - 1 - stage
     return after if pipeline.virtual_stages == 1 else 2 * after + (pipeline.virtual_stages - 1) * pipeline.stages

@@ -17,12 +17,13 @@ import numpy as np
 from balancing.dealing import Request, Schedule, computed_weights
 from balancing.errors import CountError
 from balancing.grouping import Floats, Integers
-from balancing.lower_bounds import minimum_step_times, most_workload
+from balancing.lower_bounds import most_workload
 from balancing.packing import Caps, CountRule
 from balancing.pipeline import Pipeline
 from balancing.pipeline_dealing import deal_to_times, even_out_steps, likely_times
+from balancing.pipeline_levels import covered_shape, levels_of
 from balancing.pipeline_order import fastest_order
-from balancing.pipeline_shape import STEP, best_shape, in_units, rounded_limit
+from balancing.pipeline_shape import Shape, in_units, rounded_limit
 from balancing.pipeline_time import makespan
 from balancing.schedule import to_ranks, with_steps
 
@@ -32,8 +33,6 @@ COUNT_GROWTH = 1.5
 """Each number of micro-steps tried is about this many times the one before."""
 NEAR = 0.01
 """The fewest micro-steps within this share of the least makespan are taken: short kernels cost more than is counted."""
-PLACES = (0.4, 0.55)
-"""Where, in the order of execution, the micro-steps that long sequences prolong are placed by shapes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,41 +94,37 @@ def _planned(work: Work, request: Request, counts: Sequence[int]) -> Iterator[Sc
 
 
 def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Sequence[int]) -> Iterator[Schedule]:
-    """The schedule dealt to the best shape of all numbers of micro-steps, as far as caps allow."""
-    found = []
+    """The schedule dealt to the best shape of all numbers of micro-steps, as far as caps allow.
+
+    More of them are not tried once even their shapes are not shorter by `NEAR` than what is found.
+    """
+    found, least = list[tuple[Schedule, float]](), float("inf")
     for steps in counts:
-        dealt = [
-            (each, makespan(pipeline, likely_times(each, work.weights)))
-            for each in _shaped(work, request, pipeline, steps)
-        ]
-        found += sorted(dealt, key=lambda each: each[1])[:1]
+        mean = float(work.weights.sum()) / request.ranks / steps
+        if len(work.sizes) < steps * request.ranks or mean == 0:
+            continue
+        for shape in shapes(work.sizes, work.weights, request, pipeline, steps, mean):
+            if mean * shape.makespan > least * (1 - NEAR):
+                continue
+            dealt = [
+                (makespan(pipeline, each.loads(work.weights).max(axis=1)), each)
+                for each in deal_to_times(work.sizes, work.weights, request, shape.times * mean)
+            ]
+            for _, each in sorted(dealt, key=lambda pair: pair[0])[:1]:
+                found.append((each, makespan(pipeline, likely_times(each, work.weights))))
+        least = min([least, *(time for _, time in found)])
     if found:
         yield even_out_steps(_fewest_steps(found), work.sizes, work.weights, request)
 
 
-def _shaped(work: Work, request: Request, pipeline: Pipeline, steps: int) -> Iterator[Schedule]:
-    """Schedules dealt to the best shapes for so many micro-steps."""
-    mean = float(work.weights.sum()) / request.ranks / steps
-    if len(work.sizes) >= steps * request.ranks and mean > 0:
-        for times in shapes(work.sizes, work.weights, request, pipeline, steps, mean):
-            schedule = deal_to_times(work.sizes, work.weights, request, times * mean)
-            if schedule is not None:
-                yield schedule
-
-
 def shapes(
     sizes: Integers, weights: Floats, request: Request, pipeline: Pipeline, steps: int, mean: float
-) -> Iterator[Floats]:
-    """float64 [steps]: the best shape, and, if long sequences prolong a step beyond it, shapes with such a step."""
+) -> Iterator[Shape]:
+    """The best shape in which long sequences fit."""
     scaled, caps = in_units(pipeline, mean), request.caps
     most = rounded_limit(most_in_a_step(sizes, weights, request.ranks, caps) / mean)
-    free = best_shape(scaled, steps, most)
-    yield free.times
-    forced = minimum_step_times(sizes, weights, request.ranks, steps, caps.max_tokens, caps.max_sequences)
-    longest = float(np.floor(forced.max(initial=0.0) / mean * STEP) / STEP)
-    if longest > free.times.max():
-        for place in sorted({round(share * (steps - 1)) for share in PLACES}):
-            yield best_shape(scaled, steps, most, place, longest).times
+    levels = levels_of(sizes, weights / mean, request.ranks, caps, steps)
+    yield covered_shape(scaled, steps, most, levels)
 
 
 def most_in_a_step(sizes: Integers, weights: Floats, ranks: int, caps: Caps) -> float:

@@ -59,14 +59,18 @@ def best_shape(
     number `place` has at least `least` (which may be above `most`); -1 is none. rate: how fast t moves.
     Raises CountError as `actions`.
     """
-    passes = passes_of(pipeline, micro_steps)
-    graph = (passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost)
-    limits = np.full(micro_steps, max(1.0, most))
     floor = np.zeros(micro_steps)
     if place >= 0:
         floor[place] = min(least, float(micro_steps))
-        limits[place] = max(limits[place], floor[place])
-    times, makespan, bound = _play(*graph, floor, limits, pipeline.overhead, ROUNDS, rate)
+    return split(pipeline, floor, most, ROUNDS, rate)
+
+
+def split(pipeline: Pipeline, floor: Floats, most: float, rounds: int, rate: float = RATE) -> Shape:
+    """As `best_shape`, each micro-step with a floor of its own, which may be above `most`; their mean is at most 1."""
+    passes = passes_of(pipeline, len(floor))
+    graph = (passes.before, passes.needed, passes.sent, passes.micro_batch, passes.cost)
+    limits = np.maximum(floor, max(1.0, most))
+    times, makespan, bound = _play(*graph, floor, limits, pipeline.overhead, rounds, rate)
     return Shape(times, float(makespan), float(bound))
 
 

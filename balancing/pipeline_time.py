@@ -47,7 +47,7 @@ class Passes:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When every pass starts and ends: float64 [passes], in the unit of the times."""
+    """Start and end of every pass: float64 [passes], in the unit of the times."""
 
     passes: Passes
     starts: Floats
@@ -98,7 +98,7 @@ def _in_order(pipeline: Pipeline, micro_batches: int) -> list[tuple[int, Action]
 
 
 def timeline(pipeline: Pipeline, times: ArrayLike) -> Timeline:
-    """When every pass starts and ends.
+    """Start and end of every pass.
 
     times: m numbers >= 0, of each micro-step on the whole model; or [m, ranks], of which the most counts.
     Raises WeightError for other times; CountError unless the schedule takes m micro-batches.

@@ -228,7 +228,7 @@ class Plan:
 
     @property
     def beginnings(self) -> Beginnings | None:
-        """What sequences begin with; None for a batch without prefixes."""
+        """The prefixes of sequences; None for a batch without prefixes."""
         if self.prefix_groups is None or self.prefix_lengths is None:
             return None
         return Beginnings(self.prefix_groups, self.prefix_lengths, self._workload(self.prefix_lengths))

@@ -122,7 +122,7 @@ def _filled(groups: Groups, micro_batch_of: Integers, count: int) -> Filled:
 
 @compiled
 def _members(groups: Groups, filled: Filled, group: int, place: int) -> int:
-    """How many sequences of a group are in a micro-batch."""
+    """The number of sequences of a group in a micro-batch."""
     found = 0
     for row in range(groups.start[group], groups.start[group + 1]):
         found += filled.micro_batch_of[row] == place

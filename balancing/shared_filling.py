@@ -37,7 +37,7 @@ class Groups(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What is left in each micro-batch. load: float64 [M]. tokens, sequences: int64 [M]."""
+    """Room left in each micro-batch. load: float64 [M]. tokens, sequences: int64 [M]."""
 
     load: Floats
     tokens: Integers

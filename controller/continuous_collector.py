@@ -102,7 +102,7 @@ class ContinuousCollector(Collector):
         write_samples(path, StoredSamples(finished, self._partial({group.prompt.uid for group in groups})))
 
     def _partial(self, uids: Collection[str]) -> dict[int, PartialResponse]:
-        """What the unfinished responses to these prompts have, by seed."""
+        """The unfinished responses to these prompts so far, by seed."""
         now = self.roles.rollouts.partial_responses()
         requests = [request for request in self._generation.router.unfinished if request.uid in uids]
         found = {request.seed: now.get(request.seed, request.begun) for request in requests}

@@ -60,7 +60,7 @@ class CostModelFitter:
 
     @property
     def stages(self) -> StageTimes:
-        """What plans for a pipeline follow beside the model; nothing before the first fit."""
+        """Measured times that plans for a pipeline follow beside the model; NOT_MEASURED before the first fit."""
         return self._stages
 
     def observe(self, micro_steps: Iterable[MicroStepTime], stage_seconds: Sequence[float] = ()) -> dict[str, float]:

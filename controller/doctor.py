@@ -12,11 +12,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from controller.config import Config, load
-from controller.diagnosis.findings import Report, fail, ok
+from controller.diagnosis.findings import Report, fail, looking_at, ok
 from controller.preflight.checks import check
 from controller.session import interrupt, ray_session
 from workers.errors import BallastError
@@ -48,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def examine(options: Options, report: Report) -> None:
     """Add every finding to the report."""
     config = configuration(options, report)
-    from controller.diagnosis.examination import Examination
-    from controller.diagnosis.trial import Quiet
+    with looking_at("loading torch, Ray and vLLM"):
+        from controller.diagnosis.examination import Examination
+        from controller.diagnosis.trial import Quiet
 
     with tempfile.TemporaryDirectory(prefix="ballast-doctor-") as folder:
         examination = Examination(
@@ -60,7 +62,9 @@ def examine(options: Options, report: Report) -> None:
             folder=Path(folder) / "model",
         )
         connected = False
-        with report.guarding("Ray", "see docs/troubleshooting.md"), ray_session(examination.config, Quiet()):
+        with report.guarding("Ray", "see docs/troubleshooting.md", told=False), ExitStack() as stack:
+            with looking_at("Ray"):
+                stack.enter_context(ray_session(examination.config, Quiet()))
             connected = True
             examination.of_the_cluster()
         if not connected:

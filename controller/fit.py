@@ -88,7 +88,7 @@ def dry_run(config: Config, request: Arguments) -> None:
 
 
 def input_lines(config: Config) -> Iterator[str]:
-    """What a run reads and tries, tried line by line; of a described cluster, what is on this machine."""
+    """Tries the inputs of a run, line by line; of a described cluster, those on this machine."""
     elsewhere = [path for path in [*config.data.weights, config.data.validation] if path and is_elsewhere(config, path)]
     if elsewhere:
         yield f"{', '.join(elsewhere)}: not on this machine, so neither read nor scored"
@@ -119,6 +119,7 @@ def run(config: Config, inputs: Inputs, callbacks: Sequence["Callback"] = ()) ->
 
 
 def _run(config: Config, inputs: Inputs, console: "Console", callbacks: Sequence["Callback"]) -> None:
+    console.log(f"the run is written to {config.run_folder}")
     for warning in warnings(config):
         console.log(f"warning: {warning}")
     for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:

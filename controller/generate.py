@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from controller.config.sampler import GenerateConfig
-from controller.observability.shown_text import counted
+from controller.config.training import counted
 from controller.sampling.jobs import Kind
 from controller.sampling.running import Finished, prepare
 from controller.session import exit_code

@@ -16,9 +16,10 @@ from balancing import CostModel
 from controller.checkpoint import check_same_data
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
-from controller.config.functions import check_environment, check_rewards, requested_columns
+from controller.config.functions import Answered, check_environment, check_rewards, requested_columns
 from controller.config.given import NONE_GIVEN, GivenFunctions
 from controller.config.model_files import read_model_files
+from controller.config.training import counted
 from controller.data.curriculum import IsolatedCurriculum
 from controller.data.identity import DataIdentity, data_identity
 from controller.data.prompts import (
@@ -32,10 +33,11 @@ from controller.data.prompts import (
     with_system_prompt,
 )
 from controller.data.records import Record, check_loss_columns, read_records
-from controller.observability.shown_text import counted, redacted, shortened, shown_prompt
+from controller.observability.shown_text import redacted, shortened, shown_prompt
 from controller.observability.slow_work import Say, told_if_slow
 from controller.preflight.validation_checks import check_keep_best
 from workers.chat_template import render_isolated, template_of, time_limit
+from workers.environment import as_text
 from workers.errors import DataError
 from workers.reward_process import RewardFunction
 from workers.score import Score
@@ -51,7 +53,8 @@ LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 class Tried:
     """Inputs that need no tokenizer. train, held_out: records by path. environment: the pickled class of
     rollout.environment, empty without one. prompt: the first one, as engines read it; a list of messages if the chat
-    template is not here. score: of an empty response to it, by the reward functions; None without any."""
+    template is not here. score: of an empty response to it, by the reward functions; None without any. answered:
+    by the environment, tried on the first record; None without one."""
 
     train: Records
     held_out: Records
@@ -62,6 +65,7 @@ class Tried:
     identity: DataIdentity
     prompt: Any
     score: Score | None
+    answered: Answered | None
 
 
 @dataclass(frozen=True)
@@ -103,27 +107,44 @@ def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GI
     rendered = try_template(config, _first_chats(config, train | held_out), say)
     prompt = first[data.prompt_key]
     prompt = rendered or prompt if isinstance(prompt, list) else prompt
-    environment = _environment(config, first, say)
+    environment, answered = _environment(config, first, say)
     curriculum = _curriculum(config, train, say)
     if config.algorithm.loss.name == "custom":
         key, name = "algorithm.loss.function", config.algorithm.loss.function
         with _waiting(say, f"the import of {name}, {key}", config):
             check_loss(key, name, timeout_s=config.resources.user_code_timeout_s)
     cost_model = CostModel.from_model_config(config.model_description())
-    return Tried(train, held_out, functions, environment, curriculum, cost_model, identity, prompt, score)
+    return Tried(train, held_out, functions, environment, curriculum, cost_model, identity, prompt, score, answered)
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
     """Lines of a dry run about what was tried."""
     code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
-    shown = shortened(redacted(shown_prompt(tried.prompt)), LONGEST_SHOWN)
     return [
         *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
-        "the first prompt, as engines read it:",
-        *(f"    {line}" for line in shown.split("\n")),
+        *_quoted("the first prompt, as engines read it:", shown_prompt(tried.prompt)),
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
         *([_score_line(tried.score)] if tried.score else []),
+        *(_episode_lines(tried.answered) if tried.answered else []),
     ]
+
+
+def _episode_lines(answered: Answered) -> list[str]:
+    """The first observation of an episode, and the environment's answer to an empty response."""
+    observation = answered.observation
+    parts = "".join(f", {name} {value:g}" for name, value in observation.parts.items())
+    end = ", which ends the episode" if observation.done else ""
+    return [
+        *_quoted("the environment adds to it:", as_text(answered.opening)),
+        f"the environment's reward of an empty response: {observation.reward:g}{parts}{end}",
+        *([] if observation.done else _quoted("its observation:", as_text(observation.text))),
+    ]
+
+
+def _quoted(title: str, text: str) -> list[str]:
+    """A title and the text below it, indented; nothing of an empty text."""
+    shown = shortened(redacted(text), LONGEST_SHOWN)
+    return [title, *(f"    {line}" for line in shown.split("\n"))] if text else []
 
 
 def _score_line(score: Score) -> str:
@@ -155,7 +176,7 @@ def read_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_G
 def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
     """The inputs, tokenized; raises ConfigError or DataError for prompts that cannot be."""
     data = config.data
-    tokenizer = limited_tokenizer(config)
+    tokenizer = limited_tokenizer(config, say)
     if config.rollout.environment:
         _check_continuing(config, tokenizer, tried.train)
     rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
@@ -200,16 +221,16 @@ def reward_functions(
     return functions, score
 
 
-def _environment(config: Config, example: Record, say: Say) -> bytes:
-    """The packed environment, tried on the first record; empty without one."""
+def _environment(config: Config, example: Record, say: Say) -> tuple[bytes, Answered | None]:
+    """The packed environment, tried on the first record, and what it answered; empty and None without one."""
     key, name = "rollout.environment", config.rollout.environment
     if not name:
-        return b""
+        return b"", None
     with _waiting(say, f"the import of {name}, {key}", config):
         packed = find_class(key, name, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
     with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
-        check_environment(packed, example, timeout_s=config.reward.timeout_s)
-    return packed
+        answered = check_environment(packed, example, timeout_s=config.reward.timeout_s)
+    return packed, answered
 
 
 def _curriculum(config: Config, train: Records, say: Say) -> IsolatedCurriculum | None:
@@ -283,14 +304,16 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print,
         )
 
 
-def limited_tokenizer(config: TrainingConfig) -> Any:
+def limited_tokenizer(config: TrainingConfig, say: Say = print) -> Any:
     """The tokenizer of model.path; its chat template raises TimeoutError after resources.user_code_timeout_s.
 
     In the main thread, which takes signals; the prompts that `try_template` has rendered had the limit in any case.
+    say: gets a line if loading takes long, as it does where torch is imported for the first time.
     """
-    from workers.model.model import load_tokenizer
+    with told_if_slow(say, f"loading torch, and the tokenizer of model.path={config.model.path}"):
+        from workers.model.model import load_tokenizer
 
-    tokenizer, timeout_s = load_tokenizer(config.model.path), config.resources.user_code_timeout_s
+        tokenizer, timeout_s = load_tokenizer(config.model.path), config.resources.user_code_timeout_s
     render = tokenizer.apply_chat_template
 
     def render_in_time(*messages: Any, **options: Any) -> Any:

@@ -93,7 +93,7 @@ def plan_arguments(
 
 
 def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED) -> Pipeline | None:
-    """How the training roles' models are cut into stages; None where they are not. trains: whether backward passes
+    """The stages of the training roles' models; None without a pipeline. trains: whether backward passes
     follow, which take twice a forward pass, and with gradient checkpointing three times. measured: of updates; the
     parts of a stage are taken to cost the same."""
     parallel = config.policy.parallel

@@ -46,14 +46,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a replay begins. checkpoint: None for the models that the run began with. steps: those to train again, of
+    """The start of a replay. checkpoint: None for the models that the run began with. steps: those to train again, of
     which the last is asked for."""
 
     checkpoint: Path | None
     steps: range
 
     def describe(self) -> str:
-        """What is done before the step that is asked for; empty where that is nothing."""
+        """The work before the step that is asked for, in words; empty if there is none."""
         *before, last = self.steps
         if not before:
             return ""

@@ -1,7 +1,8 @@
 """One process per run folder: it is locked before anything starts, until the run or its process ends.
 
     mkdir runs/NAME --> lock runs/NAME/.lock --> the run --> unlock
-                                             --> another process has it, or it holds a run: ConfigError
+                                             --> another process has it, or it holds a run: ConfigError,
+                                                 or runs/NAME-2, if NAME was not given
 
 A POSIX record lock: the kernel releases it however the process ends, child processes do not inherit it, and NFS has it.
 A marker without a lock would stay behind after a kill.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from controller.config import TrainingConfig
+from controller.config.schema import free_name
 from controller.observability.run_folder import LOG
 from workers.errors import ConfigError
 
@@ -41,15 +43,11 @@ def check_folder_is_free(config: TrainingConfig) -> None:
 def locked(config: TrainingConfig, start: Callable[[], None]) -> Callable[[], None]:
     """Lock the run's folder, which is made if it is missing; returns `start` followed by the release of the lock.
 
-    Raises ConfigError if another process has the lock, or as `check_folder_is_free`. A folder into which the run has
-    written nothing is removed with the lock.
+    A run that was given no name takes the next one that is free, in `config`, if another has taken its folder since
+    then. Raises ConfigError if another process has the lock, or as `check_folder_is_free`. A folder into which the run
+    has written nothing is removed with the lock.
     """
-    lock = _lock(config.run_folder)
-    try:
-        check_folder_is_free(config)
-    except ConfigError:
-        _release(config.run_folder, lock)
-        raise
+    lock = _lock_one(config)
 
     def run() -> None:
         try:
@@ -58,6 +56,26 @@ def locked(config: TrainingConfig, start: Callable[[], None]) -> Callable[[], No
             _release(config.run_folder, lock)
 
     return run
+
+
+def _lock_one(config: TrainingConfig) -> TextIO:
+    while True:
+        try:
+            return _lock_free(config)
+        except ConfigError:
+            if not config.default_name:
+                raise
+            config.run.name = free_name(config.run.dir, config.default_name)
+
+
+def _lock_free(config: TrainingConfig) -> TextIO:
+    lock = _lock(config.run_folder)
+    try:
+        check_folder_is_free(config)
+    except ConfigError:
+        _release(config.run_folder, lock)
+        raise
+    return lock
 
 
 def _lock(folder: Path) -> TextIO:

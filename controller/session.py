@@ -100,7 +100,7 @@ def session(
         with RunWriter(
             config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
         ) as writer:
-            yield Session(roles, progress, RunRecord(console, live, writer))
+            yield Session(roles, progress, RunRecord(console, live, writer, samples=config.samples))
 
 
 def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
@@ -134,7 +134,8 @@ def report(config: TrainingConfig, console: "Console") -> None:
             write_report(config.run_folder)
     except (BallastError, OSError) as error:
         console.log(f"no report was written: {error}")
-    console.log(f"{config.run_folder}: model, report.html, metrics.jsonl, summary.json, run.log, tensorboard")
+    adapters = ", adapters" if (config.run_folder / "adapters").exists() else ""
+    console.log(f"{config.run_folder}: model{adapters}, report.html, metrics.jsonl, summary.json, run.log, tensorboard")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class StepSamples:
     added: dict[str, np.ndarray]
 
     def collected(self, block: ObjectRef) -> Collected:
-        """What the collector gave to the step. block: a reference to `tokens`."""
+        """The collector's samples of a step. block: a reference to `tokens`."""
         row = np.arange(len(self.tokens), dtype=np.int32)
         tokens = {
             name: TokenColumn(name, (block,), np.zeros_like(row), row)

@@ -72,7 +72,7 @@ class Trainer(TrainingLoop):
         self.mismatch = MismatchWatch(config, self.progress.weight_version)
 
     def new_collector(self, prompts: Prompts) -> Collector:
-        """What gives steps their samples."""
+        """The source of the steps' samples."""
         collector = ContinuousCollector if self.config.rollout.max_staleness else Collector
         return collector(self.config, self.roles, prompts, self.planner, self.record, self.progress)
 
@@ -163,7 +163,7 @@ class Trainer(TrainingLoop):
         self.record.console.completions(rollout, self.config.run.log_completions, trained_on, self.asked)
 
     def asked(self, uid: str) -> dict[str, str]:
-        """What samples of training with this uid answer, as text: `prompt`, and `record`, its other columns."""
+        """The prompt of training samples with this uid, as text: `prompt`, and `record`, its other columns."""
         key = self.config.data.prompt_key
         (found,) = self.collector.prompts.take(int(uid), 1)
         return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}

@@ -58,7 +58,7 @@ def summarize(responses: Sequence[ScoredResponse], success: str, threshold: floa
 
 
 def by_prompt(responses: Sequence[ScoredResponse], success: str, threshold: float) -> dict[str, PromptValues]:
-    """What `summarize` takes the means of."""
+    """The values of which `summarize` takes means."""
     metrics = _of_one_source(responses, success, threshold)
     by_source: dict[str, list[ScoredResponse]] = defaultdict(list)
     for response in responses:

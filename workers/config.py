@@ -64,7 +64,8 @@ class ParallelConfig:
     expert_parallel: int = setting(
         1,
         "Ranks that share the experts of each layer, out of those that hold different tokens (dp / replicate * "
-        "context_parallel); tokens travel to their experts and back by all-to-all. For mixtures of experts only.",
+        "context_parallel * tensor_parallel); tokens travel to their experts and back by all-to-all. For mixtures of "
+        "experts only.",
         minimum=1,
     )
     defer_gradient_reduction: bool = setting(

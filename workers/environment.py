@@ -70,6 +70,11 @@ def encode_observation(value: Any) -> str:
     return json.dumps({"text": text, "reward": float(value.reward), "done": value.done, "parts": parts})
 
 
+def as_text(said: Text) -> str:
+    """A text, or those of messages, a line each."""
+    return said if isinstance(said, str) else "\n".join(str(message.get("content", "")) for message in said)
+
+
 def _checked_text(value: Any, method: str) -> Text:
     messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if not isinstance(value, str) and not messages:

@@ -1,6 +1,6 @@
 """Settings of the model that the training roles share; see `workers.config`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from workers.setting import setting
 
@@ -82,7 +82,32 @@ class ModelConfig:
         "policy's passes, so that log-probs of engine and trainer differ by rounding alone (R3).",
         choices=("none", "compare", "replay"),
     )
+    router_aux_loss_coefficient: float = setting(
+        0.0,
+        "Weight of the routers' load-balancing loss (mixtures of experts), over each sequence and added up over "
+        "layers; it adds to the policy's gradient, not to its metric `loss`.",
+        minimum=0,
+    )
+    router_z_loss_coefficient: float = setting(
+        0.0, "Weight of the routers' z-loss, the squared log-sum-exp of their logits; likewise.", minimum=0
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers have losses of their own."""
+        return self.router_aux_loss_coefficient > 0 or self.router_z_loss_coefficient > 0
+
+    def of_another_role(self, path: str) -> "ModelConfig":
+        """The same settings for the model at `path` (empty: the same model), without those of the policy alone."""
+        return replace(
+            self,
+            path=path or self.path,
+            lora=LoraConfig(),
+            router_replay="none",
+            router_aux_loss_coefficient=0.0,
+            router_z_loss_coefficient=0.0,
+        )
 
     def chunk_tokens(self, device: str) -> int:
         """`logprob_chunk_tokens` on a type of device, as torch names it."""

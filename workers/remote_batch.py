@@ -180,7 +180,7 @@ class RemoteBatch:
             for name, (values, _) in packed.items()
         }
         plain = {name: c for name, c in self.columns.items() if c.dtype.kind in "biuf"}
-        tensors |= {name: torch.from_numpy(np.ascontiguousarray(c)) for name, c in plain.items()}
+        tensors |= {name: torch.from_numpy(np.array(c)) for name, c in plain.items()}
         objects = {name: c.astype(object) for name, c in self.columns.items() if name not in plain}
         return DataProto.from_dict(tensors, objects, self.meta)
 

@@ -156,7 +156,7 @@ def serve(connection: Connection) -> None:
 
 
 class _FunctionError(Exception):
-    """Why a function returned no score, in words."""
+    """The reason why a function returned no score."""
 
 
 async def _score_all(

@@ -17,8 +17,8 @@ class Score:
 
     `parts`: further numbers by name, logged beside the reward. `response`: the text, with all its turns. `answer`: the
     answer that the function read from it, if any; responses with the same answer vote together in validation.
-    `failure`: why there is no score; the reward is then 0. `turns`: of an episode with observations, what was written
-    after the prompt, in order, each as {"policy": text} or {"environment": text}.
+    `failure`: why there is no score; the reward is then 0. `turns`: of an episode in which the environment said
+    something, what was written after the record's prompt, in order, each as {"policy": text} or {"environment": text}.
     """
 
     reward: float
@@ -56,13 +56,17 @@ def as_score(value: Any, response: str) -> Score:
 def beside_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:
     """The sample's score: the environment's reward plus that of the reward functions, if there are any.
 
-    With reward functions the environment's reward is also logged as a part. A failure of either fails the sample.
+    With reward functions the environment's reward is also logged as a part. A failure of either fails the sample. The
+    environment's `turns` are its opening, which stands before the score's.
     """
+    told = score.turns
+    if environment.turns:
+        told = (*environment.turns, *(score.turns or ({"policy": score.response},)))
     if failure := environment.failure or score.failure:
-        return Score(0.0, score.response, failure=failure, turns=score.turns)
+        return Score(0.0, score.response, failure=failure, turns=told)
     own = {"environment": environment.reward} if has_functions else {}
     parts = own | environment.parts | score.parts
-    return Score(environment.reward + score.reward, score.response, parts, score.answer, turns=score.turns)
+    return Score(environment.reward + score.reward, score.response, parts, score.answer, turns=told)
 
 
 def weighted(scores: Mapping[str, Score], weights: Mapping[str, float], response: str) -> Score:

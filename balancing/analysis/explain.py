@@ -80,7 +80,7 @@ def _headline(plan: Plan, result: Explanation) -> str:
 
 
 def _on_pipeline(plan: Plan) -> str:
-    """What the stages of a pipeline wait for; empty without one."""
+    """The waiting times of a pipeline's stages, explained; empty without a pipeline."""
     pipeline = plan.settings.pipeline
     if pipeline is None:
         return ""

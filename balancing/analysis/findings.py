@@ -23,7 +23,7 @@ EVEN = 1e-6
 
 
 class Cause(StrEnum):
-    """Why ranks wait in a micro-step; COUNT and PADDING are no waiting."""
+    """The reason why ranks wait in a micro-step; COUNT and PADDING are no waiting."""
 
     LONG_SEQUENCE = "a long sequence"
     FEW_SEQUENCES = "fewer sequences than ranks"

@@ -6,6 +6,7 @@ rank 1      [ step 0       ][ step 1     ]      a gap is waiting
 """
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ MINI_BATCH_COLOURS = ("#2f6690", "#3a9679", "#e3a857", "#b4656f", "#6d5a8d", "#7
 """Colours of mini-batches in turn; the micro-steps of a mini-batch alternate between two shades."""
 WAITING = "#f3d9d6"
 INK = "#22313f"
+THEME = {INK: "var(--ink)", WAITING: "var(--waiting)", "#ffffff": "var(--paper)"}
+"""Colours that a page's style sheet sets, so that charts follow its light or dark."""
 DASHES = (0, (4, 3))
 MOST_RANKS_APART = 24
 """White lines separate the ranks if there are at most this many."""
@@ -48,12 +51,19 @@ def save_png(charts: Sequence[Chart], ideal: float, path: Path) -> None:
 
 
 def to_svg(charts: Sequence[Chart], ideal: float) -> str:
-    """The same panels as an `<svg>` element for a page."""
+    """The same panels as an `<svg>` element for a page that sets the colours of `THEME`."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "balancing"}):
         buffer = io.StringIO()
         _figure(charts, ideal).savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return themed(buffer.getvalue())
+
+
+def themed(drawn: str) -> str:
+    """The `<svg>` element alone, in the page's colours."""
+    drawn = drawn[drawn.index("<svg") :]
+    for colour, variable in THEME.items():
+        drawn = re.sub(rf"{colour}\b", variable, drawn, flags=re.IGNORECASE)
+    return drawn
 
 
 def _figure(charts: Sequence[Chart], ideal: float) -> Figure:
@@ -115,6 +125,7 @@ def _dress(panel: Axes, chart: Chart, end: float, ranks: int) -> None:
     panel.tick_params(colors=INK, labelsize=9)
     for side in ("top", "right", "left"):
         panel.spines[side].set_visible(False)
+    panel.spines["bottom"].set_color(INK)
 
 
 def _legend(mini_batches: int) -> list[Artist]:

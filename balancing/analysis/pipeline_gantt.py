@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
-from balancing.analysis.gantt import INK, WAITING
+from balancing.analysis.gantt import INK, WAITING, themed
 from balancing.analysis.pipeline_comparison import PipelineOutcome
 from balancing.pipeline import Pipeline
 from balancing.pipeline_time import Timeline, timeline
@@ -36,12 +36,11 @@ def save_pipeline_png(outcomes: Sequence[PipelineOutcome], pipeline: Pipeline, p
 
 
 def pipeline_svg(outcomes: Sequence[PipelineOutcome], pipeline: Pipeline) -> str:
-    """The same panels as an `<svg>` element for a page."""
+    """The same panels as an `<svg>` element for a page that sets the colours of `gantt.THEME`."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "balancing"}):
         buffer = io.StringIO()
         _figure(outcomes, pipeline).savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return themed(buffer.getvalue())
 
 
 def _figure(outcomes: Sequence[PipelineOutcome], pipeline: Pipeline) -> Figure:
@@ -77,6 +76,7 @@ def _draw(panel: Axes, outcome: PipelineOutcome, pipeline: Pipeline, ideal: floa
     panel.tick_params(colors=INK, labelsize=9)
     for side in ("top", "right", "left"):
         panel.spines[side].set_visible(False)
+    panel.spines["bottom"].set_color(INK)
 
 
 def _passes(panel: Axes, drawn: Timeline, micro_batches: int, start: float, ideal: float) -> None:

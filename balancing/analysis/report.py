@@ -74,7 +74,7 @@ def terminal_table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
 
 
 def note(outcomes: Sequence[Outcome]) -> str:
-    """What stands below the table: what its columns are, and whether re-dealing gains anything."""
+    """Lines below the table: the meaning of its columns, and whether re-dealing gains anything."""
     no_gain = " Re-dealing does not shorten this step: leave balance.redeal_groups=false (redeal_groups=None)."
     return NOTE + (no_gain if REDEALT in losing(outcomes) else "")
 
@@ -201,17 +201,25 @@ def _html_block(lines: Sequence[str]) -> str:
 
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #22313f; background: #fbfaf8; margin: 0; }
-main { max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.5rem; }
+:root { color-scheme: light dark; --ink: #22313f; --soft: #5b6b79; --page: #fbfaf8; --paper: #ffffff; --edge: #e6e2dc;
+  --waiting: #f3d9d6; --ours: #eef5f1; --broken: #b3261e; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #dfe6ec; --soft: #9aa8b5; --page: #14191e; --paper: #1c232a; --edge: #303b45; --waiting: #5a3a3a;
+    --ours: #20352d; --broken: #ff8a80; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0; }
+main { max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.5rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-p.lead { margin: .3rem 0 1.6rem; color: #5b6b79; }
-table { border-collapse: collapse; width: 100%; background: white; font-variant-numeric: tabular-nums; }
-th { font-weight: 600; font-size: .82rem; color: #5b6b79; text-align: right; vertical-align: bottom; }
-th, td { padding: .5rem .7rem; border-bottom: 1px solid #e6e2dc; } td { text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-tr.ours td { font-weight: 600; background: #eef5f1; } td.broken { color: #b3261e; font-weight: 600; }
-p.note { font-size: .85rem; color: #5b6b79; } svg { width: 100%; height: auto; background: white; }
-li { margin: .35rem 0; } ul { margin-top: .2rem; } main > p { margin-bottom: .2rem; }
+p.lead { margin: .3rem 0 1.6rem; color: var(--soft); } .wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; background: var(--paper); font-variant-numeric: tabular-nums;
+  overflow-wrap: normal; }
+th { font-weight: 600; font-size: .82rem; color: var(--soft); text-align: right; vertical-align: bottom; }
+th, td { padding: .5rem .7rem; border-bottom: 1px solid var(--edge); } td { text-align: right; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
+tr.ours td { font-weight: 600; background: var(--ours); } td.broken { color: var(--broken); font-weight: 600; }
+p.note { font-size: .85rem; color: var(--soft); }
+svg { display: block; width: 100%; min-width: 46rem; height: auto; } svg text { fill: var(--ink); }
+li { margin: .35rem 0; } ul { margin-top: .2rem; padding-left: 1.4rem; } main > p { margin-bottom: .2rem; }
 """
 
 _PAGE = """<!doctype html>
@@ -226,10 +234,10 @@ _PAGE = """<!doctype html>
 <main>
 <h1>Balancing compared</h1>
 <p class="lead">{headline}</p>
-{table}
+<div class="wide">{table}</div>
 <p class="note">{note}</p>
 <h2>{heading}</h2>
-{charts}
+<div class="wide">{charts}</div>
 <h2>The plan explained</h2>
 {explanation}
 </main>

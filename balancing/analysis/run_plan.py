@@ -1,4 +1,4 @@
-"""What a run planned with, step by step: written beside its lengths, and read back by `python -m balancing runs/NAME`.
+"""Inputs of a run's plans, step by step: written beside its lengths, and read back by `python -m balancing runs/NAME`.
 
 plan of a step --plan_record--> lengths.jsonl --read_run--> RunPlan: the arguments of `plan_batch`
 an older run, without these: config.yaml -----------------> the same, as far as the file tells; mini-batches unknown
@@ -43,7 +43,7 @@ class RunPlan:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """What `read_run` needs of a plan, as JSON: `mini_batch`, the number of each sequence's, and `plan`."""
+    """The part of a plan that `read_run` needs, as JSON: `mini_batch`, the number of each sequence's, and `plan`."""
     numbers = np.zeros(len(plan.lengths), np.int64)
     for number, mini_batch in enumerate(plan.mini_batches):
         numbers[mini_batch.rows] = number

@@ -50,7 +50,7 @@ def training_pool(config: TrainingConfig) -> Pool:
     # Every bundle has room for an engine's actor, though not each holds one: bundles must be equal.
     bundle = {"CPU": config.resources.cpus_per_worker * (len(config.training_roles) + (engines > 0))}
     tensor, context, expert = parallel.tensor_parallel, parallel.context_parallel, parallel.expert_parallel
-    sharing = (tensor, tensor * context, *(tensor * math.lcm(context, expert),) * (expert > 1))
+    sharing = (tensor, tensor * context, *(math.lcm(tensor * context, expert),) * (expert > 1))
     return Pool(
         "training",
         (bundle | ({"GPU": 1.0} if config.uses_gpus else {}),) * config.training_workers,

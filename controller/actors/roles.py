@@ -21,13 +21,12 @@ from controller.actors.rewards import RewardPool
 from controller.actors.worker_group import Share, WorkerGroup
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
-from controller.config.training import ReferenceSettings
+from controller.config.training import ReferenceSettings, counted
 from controller.generation.engines import MakeActor
 from controller.generation.fleet import RestartBudget
 from controller.generation.rounds import Rollouts
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from controller.observability.shown_text import counted
 from controller.observability.slow_work import told_if_slow
 from workers.base import Worker
 from workers.config import (
@@ -252,7 +251,7 @@ class Starter:
         self.requests = {request.role: request for request in role_requests(config)}
         if only:
             self.requests = {role: self.requests[role] for role in only}
-        console.log("starting " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
+        console.log("starting actors: " + ", ".join(f"{r.actors} {r.role}" for r in self.requests.values()))
 
     def _reserve(self, pool: Pool) -> Reservation:
         with self.waiting(f"room for pool {pool.name}", "resources.placement_timeout_s"):
@@ -268,19 +267,20 @@ class Starter:
     def group(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
         """Start the actors and their process group; `build`, which loads the model, is left to the caller."""
         config, request = self.config, self.requests[role]
-        group = WorkerGroup(
-            role,
-            worker_class,
-            self.bundles[request.pool],
-            Share(request.cpus, request.gpus),
-            dp=config.policy.ranks,
-            cp=config.policy.parallel.context_parallel,
-            tp=config.policy.parallel.tensor_parallel,
-            pp=config.policy.parallel.pipeline_parallel,
-            arguments=arguments,
-            timeout_s=config.resources.start_timeout_s,
-            collective_timeout_s=config.resources.collective_timeout_s,
-        )
+        with self.waiting(f"the processes of {role}"):
+            group = WorkerGroup(
+                role,
+                worker_class,
+                self.bundles[request.pool],
+                Share(request.cpus, request.gpus),
+                dp=config.policy.ranks,
+                cp=config.policy.parallel.context_parallel,
+                tp=config.policy.parallel.tensor_parallel,
+                pp=config.policy.parallel.pipeline_parallel,
+                arguments=arguments,
+                timeout_s=config.resources.start_timeout_s,
+                collective_timeout_s=config.resources.collective_timeout_s,
+            )
         self.stack.callback(group.stop)
         return group
 

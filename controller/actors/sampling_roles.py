@@ -43,8 +43,10 @@ def start_sampling_roles(
         rewards = RewardPool(reward_functions, config.model.path, config.reward, starter.requests["reward"].cpus)
         stack.callback(rewards.stop)
         reward_model = new_reward_model(starter, config) if config.uses_reward_model else None
-        rewards.wait_ready(timeout_s)
-        started.result(timeout_s)
+        with starter.waiting("reward workers"):
+            rewards.wait_ready(timeout_s)
+        with starter.waiting("engines, which load the model"):
+            started.result(timeout_s)
         yield SamplingRoles(rollouts, rewards, reward_model)
 
 

@@ -161,6 +161,8 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
             raise ConfigError(f"{source}{key}: of ${{...}} only other settings are read, not {_shown(value)}.")
         if known[key].type == Options and "${" in str(value):
             raise ConfigError(f"{source}{key}: ${{...}} is not read here, give the values themselves.")
+        if value == MISSING and not known[key].required:  # OmegaConf would drop it in silence
+            raise ConfigError(f"{source}{key}: ??? stands for a value that is not set; leave the key out instead.")
         # What ${...} stands for is known only after merging, where OmegaConf checks its type.
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
         if not deferred and not _is_of_type(value, known[key].type):

@@ -6,8 +6,10 @@ rollout.environment --find_class--> packed, tried once by check_environment
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from workers.environment import Observation, Text
 from workers.environment_process import EnvironmentPool
 from workers.errors import ConfigError, EpisodeError
 from workers.reward_process import Call, RewardFunction, RewardProcess
@@ -39,23 +41,30 @@ def requested_columns(signature: Signature, record: Mapping[str, Any], name: str
     return tuple(sorted((offered if signature.takes_all else names & offered) - RESPONSES))
 
 
-def check_environment(environment: bytes, example: dict[str, Any], *, timeout_s: float) -> None:
-    """Play one turn, an empty response to one record, in a process of its own.
+@dataclass(frozen=True)
+class Answered:
+    """An environment's opening of an episode, and its answer to an empty response."""
+
+    opening: Text
+    observation: Observation
+
+
+def check_environment(environment: bytes, example: dict[str, Any], *, timeout_s: float) -> Answered:
+    """Play one turn, an empty response to one record, in a process of its own; returns what the environment said.
 
     Raises ConfigError with what went wrong: an environment must answer any text.
     """
 
-    async def one_turn() -> None:
+    async def one_turn() -> Answered:
         pool = EnvironmentPool(environment, timeout_s, silent=True)
         try:
             async with pool.episode() as played:
-                await played.reset(example)
-                await played.step("")
+                return Answered(await played.reset(example), await played.step(""))
         finally:
             await pool.stop()
 
     try:
-        asyncio.run(one_turn())
+        return asyncio.run(one_turn())
     except EpisodeError as error:
         raise ConfigError(
             f"rollout.environment failed on the first record and an empty response: {_sentence(error)}"

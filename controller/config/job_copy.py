@@ -14,7 +14,7 @@ def is_job_copy(folder: Path) -> bool:
 
 
 def about_copy(path: str) -> str:
-    """What to know about a relative path that is not there; empty outside of a job, and for an absolute one."""
+    """A hint about a relative path that is not there; empty outside of a job, and for an absolute one."""
     if Path(path).is_absolute() or not is_job_copy(Path.cwd()):
         return ""
     return (

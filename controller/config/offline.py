@@ -9,7 +9,7 @@ from typing import Any
 
 from controller.config.limits import Limits
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
-from controller.config.training import ReferenceSettings, TrainingConfig
+from controller.config.training import ReferenceSettings, TrainingConfig, counted
 from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, SupervisedLossConfig, setting
 
 
@@ -160,8 +160,9 @@ class SftConfig(OfflineConfig):
     def headline(self) -> str:
         """The run in one line, for its report."""
         return (
-            f"{self.model.path} on {self.data.train}: supervised, {self.batch.sequences_per_step} sequences a step, "
-            f"{self.policy.ranks} policy ranks, {self.device}"
+            f"{self.model.path} on {self.data.train}: supervised, "
+            f"{counted(self.batch.sequences_per_step, 'sequence')} a step, "
+            f"{counted(self.policy.ranks, 'policy rank')}, {self.device}"
         )
 
     @property
@@ -189,8 +190,9 @@ class PreferencesConfig(OfflineConfig, ReferenceSettings):
     def headline(self) -> str:
         """The run in one line, for its report."""
         return (
-            f"{self.model.path} on {self.data.train}: {self.loss.name}, {self.batch.pairs_per_step} pairs a step, "
-            f"{self.policy.ranks} policy ranks, {self.device}"
+            f"{self.model.path} on {self.data.train}: {self.loss.name}, "
+            f"{counted(self.batch.pairs_per_step, 'pair')} a step, "
+            f"{counted(self.policy.ranks, 'policy rank')}, {self.device}"
         )
 
     @property

@@ -28,10 +28,9 @@ from controller.config.sections import (
     TrackingConfig,
     ValidationConfig,
 )
-from controller.config.training import ReferenceSettings, TrainingConfig
+from controller.config.training import ReferenceSettings, TrainingConfig, counted
 from workers.config import (
     CriticConfig,
-    LoraConfig,
     LossConfig,
     ModelConfig,
     PolicyConfig,
@@ -66,8 +65,9 @@ class Config(ReferenceSettings):
         """The run in one line, for its report."""
         return (
             f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: {self.algorithm.advantage}, "
-            f"{self.batch.prompts_per_step} prompts x {self.rollout.samples_per_prompt} samples a step, "
-            f"{self.policy.ranks} policy ranks, {self.rollout.replicas} engines, {self.device}"
+            f"{counted(self.batch.prompts_per_step, 'prompt')} x {counted(self.rollout.samples_per_prompt, 'sample')} "
+            f"a step, {counted(self.policy.ranks, 'policy rank')}, {counted(self.rollout.replicas, 'engine')}, "
+            f"{self.device}"
         )
 
     @property
@@ -92,7 +92,7 @@ class Config(ReferenceSettings):
 
     @property
     def mini_batches_by(self) -> str:
-        """What is drawn into mini-batches: `sequence` or `group`."""
+        """The unit that is drawn into mini-batches: `sequence` or `group`."""
         return self.batch.mini_batches_by
 
     @property
@@ -236,7 +236,7 @@ class Config(ReferenceSettings):
     @property
     def reward_model(self) -> ModelConfig:
         """The reward model: model.* with reward.model.path."""
-        return replace(self.model, path=self.reward.model.path, lora=LoraConfig(), router_replay="none")
+        return self.model.of_another_role(self.reward.model.path)
 
     @property
     def reward_model_max_tokens(self) -> int:
@@ -246,7 +246,7 @@ class Config(ReferenceSettings):
     @property
     def critic_model(self) -> ModelConfig:
         """The critic's model: model.* with critic.path where that is set; all of it is trained."""
-        return replace(self.model, path=self.critic.path or self.model.path, lora=LoraConfig(), router_replay="none")
+        return self.model.of_another_role(self.critic.path)
 
     @property
     def training_roles(self) -> tuple[str, ...]:
@@ -286,7 +286,8 @@ def load_as(schema: type[Schema], path: Files, overrides: Sequence[str] = ()) ->
     config = read(schema, files, overrides)
     if not config.run.name:
         name = _default_name(files[-1] if files else None)
-        config.run.name = name if config.run.resume == "auto" else _free_name(config.run.dir, name)
+        config.run.name = name if config.run.resume == "auto" else free_name(config.run.dir, name)
+        config.default_name = "" if config.run.resume == "auto" else name
     return config
 
 
@@ -317,7 +318,7 @@ def _default_name(path: str | Path | None) -> str:
     return file.parent.name if file.stem == "config" else file.stem
 
 
-def _free_name(folder: str, name: str) -> str:
+def free_name(folder: str, name: str) -> str:
     """`name`, or `name-2`, `name-3`, ... where runs of that name are there."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(name for name in names if not (Path(folder) / name).exists())

@@ -39,7 +39,16 @@ PAGES = {
     "preferences": Page("Settings of preference optimisation", PreferencesConfig, _OFFLINE, "settings-preferences.md"),
 }
 """By the argument of this module."""
-TABLE = "| key | type | default | what it does |\n| --- | --- | --- | --- |\n"
+TABLE = """\
+<div class="keys settings" markdown>
+
+| key | type | default | what it does |
+| --- | --- | --- | --- |
+{rows}
+
+</div>
+"""
+"""The classes are those of docs/stylesheets/extra.css: on a narrow screen each row is a paragraph."""
 
 
 def settings_markdown(argument: str = "") -> str:
@@ -58,7 +67,7 @@ def settings_markdown(argument: str = "") -> str:
 def _section(name: str, section: Any, found: list[Setting]) -> str:
     level = "##" if "." not in name else "###"
     rows = "\n".join(_row(setting) for setting in found)
-    return f"{level} {name}\n\n{_introduction(section)}{TABLE}{rows}\n"
+    return f"{level} {name}\n\n{_introduction(section)}{TABLE.format(rows=rows)}"
 
 
 def _introduction(section: Any) -> str:

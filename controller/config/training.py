@@ -14,7 +14,12 @@ from typing import Any
 from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
-from workers.config import LoraConfig, ModelConfig, PolicyConfig, ReferenceConfig
+from workers.config import ModelConfig, PolicyConfig, ReferenceConfig
+
+
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, in the singular for 1: `1 engine`, `2 engines`; for nouns that take an s."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 class TrainingConfig:
@@ -30,6 +35,10 @@ class TrainingConfig:
     is_described = False
     """Whether the run is looked at for a cluster that is described (--cluster): its models and data may lie there. Not
     a setting."""
+
+    default_name = ""
+    """The beginning of the run's name where run.name was not given: a number after it makes it the run's alone. Not a
+    setting."""
 
     @property
     def headline(self) -> str:
@@ -53,7 +62,7 @@ class TrainingConfig:
 
     @property
     def mini_batches_by(self) -> str:
-        """What is drawn into mini-batches: `sequence` or `group`."""
+        """The unit that is drawn into mini-batches: `sequence` or `group`."""
         return "sequence"
 
     @property
@@ -125,7 +134,7 @@ class TrainingConfig:
     def expert_ranks(self) -> int:
         """Ranks of one copy of the model that hold different tokens: those that may share experts."""
         parallel = self.policy.parallel
-        return self.policy.ranks // parallel.replicate * parallel.context_parallel
+        return self.policy.ranks // parallel.replicate * parallel.context_parallel * parallel.tensor_parallel
 
     @property
     def compute_dtype(self) -> str:
@@ -224,7 +233,7 @@ class ReferenceSettings(TrainingConfig):
     @property
     def reference_model(self) -> ModelConfig:
         """The reference's model: model.* without adapters, with reference.path where that is set."""
-        return replace(self.model, path=self.reference.path or self.model.path, lora=LoraConfig(), router_replay="none")
+        return self.model.of_another_role(self.reference.path)
 
     @property
     def reference_max_tokens(self) -> int:

@@ -14,9 +14,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controller.config import Config
+from controller.config.training import counted
 from controller.diagnosis.findings import Finding, fail, ok
 from controller.diagnosis.node import GIB, Asked, NodeFacts, look
-from controller.observability.shown_text import counted
 from controller.preflight.cluster import Cluster, run_on
 from controller.preflight.describe_cluster import print_cluster
 from workers.errors import ConfigError

@@ -1,11 +1,14 @@
 """Findings, a line each, and the report that prints them as they come."""
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from controller.generation.engines import cause_of
+from controller.observability.slow_work import told_if_slow
 
 LONGEST_TEXT = 400  # characters of an error
 
@@ -58,10 +61,14 @@ class Report:
         self.findings += findings
 
     @contextmanager
-    def guarding(self, name: str, advice: str) -> Iterator[None]:
-        """Turn an exception of the block into a finding, so that later checks still run."""
+    def guarding(self, name: str, advice: str, *, told: bool = True) -> Iterator[None]:
+        """Turn an exception of the block into a finding, so that later checks still run.
+
+        told: whether a check that lasts is said, as `looking_at` does.
+        """
         try:
-            yield
+            with looking_at(name) if told else nullcontext():
+                yield
         except Exception as error:  # a check may fail in any way; Ctrl-C passes
             self.add(fail(name, cause_of(error)[:LONGEST_TEXT], advice))
 
@@ -69,6 +76,11 @@ class Report:
     def exit_code(self) -> int:
         """1 if anything would not work."""
         return int(any(finding.status is Status.FAIL for finding in self.findings))
+
+
+def looking_at(name: str) -> AbstractContextManager[None]:
+    """Say which check the block is, if it lasts: on standard error, where no finding is."""
+    return told_if_slow(partial(print, file=sys.stderr, flush=True), f"...   {name}")
 
 
 def joined(by_node: dict[str, list[Finding]]) -> list[Finding]:

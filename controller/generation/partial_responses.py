@@ -38,7 +38,7 @@ class PartialResponses:
             self._asked[replica] = actors[replica].partial_responses.remote()
 
     def last(self, replica: int) -> dict[int, PartialResponse]:
-        """What is known of a lost engine's responses, by seed; forgotten afterwards."""
+        """The known parts of a lost engine's responses, by seed; forgotten afterwards."""
         refs = [self._known.pop(replica, None), self._asked.pop(replica, None)]
         return _read([ref for ref in refs if ref is not None], timeout_s=0.1)
 

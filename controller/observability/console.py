@@ -95,7 +95,7 @@ class Console:
         self._live: Live | None = None
         self._heartbeat = ExitStack()
         self.kept: TextIO | None = None
-        """Where lines and tables are kept beside."""
+        """The log that keeps lines and tables, too."""
 
     @contextmanager
     def kept_in(self, log: TextIO) -> Iterator[None]:
@@ -118,7 +118,7 @@ class Console:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is written to the standard streams in the block is kept, and not shown; shown if nothing is kept."""
+        """Keeps, and does not show, the block's output on the standard streams; shows it if nothing is kept."""
         if self.kept is None:
             yield
             return
@@ -190,6 +190,11 @@ class Console:
             if name.startswith("reward/") and name not in SPREAD and shows_something(name, metrics)
         ]
         age = (("age", "rollout/staleness_mean", ".1f"),) if metrics.get("rollout/staleness_max") else ()
+        balance = (
+            ("imbalance given", "balance/imbalance_before/micro_steps", ".1%"),
+            ("Karmarkar-Karp", "balance/imbalance_karmarkar_karp/micro_steps", ".2%"),
+            ("planned", "balance/imbalance/micro_steps", ".2%"),
+        )
         shown = (
             ("epoch", "data/epoch", ".2f"),
             ("reward", "reward/mean", ".3f"),
@@ -202,9 +207,7 @@ class Console:
             ("grad", "policy/grad_norm", ".2f"),
             ("explained", "critic/explained_variance", ".2f"),
             ("mismatch", "policy/rollout_mismatch_max", ".1e"),
-            ("imbalance given", "balance/imbalance_before/micro_steps", ".1%"),
-            ("Karmarkar-Karp", "balance/imbalance_karmarkar_karp/micro_steps", ".2%"),
-            ("planned", "balance/imbalance/micro_steps", ".2%"),
+            *(balance if metrics.get("balance/imbalance_before/micro_steps") else ()),  # of one rank there is none
             ("tokens/s", "throughput/tokens_per_s", ",.0f"),
             ("s", "time/step_s", ".2f"),
         )

@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from controller.observability.metric_catalog import EXPORTED, METRICS, Kind
+from controller.observability.declaration import Kind
+from controller.observability.metric_catalog import EXPORTED, METRICS
 
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 8, 7, 3  # of Grafana's 24 columns
 RUNS = '{run=~"$run"}'

@@ -6,7 +6,7 @@ The run says it on the terminal when it happens; the report finds it again in me
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,14 @@ class Symptom:
     """Something that a metric shows in steps that teach little.
 
     seen: (value, that of the first step that had the metric, not 0) -> whether it shows. told: what is seen, with
-    {value} and {first}, and what to try.
+    {value} and {first}, and what to try. sampling: a symptom of runs that sample from the policy alone: the entropy of
+    supervised fine-tuning falls because it learns.
     """
 
     metric: str
     seen: Callable[[float, float], bool]
     told: str
+    sampling: bool = False
 
 
 SYMPTOMS = (
@@ -46,6 +48,7 @@ SYMPTOMS = (
         lambda entropy, first: entropy < COLLAPSED * first,
         "the policy's entropy fell from {first:.3g} to {value:.3g} nats, so that its samples hardly differ; lower "
         "policy.optimizer.learning_rate, raise algorithm.loss.clip_high or algorithm.loss.entropy_coefficient",
+        sampling=True,
     ),
     Symptom(
         "policy/skipped_steps",
@@ -69,10 +72,10 @@ SYMPTOMS = (
 
 
 class Health:
-    """Watches the steps of a run."""
+    """Watches the steps of a run. samples: whether engines sample from the policy while it learns."""
 
-    def __init__(self, symptoms: Iterable[Symptom] = SYMPTOMS) -> None:
-        self._symptoms = tuple(symptoms)
+    def __init__(self, *, samples: bool = True) -> None:
+        self._symptoms = tuple(symptom for symptom in SYMPTOMS if samples or not symptom.sampling)
         self._first: dict[str, float] = {}
         self._in_a_row = dict.fromkeys((symptom.metric for symptom in self._symptoms), 0)
 
@@ -81,7 +84,11 @@ class Health:
 
         A step without the metric, such as one that updates nothing, neither shows a symptom nor ends it.
         """
-        return [told for symptom in self._symptoms if (told := self._of(symptom, step, metrics))]
+        return list(self.see_by_metric(step, metrics).values())
+
+    def see_by_metric(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, str]:
+        """The same sentences by the metric that shows the symptom."""
+        return {symptom.metric: told for symptom in self._symptoms if (told := self._of(symptom, step, metrics))}
 
     def _of(self, symptom: Symptom, step: int, metrics: Mapping[str, float | None]) -> str:
         name = symptom.metric
@@ -98,7 +105,20 @@ class Health:
         return f"steps {step - STEPS + 1} to {step}: " + symptom.told.format(value=value, first=first)
 
 
-def warnings(steps: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What `Health` tells of the metrics of all steps of a run, in order; each has its `step`, and None for NaN."""
-    health = Health()
-    return [told for metrics in steps for told in health.see(int(metrics["step"]), metrics)]
+def warnings(steps: Iterable[Mapping[str, Any]], *, samples: bool = True) -> list[str]:
+    """The warnings of `Health` for the metrics of all steps of a run, in order; each has its `step`, and None for NaN.
+
+    A symptom that came again is told once, with how often and when it was last told.
+    """
+    health = Health(samples=samples)
+    told: dict[str, list[tuple[int, str]]] = {}
+    for metrics in steps:
+        step = int(metrics["step"])
+        for metric, sentence in health.see_by_metric(step, metrics).items():
+            told.setdefault(metric, []).append((step, sentence))
+    return [_once(found) for found in told.values()]
+
+
+def _once(told: Sequence[tuple[int, str]]) -> str:
+    (_, first), (last, _) = told[0], told[-1]
+    return first if len(told) == 1 else f"{first} (told {len(told)} times, the last at step {last})"

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from balancing import CostModel
-from controller.observability.metric_catalog import (
+from controller.observability.declaration import Declaration
+from controller.observability.live_catalog import (
     ENGINE_STATE,
     MICRO_STEP_SECONDS,
     PHASE,
@@ -26,7 +27,6 @@ from controller.observability.metric_catalog import (
     SAMPLE_REWARD,
     SAMPLE_SECONDS,
     SAMPLE_TOKENS,
-    Declaration,
 )
 from workers.remote_batch import RemoteBatch
 

@@ -7,72 +7,10 @@
 declared here; a test compares what real runs record with what is declared.
 """
 
-import re
-from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 
-
-class Kind(Enum):
-    """GAUGE: the last value stands. COUNTER: values add up over steps. HISTOGRAM: values are counted by size."""
-
-    GAUGE = "gauge"
-    COUNTER = "counter"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """One metric, or a family of metrics: those whose names fit one with `{label}`.
-
-    joined: how the values of samples, micro-batches, mini-batches and ranks become the number of a step.
-    when: the condition for a step to record it; empty if every step that trains does. so_far: a counter's value is that
-    of the run so far, not of the step. boundaries: upper ends of a histogram's buckets, above 0, as Ray wants them.
-    """
-
-    name: str
-    unit: str
-    meaning: str
-    joined: str = "one value"
-    kind: Kind = Kind.GAUGE
-    when: str = ""
-    so_far: bool = False
-    boundaries: tuple[float, ...] = ()
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names in braces."""
-        return tuple(re.findall(r"\{(\w+)\}", self.name))
-
-    @property
-    def exported_name(self) -> str:
-        """Its name for Ray: `ballast_policy_loss`. Units are written out: https://prometheus.io/docs/practices/naming.
-
-        Labels leave the name: `time/{phase}_s` is `ballast_time_seconds` with the label `phase`.
-        """
-        words = re.findall(r"[A-Za-z0-9]+", re.sub(r"\{\w+\}", "", self.name))
-        if words[-1] == "s":
-            words[-1] = "second" if "per" in words else "seconds"
-        if self.unit == "share" and not {"share", "fraction"} & set(words):
-            words.append("ratio")
-        return "_".join(["ballast", *words])
-
-    @property
-    def series(self) -> str:
-        """Its name in Prometheus; of a histogram what stands before `_bucket`, `_sum` and `_count`."""
-        return f"ray_{self.exported_name}{'_total' if self.kind is Kind.COUNTER else ''}"
-
-    def match(self, name: str) -> dict[str, str] | None:
-        """The labels of `name`, a metric of this family; None if it is not of it."""
-        found = _pattern(self.name).fullmatch(name)
-        return found.groupdict() if found else None
-
-
-@cache
-def _pattern(name: str) -> re.Pattern[str]:
-    parts = re.split(r"\{(\w+)\}", name)
-    return re.compile("".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
-
+from controller.observability.declaration import Declaration, Kind
+from controller.observability.live_catalog import LIVE
 
 MEAN_OVER_TOKENS = "mean over tokens"
 WITH_CRITIC = "a critic"
@@ -256,6 +194,20 @@ POLICY = (
         when="model.router_replay=compare or replay",
     ),
     Declaration(
+        "policy/router_aux_loss",
+        "",
+        "Load-balancing loss of the routers over each sequence, mean over layers, without its coefficient: 1 is even.",
+        "mean over mini-batches",
+        when="model.router_aux_loss_coefficient",
+    ),
+    Declaration(
+        "policy/router_z_loss",
+        "",
+        "Squared log-sum-exp of the routers' logits, mean over tokens and layers, without its coefficient.",
+        "mean over mini-batches",
+        when="model.router_z_loss_coefficient",
+    ),
+    Declaration(
         "policy/skipped_steps", "steps", "Optimiser steps skipped for NaN or infinity.", "adds up", Kind.COUNTER
     ),
     Declaration(
@@ -398,90 +350,6 @@ RESTARTS = (
         so_far=True,
     ),
 )
-
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
-TOKENS = tuple(float(2**power) for power in range(3, 18))
-AS_IT_CHANGES, AFTER_A_STEP, AFTER_AN_UPDATE = "as it changes", "with every step", "with every step that trains"
-
-STEP = Declaration("run/step", "step", "Number of the last step that is complete.", when=AFTER_A_STEP)
-STEPS = Declaration(
-    "run/steps",
-    "steps",
-    "Steps made; those that are made again after a failure count again.",
-    kind=Kind.COUNTER,
-    when=AFTER_A_STEP,
-)
-PHASE = Declaration(
-    "phase/{phase}",
-    "",
-    "1 while the run is in the phase, else 0. Of phases inside each other the innermost counts: `step` is what lies "
-    "between a step's phases.",
-    when=AS_IT_CHANGES,
-)
-ENGINE_STATE = Declaration(
-    "engine/state/{replica}/{state}",
-    "",
-    "1 for the state that the engine is in, else 0: starting, stale, current, draining, asleep, dead.",
-    when=AS_IT_CHANGES,
-)
-REQUESTS_WAITING = Declaration(
-    "rollout/requests_waiting", "requests", "Requests that no engine has room for.", when=AS_IT_CHANGES
-)
-REQUESTS_IN_FLIGHT = Declaration(
-    "engine/requests_in_flight/{replica}", "requests", "Requests that the engine works on.", when=AS_IT_CHANGES
-)
-SAMPLE_TOKENS = Declaration(
-    "sample/response_tokens",
-    "tokens",
-    "Lengths of responses.",
-    kind=Kind.HISTOGRAM,
-    when=AFTER_A_STEP,
-    boundaries=TOKENS,
-)
-SAMPLE_SECONDS = Declaration(
-    "sample/generation_s",
-    "s",
-    "How long samples took, from the request to the end, waiting in the engine included.",
-    kind=Kind.HISTOGRAM,
-    when=AFTER_A_STEP,
-    boundaries=SECONDS,
-)
-# No histogram: Ray's take no boundary at or below 0, and leave out values below 0.
-SAMPLE_REWARD = Declaration(
-    "sample/reward/{quantile}", "reward", "Quantiles 0, 0.1, 0.5, 0.9 and 1 of the step's rewards.", when=AFTER_A_STEP
-)
-MICRO_STEP_SECONDS = Declaration(
-    "micro_step/{role}/{rank}/{phase}_s",
-    "s",
-    "How long micro-steps with work took; `phase` is the pass: update, log_probs, values.",
-    kind=Kind.HISTOGRAM,
-    when=AFTER_AN_UPDATE,
-    boundaries=SECONDS,
-)
-RANK_SECONDS = Declaration(
-    "rank/{role}/{rank}/{phase}_s", "s", "All micro-steps of a rank in the step.", when=AFTER_AN_UPDATE
-)
-RANK_PREDICTED_SECONDS = Declaration(
-    "rank_predicted/{role}/{rank}/{phase}_s",
-    "s",
-    "The same as the cost model predicts it, scaled so that the ranks of a role together take as long as they did.",
-    when=AFTER_AN_UPDATE,
-)
-LIVE = (
-    STEP,
-    STEPS,
-    PHASE,
-    ENGINE_STATE,
-    REQUESTS_WAITING,
-    REQUESTS_IN_FLIGHT,
-    SAMPLE_TOKENS,
-    SAMPLE_SECONDS,
-    SAMPLE_REWARD,
-    MICRO_STEP_SECONDS,
-    RANK_SECONDS,
-    RANK_PREDICTED_SECONDS,
-)
-"""Metrics for Prometheus alone."""
 
 SECTIONS = {
     "Reward": REWARD,

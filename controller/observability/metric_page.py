@@ -1,6 +1,10 @@
 """docs/metrics.md, from the declarations: `python -m controller.observability.metric_page > docs/metrics.md`."""
 
-from controller.observability.metric_catalog import LIVE, SECTIONS, Declaration
+from collections.abc import Iterable
+
+from controller.observability.declaration import Declaration
+from controller.observability.live_catalog import LIVE
+from controller.observability.metric_catalog import SECTIONS
 
 INTRODUCTION = """\
 # Metrics
@@ -10,7 +14,7 @@ metric is declared.
 
 A line of `metrics.jsonl` holds the metrics of one step; TensorBoard, Weights & Biases and MLflow get the same numbers
 under the same names (MLflow has no `@`: there `pass@8` is `pass_at_8`). Prometheus has them from
-the metrics port of Ray under the names of the last column, with `run` and the names in braces as labels.
+the metrics port of Ray under the second name in the first column, with `run` and the names in braces as labels.
 Counters are numbers of one step in `metrics.jsonl`, except those "so far", and sums over the run in Prometheus.
 """
 LIVE_INTRODUCTION = """\
@@ -19,23 +23,41 @@ LIVE_INTRODUCTION = """\
 Values within a step: of single samples, engines and ranks. The sum of a histogram (`_sum`) is Ray's estimate from
 its buckets.
 """
-HEADER = "| name | unit | meaning | joined | recorded when | in Prometheus |\n| --- | --- | --- | --- | --- | --- |"
-LIVE_HEADER = "| in Prometheus | labels | unit | meaning | exported |\n| --- | --- | --- | --- | --- |"
+TABLE = """\
+<div class="keys metrics" markdown>
+
+| name, and in Prometheus | unit | meaning | joined | recorded when |
+| --- | --- | --- | --- | --- |
+{rows}
+
+</div>
+"""
+"""The classes, here and below, are those of docs/stylesheets/extra.css: on a narrow screen each row is a paragraph."""
+LIVE_TABLE = """\
+<div class="keys live" markdown>
+
+| in Prometheus | labels | unit | meaning | exported |
+| --- | --- | --- | --- | --- |
+{rows}
+
+</div>
+"""
 
 
 def page() -> str:
     """The whole page, in Markdown."""
-    sections = (
-        "\n".join([f"## {title}", "", HEADER, *map(_row, declarations)]) for title, declarations in SECTIONS.items()
-    )
-    live = [LIVE_INTRODUCTION, LIVE_HEADER, *map(_live_row, LIVE)]
-    return "\n".join([INTRODUCTION, "\n\n".join(sections), "", *live]) + "\n"
+    sections = (f"## {title}\n\n{_table(TABLE, map(_row, found))}" for title, found in SECTIONS.items())
+    return "\n".join([INTRODUCTION, *sections, LIVE_INTRODUCTION, _table(LIVE_TABLE, map(_live_row, LIVE))])
+
+
+def _table(around: str, rows: Iterable[str]) -> str:
+    return around.format(rows="\n".join(rows))
 
 
 def _row(declaration: Declaration) -> str:
     when = declaration.when or "always"
-    exported = f"`{declaration.series}` ({declaration.kind.value})"
-    cells = (f"`{declaration.name}`", declaration.unit, declaration.meaning, declaration.joined, when, exported)
+    names = f"`{declaration.name}`<br>`{declaration.series}` ({declaration.kind.value})"
+    cells = (names, declaration.unit, declaration.meaning, declaration.joined, when)
     return f"| {' | '.join(cells)} |"
 
 

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from controller.config import Config, TrainingConfig
 from controller.config.recorded import load_recorded
+from controller.config.training import counted
 from controller.observability import report_charts as charts
 from controller.observability.health import warnings
 from controller.observability.run_folder import Row, RunFolder
@@ -43,11 +44,12 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """Charts under a title. charts: trusted `<svg>` elements."""
+    """Charts under a title. charts: trusted `<svg>` elements. wide: they need all of the page's width."""
 
     title: str
     charts: Sequence[Markup]
     note: str = ""
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ def page(run: RunFolder, config: TrainingConfig) -> str:
     return environment.get_template(FILE).render(
         name=redacted(config.run.name),
         lead=redacted(config.headline),
-        cards=_cards(run),
-        warnings=warnings(run.metrics),
+        cards=_cards(run, config),
+        warnings=warnings(run.metrics, samples=config.samples),
         sections=_sections(run, config),
         tables=[table for table in (_slowest(run), _longest(run), _validation(run)) if table.rows],
         command="`--settings` behind the command explains every key",
@@ -94,23 +96,24 @@ def page(run: RunFolder, config: TrainingConfig) -> str:
     )
 
 
-def _cards(run: RunFolder) -> list[Card]:
+def _cards(run: RunFolder, config: TrainingConfig) -> list[Card]:
     steps = run.metrics[-1]["step"]
     found = [Card("steps", f"{steps:,}", f"{len(run.lengths)} with an update")]
     for label, name in (("reward", "reward/mean"), ("validation reward", "validation/reward"), ("loss", "policy/loss")):
         if values := run.curve(name).values:
-            found.append(Card(label, f"{values[-1]:.3f}", f"{values[-1] - values[0]:+.3f} since the first"))
+            change = f"{values[-1] - values[0]:+.3f} since the first" if len(values) > 1 else ""
+            found.append(Card(label, f"{values[-1]:.3f}", change))
     for label, name, form in (
         ("seconds a step", "time/step_s", ".2f"),
         ("tokens/s", "throughput/tokens_per_s", ",.0f"),
     ):
         if values := run.curve(name).values:
-            found.append(Card(label, f"{sorted(values)[len(values) // 2]:{form}}", "median"))
+            found.append(Card(label, f"{sorted(values)[len(values) // 2]:{form}}", "median" if len(values) > 1 else ""))
     before, after = (run.curve(f"balance/imbalance{when}/micro_steps").values for when in ("_before", ""))
-    if after:
-        note = f"{_mean(before):.1%} in the given order"
+    if after and config.policy.ranks > 1:
+        note = f"{_mean(before):.1%} as given"
         if alone := run.curve("balance/imbalance_karmarkar_karp/micro_steps").values:
-            note += f", {_mean(alone):.2%} after Karmarkar-Karp alone"
+            note += f", {_mean(alone):.2%} Karmarkar-Karp"
         found.append(Card("imbalance, mean", f"{_mean(after):.2%}", note))
     return found
 
@@ -121,21 +124,28 @@ def _mean(values: Sequence[float]) -> float:
 
 def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
     """Every picture of the report that this run has something for."""
-    title = "Reward and validation" if isinstance(config, Config) else "Loss and validation"
-    sections = [Section(title, [_chart(charts.learning(run))])]
+    title = "Reward" if isinstance(config, Config) else "Loss"
+    learning = charts.learning(run)
+    sections = [Section(title + " and validation" * (len(learning) > 1), _charts(learning))]
     if panels := charts.lengths(run):
-        sections.append(Section("Lengths", [_chart(panels)]))
-        sections.append(Section("Balance and time", [_chart(charts.balance(run))], BALANCE_NOTE))
+        sections.append(Section("Lengths", _charts(panels)))
+        sections.append(_balance_and_time(run, config))
         if drawn := charts.gantt(run, config):
             step, picture = drawn
             note = f"Update of step {step}, planned again from its recorded lengths."
-            sections.append(Section("Who computes when", [Markup(picture)], note))
-        sections.append(Section("Policy", [_chart(charts.policy(run))]))
+            sections.append(Section("Who computes when", [Markup(picture)], note, wide=True))
+        sections.append(Section("Policy", _charts(charts.policy(run))))
     return sections
 
 
-def _chart(panels: Sequence[Any]) -> Markup:
-    return Markup(charts.svg(panels))
+def _balance_and_time(run: RunFolder, config: TrainingConfig) -> Section:
+    if config.policy.ranks == 1:  # nobody waits for anybody
+        return Section("Time", _charts([charts.time(run)]))
+    return Section("Balance and time", _charts([charts.imbalance(run), charts.time(run)]), BALANCE_NOTE)
+
+
+def _charts(panels: Iterable[Any]) -> list[Markup]:
+    return [Markup(charts.svg(panel)) for panel in panels]
 
 
 SAMPLE_COLUMNS = (
@@ -184,7 +194,8 @@ def _validation(run: RunFolder) -> Table:
         [redacted(shortened(str(row[name]), TEXT)) for name in ("prompt", "response")] + [f"{_reward(row):.3f}"]
         for row in chosen
     ]
-    note = f"Validation at step {step}: {len(chosen)} of {len(rows):,} responses, the lowest and the highest rewards."
+    note = f"Validation at step {step}: {len(chosen)} of {counted(len(rows), 'response')}, "
+    note += "the lowest and the highest rewards."
     return Table("Held-out responses", note, columns, table)
 
 

@@ -4,7 +4,7 @@ RunFolder --curves--> Panel, Panel, ... --svg--> text of one element        leng
 """
 
 import io
-import re
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,21 +15,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from balancing import BalancingError, CostModel, Plan, plan_batch
-from balancing.analysis.gantt import INK, WAITING, Chart, to_svg
-from balancing.analysis.statistics import predicted_grids
+from balancing.analysis.gantt import INK, Chart, themed, to_svg
+from balancing.analysis.statistics import ideal_time, predicted_grids
 from controller.config import TrainingConfig
 from controller.observability.run_folder import Curve, RunFolder
 from controller.planner import draw_mini_batches, plan_arguments
 
 BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c2566a", "#8069b0", "#7d8491"
 COLOURS = (BLUE, GREEN, AMBER, ROSE, VIOLET, GREY)
-THEME = {INK: "var(--ink)", WAITING: "var(--waiting)", "#ffffff": "var(--paper)"}
-"""Colours of charts that the page's style sheet sets, by what they are drawn with."""
+SIZE = (5.0, 2.8)
+"""Inches of a panel: letters of 9 points stay legible where it is as wide as a telephone."""
+LEGEND_POINTS = 8.5
+LEGEND_LETTERS = 56
+"""Letters of a legend's line, with 6 for each handle."""
 FEW_POINTS = 12
 """Up to so many points a curve shows each as a dot; with more they would run together."""
 MOST_BARS = 80
-"""Up to so many steps each has a bar."""
-PHASES = ("rollout", "plan", "log_probs", "advantages", "update", "weights")
+"""Up to so many steps each has a bar, and curves are thick."""
+PHASES = dict(zip(("rollout", "plan", "log_probs", "advantages", "update", "weights"), COLOURS, strict=True))
 Draw = Callable[[Axes], None]
 
 
@@ -51,25 +54,18 @@ class Panel:
     from_zero: bool = False
 
 
-def svg(panels: Sequence[Panel | tuple[str, Draw]], *, height: float = 3.0) -> str:
-    """Panels side by side; a panel may also be a title and what draws it."""
+def svg(panel: Panel | tuple[str, Draw]) -> str:
+    """A panel as a picture of its own, so that a page sets two beside each other or, on a narrow screen, one below the
+    other; a panel may also be a title and what draws it."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "text.parse_math": False}):
-        figure = Figure(figsize=(5.4 * len(panels), height), layout="constrained")
-        for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-            title, draw = panel if isinstance(panel, tuple) else (panel.title, _drawing(panel))
-            draw(axes)
-            _dress(axes, title)
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
+        title, draw = panel if isinstance(panel, tuple) else (panel.title, _drawing(panel))
+        draw(axes)
+        _dress(axes, title)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return themed(buffer.getvalue())
-
-
-def themed(drawn: str) -> str:
-    """The `<svg>` element alone, in the page's colours and without a background of its own."""
-    drawn = drawn[drawn.index("<svg") :]
-    for colour, variable in THEME.items():
-        drawn = re.sub(rf"{colour}\b", variable, drawn, flags=re.IGNORECASE)
-    return drawn
 
 
 def learning(run: RunFolder) -> list[Panel]:
@@ -108,10 +104,11 @@ def lengths(run: RunFolder) -> list[tuple[str, Draw]]:
     first, last = min(run.lengths), max(run.lengths)
 
     def over_steps(axes: Axes) -> None:
-        steps = sorted(run.lengths)
-        low, quarter, median, three, high = np.array(
-            [np.percentile(run.lengths[step], [0, 25, 50, 75, 100]) for step in steps]
-        ).T
+        steps = np.array(sorted(run.lengths), float)
+        quartiles = np.array([np.percentile(run.lengths[int(step)], [0, 25, 50, 75, 100]) for step in steps]).T
+        if len(steps) == 1:  # a band needs a width
+            steps, quartiles = np.array([first - 0.4, first + 0.4]), np.repeat(quartiles, 2, axis=1)
+        low, quarter, median, three, high = quartiles
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="shortest to longest")
         axes.fill_between(steps, quarter, three, color=BLUE, alpha=0.3, linewidth=0, label="middle half")
         axes.plot(steps, median, color=BLUE, linewidth=1.8, label="median", marker=_marker(len(steps)), markersize=3.5)
@@ -133,21 +130,25 @@ def lengths(run: RunFolder) -> list[tuple[str, Draw]]:
     return [("Sequence length over steps", over_steps), ("Sequence lengths, first and last step", histogram)]
 
 
-def balance(run: RunFolder) -> list[Panel | tuple[str, Draw]]:
-    """Imbalance in the given order, after Karmarkar-Karp and as planned, and where the time of a step goes."""
+def time(run: RunFolder) -> tuple[str, Draw]:
+    """The time of a step by phase."""
+    return "Where the time of a step goes", lambda axes: _stacked_phases(axes, run)
+
+
+def imbalance(run: RunFolder) -> Panel:
+    """Imbalance in the given order, after Karmarkar-Karp and as planned."""
     whens = ("_before", "_karmarkar_karp", "")
     before, alone, after = (run.curve(f"balance/imbalance{when}/micro_steps") for when in whens)
-    imbalance = Panel(
+    return Panel(
         "Imbalance of micro-steps",
         [
-            Line("in the given order", before, ROSE, dashed=True),
-            Line("after Karmarkar-Karp alone", alone, AMBER, dashed=True),
+            Line("as given", before, ROSE, dashed=True),
+            Line("Karmarkar-Karp alone", alone, AMBER, dashed=True),
             Line("as planned", after, GREEN),
         ],
         percent=True,
         from_zero=True,
     )
-    return [imbalance, ("Where the time of a step goes", lambda axes: _stacked_phases(axes, run))]
 
 
 def policy(run: RunFolder) -> list[Panel]:
@@ -163,8 +164,9 @@ def policy(run: RunFolder) -> list[Panel]:
 def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
     """The last step and its Gantt charts, in the given order and as planned; None where there is nothing to compare.
 
-    The plan, with several epochs the first one's, is made again from the recorded lengths, with the settings, the seed
-    and the costs of the run; not that of mini-batches dealt anew (balance.redeal_groups).
+    Time 1 is that of the plan if no rank ever waited. The plan, with several epochs the first one's, is made again from
+    the recorded lengths, with the settings, the seed and the costs of the run; not that of mini-batches dealt anew
+    (balance.redeal_groups).
     """
     if not run.lengths or config.policy.ranks == 1 or config.balance.redeal_groups:
         return None
@@ -177,7 +179,7 @@ def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
         Chart(title, predicted_grids(plan))
         for title, plan in zip(("in the given order", "as planned"), plans, strict=True)
     ]
-    return step, themed(to_svg(charts, float(plans[0].workloads.sum()) / config.policy.ranks))
+    return step, to_svg(charts, ideal_time(charts[-1].grids))
 
 
 def _plan(run: RunFolder, config: TrainingConfig, step: int, algorithm: str) -> Plan:
@@ -199,7 +201,7 @@ def _drawing(panel: Panel) -> Draw:
                 line.curve.steps,
                 line.curve.values,
                 color=line.colour,
-                linewidth=1.8,
+                linewidth=1.8 if len(line.curve.steps) <= MOST_BARS else 1.0,
                 linestyle="--" if line.dashed else "-",
                 marker=_marker(len(line.curve.steps)),
                 markersize=3.5,
@@ -222,12 +224,12 @@ def _stacked_phases(axes: Axes, run: RunFolder) -> None:
     by_step = {row["step"]: row for row in run.metrics}
     names = [name for name in PHASES if any(f"time/{name}_s" in row for row in run.metrics)]
     seconds = [[by_step[step].get(f"time/{name}_s") or 0.0 for step in whole.steps] for name in names]
-    labels = [name.replace("_", "-") for name in names]
+    labels, colours = [name.replace("_", "-") for name in names], [PHASES[name] for name in names]
     if len(whole.steps) > MOST_BARS:
-        axes.stackplot(whole.steps, seconds, labels=labels, colors=COLOURS, alpha=0.85, linewidth=0)
+        axes.stackplot(whole.steps, seconds, labels=labels, colors=colours, alpha=0.85, linewidth=0)
     else:
         bottoms = np.cumsum([[0.0] * len(whole.steps), *seconds], axis=0)
-        for values, bottom, label, colour in zip(seconds, bottoms, labels, COLOURS, strict=False):
+        for values, bottom, label, colour in zip(seconds, bottoms[:-1], labels, colours, strict=True):
             axes.bar(whole.steps, values, bottom=bottom, label=label, color=colour, alpha=0.85, width=0.75)
     axes.set_ylabel("seconds", color=INK)
     # The first step compiles; it would flatten all that follow.
@@ -243,20 +245,32 @@ def _marker(points: int) -> str:
 
 def _steps_below(axes: Axes) -> None:
     axes.set_xlabel("step", color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    low, high = axes.get_xlim()
+    if high - low < 1.0:  # one step
+        axes.set_xlim((low + high) / 2 - 0.5, (low + high) / 2 + 0.5)
 
 
 def _legend(axes: Axes) -> None:
-    """In a line of its own between title and axes, where it covers nothing; none where nothing has a label."""
-    if not axes.get_legend_handles_labels()[1]:
+    """In lines of its own between title and axes, where it covers nothing; none where nothing has a label."""
+    labels = axes.get_legend_handles_labels()[1]
+    if not labels:
         return
     style = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.0, "frameon": False}
-    style |= {"ncols": MOST_LINES, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
-    axes.legend(fontsize=8.5, labelcolor=INK, **style)  # type: ignore[call-overload]
+    style |= {"ncols": _columns(labels), "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
+    axes.legend(fontsize=LEGEND_POINTS, labelcolor=INK, **style)  # type: ignore[call-overload]
+
+
+def _columns(labels: Sequence[str]) -> int:
+    """As many of a legend's labels as fit beside each other."""
+    widths = [len(label) + 6 for label in labels]
+    return len(labels) if sum(widths) <= LEGEND_LETTERS else max(1, LEGEND_LETTERS // max(widths))
 
 
 def _dress(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=24 if axes.get_legend() else 8)
+    labels = axes.get_legend_handles_labels()[1]
+    lines = math.ceil(len(labels) / _columns(labels)) if labels else 0
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8 + 1.75 * LEGEND_POINTS * lines)
     axes.tick_params(colors=INK, labelsize=9)
     axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
     axes.set_axisbelow(True)

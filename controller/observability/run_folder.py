@@ -58,7 +58,7 @@ class RunFolder:
 
     @cached_property
     def columns(self) -> dict[int, dict[str, list[int]]]:
-        """What is recorded of the sequences of every step beside their lengths, in the same order."""
+        """Records of the sequences of every step beside their lengths, in the same order."""
         rows = self._rows("lengths.jsonl")
         return {row["step"]: {name: row[name] for name in row.keys() - {"step", "lengths", "plan"}} for row in rows}
 

@@ -117,7 +117,7 @@ def run_log(folder: Path, console: "Console") -> Iterator[None]:
 
 @contextmanager
 def rays_logging_in(log: TextIO) -> Iterator[None]:
-    """What Ray logs by Python's logging goes to `log` while the block runs."""
+    """Sends Ray's records of Python's logging to `log` while the block runs."""
     handlers = [handler for handler in logging.getLogger("ray").handlers if isinstance(handler, logging.StreamHandler)]
     before = [handler.setStream(log) for handler in handlers]
     try:

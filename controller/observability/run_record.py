@@ -26,12 +26,15 @@ RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
 
 
 class RunRecord:
-    """Reports to several places at once; what concerns one place alone goes to `console`, `writer` or `timeline`."""
+    """Reports to several places at once; what concerns one place alone goes to `console`, `writer` or `timeline`.
 
-    def __init__(self, console: Console, live: LiveMetrics, writer: RunWriter) -> None:
+    samples: whether engines sample from the policy while it learns.
+    """
+
+    def __init__(self, console: Console, live: LiveMetrics, writer: RunWriter, *, samples: bool = True) -> None:
         self.console, self.live, self.writer = console, live, writer
         self.timeline = TimelineRecorder()
-        self._health = Health()
+        self._health = Health(samples=samples)
         self.seconds: dict[str, float] = {}
         """Seconds by phase since the step began, in the order in which phases ended."""
 

@@ -53,8 +53,3 @@ def shown_prompt(prompt: Any) -> str:
 def other_columns(record: Mapping[str, Any], prompt_key: str) -> str:
     """The columns of a record beside its prompt, one a line."""
     return "\n".join(f"{name}: {value}" for name, value in record.items() if name != prompt_key)
-
-
-def counted(count: int, what: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -120,7 +120,7 @@ def _metadata(process: Mapping[str, int]) -> Iterator[Event]:
 
 
 def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterator[Event]:
-    """When an engine was generating, as one slice for each stretch without a break, and how many samples at a time."""
+    """An engine's times of generation, a slice for each stretch without a break, and how many samples at a time."""
     stretches: list[list[float]] = []  # start, end, samples, tokens
     for start, end, tokens in sorted(rows):
         if stretches and start <= stretches[-1][1]:

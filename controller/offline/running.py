@@ -14,12 +14,12 @@ from controller.actors.cluster_address import check_cluster
 from controller.checkpoint import check_same_data
 from controller.config import load_as
 from controller.config.offline import OfflineConfig
+from controller.config.training import counted
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
 from controller.hub import push_to_hub
 from controller.inputs import TRIED_PROMPTS, limited_tokenizer, try_template
 from controller.observability.run_log import run_log
-from controller.observability.shown_text import counted
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
 from controller.parity import parity_lines
@@ -139,6 +139,7 @@ class OfflineCommand(Generic[Settings]):
             self._run(config, inputs, console, callbacks)
 
     def _run(self, config: Settings, inputs: "Inputs", console: "Console", callbacks: Sequence["Callback"]) -> None:
+        console.log(f"the run is written to {config.run_folder}")
         for dataset in (inputs.train, inputs.validation):
             if dataset is not None and dataset.dropped:
                 console.log(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")

@@ -26,7 +26,7 @@ Settings = TypeVar("Settings", bound=OfflineConfig)
 
 
 class OfflineTrainer(TrainingLoop, Generic[Settings]):
-    """What both have: a step's records, its plan, its metrics."""
+    """The part that both have: a step's records, its plan, its metrics."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """What of `check` depends on ranks, caps and models: for a run that was checked, with another layout."""
+    """The part of `check` that depends on ranks, caps and models: for a run that was checked, with another layout."""
     check_counts(config)
     check_lengths(config)
     _check_devices(config)

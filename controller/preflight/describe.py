@@ -13,7 +13,7 @@ from controller.config.file import Setting, settings
 from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
-from controller.observability.shown_text import counted
+from controller.config.training import counted
 from workers.config import ParallelConfig
 
 

@@ -90,7 +90,7 @@ def _numbers(word: str, numbers: list[int]) -> str:
 
 
 def memory_lines(config: Config, memory: GpuMemory, host: Parts, cluster: Cluster) -> list[str]:
-    """What a GPU holds in training and in generation, and the first node's host memory."""
+    """The memory of a GPU in training and in generation, and the first node's host memory."""
     room = USABLE_SHARE * cluster.gpu_gib
     lines = [
         f"a GPU while training, in the fullest phase, {memory.fullest.name}: {_sum(memory.training)} of {room:.1f} "

@@ -1,4 +1,4 @@
-"""What `--dry-run --measure` finds: the peak of every pass of every role, by running them without a GPU.
+"""`--dry-run --measure`: the peak of every pass of every role, by running them without a GPU.
 
 Config --request--> python -m workers.model.memory_trace --> bytes by role and pass --+
 Config --phases--> estimate by role and pass -----------------------------------------+--> lines, side by side
@@ -14,7 +14,8 @@ from typing import Any
 
 from controller.config import Config
 from controller.config.model_files import read_model_files
-from controller.preflight.memory import GIB, Phase, is_offloaded
+from controller.preflight.memory import GIB, Phase, is_offloaded, of_stage
+from controller.preflight.model_shape import model_shape
 from workers.errors import ConfigError
 
 LAYERS = (3, 4)
@@ -35,19 +36,22 @@ class Measured:
 def measure(config: Config, phases: list[Phase], layers: tuple[int, ...] = LAYERS) -> list[Measured]:
     """Every phase of the estimate, measured. Raises ConfigError if the measuring process does not answer.
 
-    Stages of a pipeline wait for one another, which one process cannot show: they are estimated alone.
+    In a pipeline the fuller one of the first and the last stage counts, each with the layers of the fullest.
     """
-    if config.policy.parallel.pipeline_parallel > 1:
-        problem = "stages of a pipeline are not measured (policy.parallel.pipeline_parallel)"
-        return [Measured(phase.name, sum(phase.parts.values()), problem=problem) for phase in phases]
-    return list(_beside(phases, run_trace(request(config, phases, layers))))
+    stages = config.policy.parallel.pipeline_parallel
+    found = [_beside(phases, run_trace(request(config, phases, layers, stage))) for stage in sorted({0, stages - 1})]
+    return [max(of_stages, key=lambda each: (bool(each.problem), each.gib)) for of_stages in zip(*found, strict=True)]
 
 
-def request(config: Config, phases: list[Phase], layers: tuple[int, ...] = LAYERS) -> dict[str, Any]:
-    """What `workers.model.memory_trace.trace` takes."""
+def request(config: Config, phases: list[Phase], layers: tuple[int, ...] = LAYERS, stage: int = 0) -> dict[str, Any]:
+    """The request for `workers.model.memory_trace.trace`. stage: of the pipeline, the one to measure."""
+    parallel = config.policy.parallel
+    virtual = parallel.virtual_stages
+    fewest = -(-layers[0] // virtual) * virtual  # as many in each part of a stage
     return {
         "ranks": config.training_workers,
-        "layers": layers,
+        "rank": stage * (config.training_workers // parallel.pipeline_parallel),
+        "layers": [fewest + virtual * (count - layers[0]) for count in layers],
         "longest": config.longest_sequence,
         "parallel": asdict(config.policy.parallel),
         "reshard_after_forward": config.policy.reshard_after_forward,
@@ -67,8 +71,10 @@ def _role(config: Config, role: str, phases: list[Phase]) -> dict[str, Any]:
     dtype = "bfloat16" if model.dtype == "auto" else model.dtype
     chunk = model.chunk_tokens("cuda")
     sharing = config.policy.parallel.context_parallel
+    description = dict(read_model_files(model.path, key).description)
     return {
-        "description": dict(read_model_files(model.path, key).description),
+        "description": description,
+        "layers": of_stage(config, model_shape(description, key)).layers,
         "model": asdict(model) | {"dtype": dtype, "logprob_chunk_tokens": chunk},
         "head": "lm" if role in ("policy", "reference") else "value",
         "trains": role in ("policy", "critic"),

@@ -29,14 +29,14 @@ gradient of M, L and R. A pass that goes forward alone has the larger of
     a layer                  b (R + 2 L) + T b (5 h + 3 f)
     the output layer         b (R + L) + 2 T b h + 12 V c
 
-With expert_parallel, L and P have the weights of 1 / expert_parallel of the experts, wherever they are gathered or wait
-for a reduction, and a token travels to its k experts: 6 T b k h more in the last layer going back, 3 T b k h in a layer
-going forward, 4 n T b k h without gradient checkpointing; as much on every rank, for a load that is even.
+A token is copied for its k experts: 3 T b k h more in the last layer going back, 2.5 T b k h in a layer going forward,
+2 n T b k h without gradient checkpointing; with expert_parallel 6, 4 and 4 n T b k h, as much on every rank, for a load
+that is even, and L and P have the weights of 1 / expert_parallel of the experts where they are gathered or reduced.
 
-Divided by tensor_parallel: L, R, M, V, f and the inputs. The terms were found, and are held, by measuring the engine on
-tensors without numbers (`measure.py`). While engines sample the states stay where they are, beside the engine's share,
-memory_fraction x GPU. Not counted: the CUDA context of each process, NCCL's buffers, what kernels take for themselves,
-fragmentation; for them a tenth of the GPU is left free.
+Divided by tensor_parallel: L but for experts, R, M, V, f, k and the inputs. The terms were found, and are held, by
+measuring the engine on tensors without numbers (`measure.py`). While engines sample the states stay where they are,
+beside the engine's share, memory_fraction x GPU. Not counted: the CUDA context of each process, NCCL's buffers, what
+kernels take for themselves, fragmentation; for them a tenth of the GPU is left free.
 
 Of a node's host memory, which `host_memory` adds up: 4 P while rank 0 reads the files of the largest model, what is
 offloaded, and with checkpoints the copy that is written, 12 A / s and 1 GiB a rank. Engines that sleep keep nothing.
@@ -47,6 +47,7 @@ keeps the inputs of as many micro-batches as there are stages.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from controller.config import Config
 from controller.preflight.model_shape import ModelShape
@@ -140,7 +141,7 @@ def staged(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> int
 
 
 def sharded_states(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Parts:
-    """What a rank keeps between micro-batches, of all roles that share its GPU."""
+    """The states that a rank keeps between micro-batches, of all roles that share its GPU."""
     sharers, shape, others = _sharers(config), of_stage(config, shape), of_stages(config, others)
     whole, trained = shape.parameters / sharers / GIB, trained_parameters(config, shape) / sharers / GIB
     parts = {}
@@ -159,7 +160,7 @@ def _sharers(config: Config) -> int:
 
 
 def of_stage(config: Config, shape: ModelShape) -> ModelShape:
-    """What the fullest stage has of a model; all of it without a pipeline."""
+    """The part of a model on the fullest stage; all of it without a pipeline."""
     parallel, checkpointing = config.policy.parallel, config.model.gradient_checkpointing
     return shape.of_fullest_stage(parallel.pipeline_parallel, parallel.virtual_stages, checkpointing=checkpointing)
 
@@ -191,7 +192,7 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a role does with micro-batches of at most `tokens` on a rank, as the setting `cap` says.
+    """The passes of a role over micro-batches of at most `tokens` on a rank, as the setting `cap` says.
 
     call: of its engine: `update`, which trains, or `log_probs`, `values`, `scores`, forward only.
     """
@@ -261,15 +262,16 @@ def gradients(config: Config, each: Pass) -> Parts:
     parallel = config.policy.parallel
     if parallel.defer_gradient_reduction:
         is_whole = trained == each.shape.parameters  # adapters have no experts
-        elsewhere = is_whole * each.shape.layers * _experts_elsewhere(config, each.shape)
-        return {"gradients": 4 * (trained - elsewhere) / parallel.tensor_parallel / GIB}
+        experts = is_whole * each.shape.layers * each.shape.expert_parameters
+        own = (trained - experts) / parallel.tensor_parallel + experts / parallel.expert_parallel
+        return {"gradients": 4 * own / GIB}
     # Shards that wait for the sum over copies of the model do so on the GPU, wherever the parameters are.
     on_gpu = not is_offloaded(config, each.role) or parallel.replicate > 1
     return {"gradients": 4 * trained / _sharers(config) / GIB} if on_gpu else {}
 
 
 def working_memory(config: Config, each: Pass) -> Parts:
-    """What a rank needs while it computes a micro-batch, beside the states: at the moment that needs most."""
+    """The memory of a rank for a micro-batch, beside the states: at the moment that needs most."""
     found = max(_training_moments(config, each) if each.trains else _forward_moments(config, each), key=_total)
     return {name: size / GIB for name, size in found.items()}
 
@@ -282,7 +284,7 @@ def _forward_moments(config: Config, each: Pass) -> list[Parts]:
     """Bytes inside a layer, and at the output layer, of a pass that keeps nothing."""
     shape, sizes = each.shape, _sizes(config, each)
     row = each.tokens * sizes.width
-    layer = row * (5 * shape.hidden + 3 * sizes.feed_forward) + 3 * _travelling(config, each)
+    layer = row * (5 * shape.hidden + 3 * sizes.feed_forward) + _at_experts(config, each).forward
     return [
         {"gathered": sizes.gathered(2), "activations": layer},
         {"gathered": sizes.gathered(1), "activations": 2 * row * shape.hidden, "log-probs": 12 * sizes.logits},
@@ -308,7 +310,7 @@ def _training_moments(config: Config, each: Pass) -> list[Parts]:
             "activations": kept
             + again
             + 2 * row * (2 * shape.hidden + sizes.feed_forward)
-            + 6 * _travelling(config, each),
+            + _at_experts(config, each).back,
         },
         {"gathered": sizes.gathered(1) + (width + 4) * root, "activations": 2 * row * shape.hidden},
     ]
@@ -341,31 +343,38 @@ def _sizes(config: Config, each: Pass) -> _Sizes:
     resharded = config.training_workers > config.policy.parallel.pipeline_parallel and (
         config.policy.reshard_after_forward or each.role not in ("policy", "critic")
     )
-    layer = shape.layer_parameters - _experts_elsewhere(config, shape)
-    rest = max(0, shape.layers - 2) * layer
+    experts = shape.expert_parameters
+    layer = (shape.layer_parameters - experts) / tensor_parallel + experts / config.policy.parallel.expert_parallel
     adapters = each.role == "policy" and config.model.lora.rank > 0
     return _Sizes(
         width=_width(config),
         tensor_parallel=tensor_parallel,
-        layer=layer / tensor_parallel,
+        layer=layer,
         root=shape.root_parameters / tensor_parallel,
         head=has_head * shape.vocabulary * shape.hidden / tensor_parallel,
         logits=has_head * shape.vocabulary * config.model.chunk_tokens("cuda") / tensor_parallel,
         feed_forward=shape.feed_forward_width / tensor_parallel,
         trained=not adapters,
-        stays=0 if resharded else rest / tensor_parallel,
+        stays=0 if resharded else max(0, shape.layers - 2) * layer,
     )
 
 
-def _experts_elsewhere(config: Config, shape: ModelShape) -> float:
-    """Weights of a layer's experts that other ranks of the ep group compute."""
-    return shape.expert_parameters * (1 - 1 / config.policy.parallel.expert_parallel)
+class _AtExperts(NamedTuple):
+    """Bytes of a micro-batch's tokens at their experts: in a layer that goes forward, or back, and what it keeps."""
+
+    forward: float
+    back: float
+    kept: float
 
 
-def _travelling(config: Config, each: Pass) -> float:
-    """Bytes of a micro-batch's tokens at their experts, in one copy; 0 without expert parallelism."""
-    shared = config.policy.parallel.expert_parallel > 1 and each.shape.experts > 0
-    return each.tokens * _width(config) * each.shape.hidden * each.shape.chosen_experts if shared else 0.0
+def _at_experts(config: Config, each: Pass) -> _AtExperts:
+    """Every token is copied for each of its experts, and twice as often if it travels to them."""
+    parallel, shape = config.policy.parallel, each.shape
+    if not shape.experts:
+        return _AtExperts(0.0, 0.0, 0.0)
+    copy = each.tokens / parallel.tensor_parallel * _width(config) * shape.hidden * shape.chosen_experts
+    copies = (4, 6, 4) if parallel.expert_parallel > 1 else (2.5, 3, 2)
+    return _AtExperts(*(number * copy for number in copies))
 
 
 def _width(config: Config) -> int:
@@ -379,7 +388,7 @@ def kept_activations(config: Config, each: Pass) -> float:
     tokens = each.tokens * _under_way(config)
     if not config.model.gradient_checkpointing:
         a_layer = tokens * shape.activation_bytes_per_token(tensor_parallel) * width / 2
-        return shape.layers * (a_layer + 4 * _under_way(config) * _travelling(config, each))
+        return shape.layers * (a_layer + _under_way(config) * _at_experts(config, each).kept)
     if config.model.activation_offload:
         return 0.0
     return tokens * width * shape.hidden * shape.layers / tensor_parallel

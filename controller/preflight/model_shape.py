@@ -99,7 +99,7 @@ class ModelShape:
         return replace(self, tied=True)
 
     def activation_bytes_per_token(self, tensor_parallel: int = 1) -> float:
-        """What one layer keeps of a token until its backward pass, in half precision, flash attention.
+        """The bytes that one layer keeps of a token until its backward pass, in half precision, flash attention.
 
             16 h + 4 q + 4 k + 8 f        two norms keep a float32 and a bfloat16 row each (12 h), attention and
                                           feed-forward their input (4 h), q, k, v, its output (4 q + 4 k), and the

@@ -17,6 +17,7 @@ from workers.model.model_rules import (
     check_kernel_features,
     check_layout,
     check_pipeline_parallel,
+    check_router_losses,
     check_router_replay,
     check_tensor_parallel,
     shares_prefixes,
@@ -50,3 +51,4 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
     check_expert_parallel(parallel, config.model, model, text)
     if key == "model.path":
         check_router_replay(config.model, model, text)
+        check_router_losses(config.model, model, family)

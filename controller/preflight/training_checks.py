@@ -32,7 +32,8 @@ def check_run(config: TrainingConfig) -> None:
         raise ConfigError(
             f"run.name has {length} bytes and names a folder, which has at most {LONGEST_FILE_NAME}; shorten it."
         )
-    check_folder_is_free(config)
+    if not config.default_name:  # such a run takes another name if its folder is taken
+        check_folder_is_free(config)
     _check_resume(config.run.resume)
     _check_hub(config)
     _check_writable(config.run_folder)
@@ -139,8 +140,8 @@ def check_replicate(config: TrainingConfig) -> None:
     shared, experts = config.expert_ranks, config.policy.parallel.expert_parallel
     if shared % experts:
         raise ConfigError(
-            f"policy.parallel.expert_parallel={experts} does not divide policy.ranks / replicate * context_parallel = "
-            f"{shared} ranks, which hold different tokens of one copy of the model."
+            f"policy.parallel.expert_parallel={experts} does not divide policy.ranks / replicate * context_parallel * "
+            f"tensor_parallel = {shared} ranks, which hold different tokens of one copy of the model."
         )
 
 

@@ -13,9 +13,9 @@ from controller.config import Config, load_as
 from controller.config.given import GivenFunctions, Reward, give_rewards
 from controller.config.recorded import load_recorded
 from controller.config.sampler import SamplerConfig, check_effect
+from controller.config.training import counted
 from controller.data.prompts import Prompt
 from controller.inputs import Inputs, read_inputs, try_inputs
-from controller.observability.shown_text import counted
 from controller.preflight.describe import warnings
 from controller.preflight.machine import check_machine
 from controller.preflight.sampler_checks import check_sampler
@@ -27,7 +27,7 @@ from workers.errors import ConfigError
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for.
+    """A user's request.
 
     config: a YAML file; None takes that of the run which `model` is of. model: see `choose_model`. output: a folder;
     None takes one beside the runs, or in the run that the model is of. settings: in place of a file's. overrides: of
@@ -141,7 +141,7 @@ def _numbered(inputs: Inputs) -> Iterator[tuple[str, Prompt]]:
 
 
 def described(kind: Kind, request: Request) -> str:
-    """What would run, for a dry run: data is read, code is tried, prompts are not tokenized. Raises as `read_job`."""
+    """The job in words, for a dry run: data is read, code is tried, prompts are not tokenized. Raises as `read_job`."""
     config, model, given = checked_settings(kind, request)
     check_machine(config, dry_run=True)
     tried = try_inputs(config, given=given)

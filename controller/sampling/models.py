@@ -64,7 +64,7 @@ class Model:
 
 
 def choose_model(named: str) -> Model:
-    """What --model names; empty is model.path of the settings.
+    """The model of --model; empty is model.path of the settings.
 
     Raises ConfigError for a run without a model and checkpoints, CheckpointError for a checkpoint that is torn.
     """

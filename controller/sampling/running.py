@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from controller.actors.cluster_address import check_cluster
 from controller.config import to_yaml
+from controller.config.training import counted
 from controller.observability.run_log import run_log
-from controller.observability.shown_text import counted
 from controller.observability.trackers.files import writing
 from controller.preflight.machine import check_machine
 from controller.run_lock import locked
@@ -41,7 +41,7 @@ class Finished:
 
 
 Finish = Callable[[Finished, "Console"], None]
-"""What a command makes of its samples."""
+"""Turns the samples of a command into its results."""
 
 
 def prepare(kind: Kind, finish: Finish, arguments: Sequence[str] | None) -> Callable[[], None] | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from controller import sft
 from examples.addition import data
@@ -87,6 +88,8 @@ def pairs(count: int, seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:
 
 def prepare() -> None:
     """The data, and a random model."""
+    print(f"warm start: {STEPS} steps on given responses; some minutes, once", flush=True)
+    disable_progress_bar()  # of a model that is written in no time
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 8192, seed=1, held_out=False)
     data.write(CACHE / "validation.jsonl", 512, seed=2, held_out=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from examples.addition.data import write_records
 from examples.addition.warm_start import create_model, tokenizer, train
@@ -61,6 +62,8 @@ def main() -> int:
     if (model / "config.json").exists():
         print(f"warm start: kept {model}")
         return 0
+    print(f"warm start: {STEPS} steps on given conversations; a few minutes, once", flush=True)
+    disable_progress_bar()  # of a model that is written in no time
     CACHE.mkdir(exist_ok=True)
     data.write(CACHE / "train.jsonl", 4096, seed=1, held_out=False)
     data.write(CACHE / "validation.jsonl", 256, seed=2, held_out=True)

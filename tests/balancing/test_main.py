@@ -14,6 +14,7 @@ from balancing.__main__ import main
 from balancing.analysis.pipeline_comparison import ON_PIPELINES
 from balancing.analysis.run_plan import plan_record, read_run
 from balancing.analysis.strategies import STRATEGIES
+from tests.browser import CONTRASTS, TELEPHONE, WIDER, browser, needs_chromium
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ["--distribution", "lognormal", "--count", "64", "--ranks", "4", "--mini-batches", "2"]
@@ -35,6 +36,20 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.rows and "td" in self.tags[-2:]:
             self.rows[-1].append(data)
+
+
+@needs_chromium
+@pytest.mark.parametrize("arguments", [(), ("--pipeline", "4")])
+def test_the_page_is_readable_on_a_telephone_in_light_and_dark(tmp_path, arguments):
+    page = tmp_path / "page.html"
+    assert main([*SMALL, *arguments, "--html", str(page)]) == 0
+    with browser(tmp_path / "profile") as reader:
+        for dark in (False, True):
+            reader.open(page.as_uri(), width=TELEPHONE, dark=dark)
+            assert reader.value(WIDER) == 0
+            contrasts = reader.value(CONTRASTS)
+            assert len(contrasts) > 10
+            assert [text for text in contrasts if text[1] < 4.5] == []
 
 
 def test_one_command_prints_the_strategies_and_the_explanation(capsys):

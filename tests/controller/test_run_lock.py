@@ -90,6 +90,29 @@ def test_of_two_that_start_at_once_one_runs_and_the_other_is_refused(
     assert not (workspace / "runs" / "test").exists(), "a run that wrote nothing leaves nothing"
 
 
+def test_two_that_were_given_no_name_and_start_at_once_have_a_folder_each(
+    workspace: Path, start: Callable[..., Process]
+) -> None:
+    both = [start("run.name=''") for _ in range(2)]  # each has read that the name is free
+    for process in both:
+        go(process)
+    assert [told(process.stdout) for process in both] == ["runs", "runs"]
+    locks = (workspace / "runs").glob("*/.lock")
+    assert sorted(path.parent.name for path in locks) == [workspace.name, f"{workspace.name}-2"]
+
+
+def test_a_run_without_a_name_leaves_alone_what_another_has_written_since(workspace: Path) -> None:
+    config = load("config.yaml", ["run.name=''"])
+    taken = config.run_folder
+    taken.mkdir(parents=True)
+    (taken / "config.yaml").touch()
+    locked(config, lambda: (config.run_folder / "config.yaml").touch())()
+    assert config.run_folder == taken.with_name(f"{taken.name}-2")
+    assert (config.run_folder / "config.yaml").exists()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        locked(load("config.yaml", [f"run.name={taken.name}"]), lambda: None)
+
+
 def test_the_command_refuses_a_folder_that_is_in_use(
     workspace: Path,
     start: Callable[..., Process],

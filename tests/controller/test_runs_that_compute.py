@@ -15,8 +15,9 @@ from controller.advantage_computer import sequence_advantages
 from controller.planner import draw_mini_batches
 from controller.preflight.data_checks import OF_A_BATCH
 from controller.trainer import Trainer
+from examples.addition.warm_start import tokenizer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
-from tests.workers.model.tiny import unpacked_log_probs
+from tests.workers.model.tiny import tiny_config, unpacked_log_probs
 from workers.errors import DataError, NonFiniteError
 from workers.model.packing import Sequences
 from workers.model_worker import sequences_from
@@ -198,3 +199,52 @@ def test_the_learning_rate_falls_over_the_optimiser_steps_of_all_epochs(run: Run
     rates = [step["policy/learning_rate"] for step in finished.outcome.steps]
     assert rates == pytest.approx([1e-3 / 8 * np.mean(part) for part in ([8, 7, 6, 5], [4, 3, 2, 1])])
     assert engine_of(finished).schedule.get_last_lr()[0] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def experts(folder: Path) -> str:
+    """A mixture of four experts, two a token, with the tokenizer of the other models."""
+    config = tiny_config("qwen3_moe", vocab_size=32, bos_token_id=None, eos_token_id=tokenizer().eos_token_id)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "experts")
+    tokenizer().save_pretrained(folder / "experts")
+    return "model.path=experts"
+
+
+def test_updates_go_through_the_experts_that_the_sampler_chose(
+    run: Run, stand_ins: StandIns, batches: list[RemoteBatch], experts: str
+) -> None:
+    """To compare changes nothing, to replay changes the update; both say how often the routers would choose others."""
+    weights, mismatch = {}, {}
+    for setting in ("none", "compare", "replay"):
+        chosen = np.array([[0, 1], [2, 3]], dtype=np.int16)
+        stand_ins.world.routed_experts = None if setting == "none" else chosen
+        finished = run(experts, f"model.router_replay={setting}", f"run.name={setting}", "run.steps=1")
+        weights[setting] = torch.cat([weight.flatten() for weight in weights_of(finished).values()])
+        mismatch[setting] = finished.outcome.steps[0].get("policy/router_mismatch")
+        rows = sequences_from(batches.pop().gather())
+        assert ("routed_experts" in rows.tokens) == (setting != "none")
+    read = int(rows.lengths[0]) - 1  # the engine never reads the last token
+    assert torch.equal(rows.tokens["routed_experts"][:read], torch.from_numpy(chosen).expand(read, -1, -1))
+    assert torch.equal(weights["none"], weights["compare"])
+    assert not torch.equal(weights["none"], weights["replay"])
+    assert mismatch["none"] is None
+    assert 0.2 < mismatch["compare"] < 0.8 and 0.2 < mismatch["replay"] < 0.8  # two of four by chance
+
+
+def test_updates_have_the_losses_of_routers(run: Run, experts: str) -> None:
+    finished = {}
+    for name, settings in {
+        "without": (),
+        "aux": ("model.router_aux_loss_coefficient=0.1",),
+        "both": ("model.router_aux_loss_coefficient=0.1", "model.router_z_loss_coefficient=0.1"),
+    }.items():
+        done = run(experts, f"run.name={name}", "run.steps=1", *settings)
+        weights = torch.cat([weight.flatten() for weight in weights_of(done).values()])
+        finished[name] = done.outcome.steps[0], weights
+    (without, first), (aux, second), (both, third) = finished.values()
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+    assert without["policy/loss"] == aux["policy/loss"] == both["policy/loss"]
+    found = [[step.get(f"policy/router_{name}_loss") for name in ("aux", "z")] for step in (without, aux, both)]
+    assert found[0] == [None, None] and found[1] == [found[2][0], None]
+    assert 1 < found[2][0] < 2 and 0 < found[2][1] < 10

@@ -15,6 +15,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 
 
+EXPERT_PARALLEL = ["policy.parallel.expert_parallel=2", "model.router_aux_loss_coefficient=0.1"]
+
+
 def create_experts(family: str, folder: Path, tokenizer: Path) -> None:
     """A small random model whose experts matter: without them the log-probs move by nats."""
     torch.manual_seed(0)
@@ -46,15 +49,17 @@ def create_experts(family: str, folder: Path, tokenizer: Path) -> None:
     ("family", "sharing"),
     [
         ("olmoe", ["policy.ranks=1"]),
-        ("qwen3_moe", ["policy.ranks=2", "policy.parallel.expert_parallel=2"]),
+        ("qwen3_moe", [*EXPERT_PARALLEL, "policy.ranks=2"]),
+        ("qwen3_moe", [*EXPERT_PARALLEL, "policy.ranks=1", "policy.parallel.tensor_parallel=2"]),
     ],
-    ids=["one rank", "expert parallel"],
+    ids=["one rank", "expert parallel", "expert and tensor parallel"],
 )
 def test_samples_come_from_the_experts_that_were_trained(
     ray_session, settings: list[str], workspace: Path, family: str, sharing: list[str]
 ) -> None:
     create_experts(family, workspace / family, workspace / "model")
-    overrides = [*settings, f"run.name={family}", "run.steps=2", f"model.path={workspace / family}", *sharing]
+    overrides = [*settings, f"run.name={family}-{len(sharing)}", "run.steps=2", *sharing]
+    overrides += [f"model.path={workspace / family}"]
     overrides += ["policy.optimizer.learning_rate=1e-2", "algorithm.advantage=reinforce_plus_plus"]
     overrides += ["data.validation=''", "validation.prompts=0", "batch.mini_batches=2", "run.checkpoint_every=1"]
     run = run_loop(overrides)
@@ -71,10 +76,12 @@ def test_samples_come_from_the_experts_that_were_trained(
 
 def assert_goes_on_with_two_ranks(run: Run, overrides: list[str]) -> None:
     """From its first checkpoint, each rank with all experts, the second step is the same."""
-    others = ["policy.ranks=2", "policy.parallel.expert_parallel=1", f"run.name={run.folder.name}-again"]
+    others = ["policy.ranks=2", "policy.parallel.expert_parallel=1", "policy.parallel.tensor_parallel=1"]
+    others += [f"run.name={run.folder.name}-again"]
     begin = run.folder / "checkpoints" / "policy" / "step-1"
     (second,) = run_loop([*overrides, *others, f"run.resume={begin}"]).outcome.steps
-    for name in ("policy/loss", "policy/grad_norm", "reward/mean"):
+    names = ["policy/loss", "policy/grad_norm", "reward/mean"]
+    for name in (*names, *({"policy/router_aux_loss"} & second.keys())):
         assert second[name] == pytest.approx(run.outcome.steps[1][name], rel=1e-4), name
 
 

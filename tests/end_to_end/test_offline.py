@@ -25,7 +25,7 @@ def test_the_command_trains_over_two_ranks_and_leaves_a_model_and_no_process(tmp
     command = [sys.executable, "-m", "controller.sft", "--config", "mine.yaml", *SETTINGS, *OF_COMMAND["sft"]]
     done = subprocess.run([*command, "policy.ranks=2"], cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert "starting 2 policy" in done.stdout
+    assert "starting actors: 2 policy" in done.stdout
     assert "step 3/3  epoch" in done.stdout
     folder = tmp_path / "runs" / "mine"
     assert all((folder / name).exists() for name in ("model/config.json", "report.html", "summary.json"))

@@ -14,8 +14,10 @@ from controller.config import Config, load
 from controller.continuous_collector import staleness
 from controller.fit import read_inputs, training
 from controller.observability.console import Console
+from controller.observability.declaration import Kind
 from controller.observability.grafana_dashboard import PANELS, queries
-from controller.observability.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, PHASE, Kind, declaration_of
+from controller.observability.live_catalog import PHASE
+from controller.observability.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, declaration_of
 from controller.observability.timeline import write_trace
 from controller.preflight.checks import check
 from controller.samples import Rollout

@@ -15,6 +15,15 @@ def test_an_environments_reward_is_the_samples_alone_or_beside_reward_functions(
     assert both == Score(1.5, "text", {"environment": 1.0, "calls": 2.0, "format": 0.5}, "42")
 
 
+def test_an_environments_opening_stands_before_what_was_written_after_it() -> None:
+    opening = Score(0.0, "", turns=({"environment": "find"},))
+    one_turn = beside_environment(Score(0.0, "12"), opening, has_functions=False)
+    assert one_turn.turns == ({"environment": "find"}, {"policy": "12"})
+    told = ({"policy": "1"}, {"environment": "more"}, {"policy": "2"})
+    several = beside_environment(Score(0.0, "12", turns=told), opening, has_functions=True)
+    assert several.turns == ({"environment": "find"}, *told)
+
+
 @pytest.mark.parametrize(
     ("scored", "environment"),
     [(SCORED, Score(0.0, "", failure="it")), (Score(0.0, "text", failure="it"), Score(1.0, ""))],

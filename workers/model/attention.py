@@ -86,7 +86,7 @@ class Backend:
     generation: int = 0
 
     def obstacle(self, installed: Installed) -> str:
-        """Why it does not run on this machine, or an empty string."""
+        """The reason why it does not run on this machine, or an empty string."""
         if self.generation not in (0, installed.generation):
             return (
                 f"needs a card of compute capability {self.generation}, and this one has {installed.generation}; set "

@@ -40,7 +40,7 @@ class RowPart:
     """The part of a packed row that one context-parallel rank computes.
 
     input_ids, position_ids: int64 [1, T/cp]; positions are those in the whole sequence. source: int64 [1, T/cp],
-    the token in each cell, -1 for padding.
+    the token in each cell, -1 for padding. cells: int64 [T], the cell of each token, -1 where another rank has it.
     predicting: int64 [n], the cells of this part whose hidden states predict a token. targets: int64 [n], its id.
     selected: int64 [n], which of the row's N predicted tokens these are.
     """
@@ -48,6 +48,7 @@ class RowPart:
     input_ids: Tensor
     position_ids: Tensor
     source: Tensor
+    cells: Tensor
     predicting: Tensor
     targets: Tensor
     selected: Tensor
@@ -64,6 +65,7 @@ def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
         input_ids=row.input_ids[:, positions],
         position_ids=row.position_ids[:, positions],
         source=row.source[:, positions],
+        cells=place[row.cells],
         predicting=cells[selected],
         targets=row.targets[selected],
         selected=selected,

@@ -28,7 +28,6 @@ from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
 from workers.model.checkpoint_weights import CheckpointWeights, Shard
 from workers.model.compile import compile_layers
-from workers.model.expert_load import ExpertLoad
 from workers.model.expert_parallel import share_experts
 from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
 from workers.model.input_checks import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
@@ -49,6 +48,7 @@ from workers.model.model import PackedModel, compute_dtype, load_model, load_tok
 from workers.model.model_rules import (
     check_expert_parallel,
     check_pipeline_parallel,
+    check_router_losses,
     check_router_replay,
     check_tensor_parallel,
     check_value_head,
@@ -59,7 +59,7 @@ from workers.model.parallel import make_parallel, prepare_backward, reshard, sha
 from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.passes import Passes, Work, outputs, predictions_of
 from workers.model.pipeline import Stage, clip_over_stages
-from workers.model.router_replay import RouterReplay
+from workers.model.routing import Routing
 from workers.model.skipping import SkipPolicy
 from workers.model.stage_layers import Part, Passing
 from workers.model.tensor_parallel import share_model
@@ -121,17 +121,16 @@ class TrainingEngine:
         self.has_adapters = optimizer is not None and model_config.lora.rank > 0
         if self.has_adapters:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
-        self.router_replay = RouterReplay(self.module, model_config.router_replay, self.parallel, self.device)
+        trained = optimizer is not None
+        self.routing = Routing(self.module, model_config, self.parallel, self.device, trained=trained)
         if check_parity:
             probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
-        self.expert_load = ExpertLoad(self.module, self.parallel, self.device)
         weights = {name: shard.weight for name, shard in self._shards().items()}
         self._distribute(cpu_offload)
         source.fill(self.device, cpu_offload=cpu_offload)
-        self.passes = Passes(
-            self.stage, self.layout, self.clock, self.device, self.dtype, self._before_backward, self.router_replay
-        )
+        prepare, hooks = self._before_backward, self.routing.hooks
+        self.passes = Passes(self.stage, self.layout, self.clock, self.device, self.dtype, prepare, hooks)
         self.checkpoint_weights = CheckpointWeights(
             self.module.model, source.rules, weights, self._shards, self.device, self.stage
         )
@@ -141,8 +140,8 @@ class TrainingEngine:
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
         if check_parity:
-            replayed = self.router_replay.with_own_choices(probe.sequences)
-            prove(self, replace(probe, sequences=replayed), expected)
+            with self.routing.without_losses():
+                prove(self, replace(probe, sequences=self.routing.with_own_choices(probe.sequences)), expected)
 
     def _source(self, parameter_dtype: torch.dtype) -> Source[PackedModel]:
         """The model to load, with the attention of the layout that all passes can use."""
@@ -160,6 +159,7 @@ class TrainingEngine:
         check_tensor_parallel(parallel, self.model_config, self.module.name, family, sizes)
         check_expert_parallel(parallel, self.model_config, self.module.name, hf_config.get_text_config().to_dict())
         check_router_replay(self.model_config, self.module.name, hf_config.get_text_config().to_dict())
+        check_router_losses(self.model_config, self.module.name, family)
         check_pipeline_parallel(parallel, self.model_config, self.module.name, len(self.module.layers))
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
@@ -333,8 +333,9 @@ class TrainingEngine:
             statistics.append(measured)
             return loss
 
+        self.routing.begin(parts)
         self.passes.run(Work("update", parts, finish, trains=True), self._outputs)
-        return self.stage.from_last(to_metrics([*statistics, self.expert_load.take(), self.router_replay.take()]))
+        return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 
     def optimizer_step(self) -> Metrics:
         """Clip, update, advance the schedule, clear the gradients.
@@ -451,8 +452,7 @@ class TrainingEngine:
         prepare_backward(self.module, layers, last, reshard_after_forward=self.reshard_after_forward, config=settings)
 
     def _outputs(self, laid_out: LaidOut, passing: Passing) -> Any:
-        with self.expert_load.counting(laid_out.source >= 0 if torch.is_grad_enabled() else None):
-            return outputs(self.module, laid_out, passing, self.temperature)
+        return outputs(self.module, laid_out, passing, self.temperature)
 
 
 def _measure(predictions: Any) -> Statistics:

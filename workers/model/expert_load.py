@@ -1,4 +1,4 @@
-"""How evenly a router spreads the tokens of a mini-batch over the experts of each layer.
+"""Measures how evenly routers spread the tokens of a mini-batch over the experts of each layer.
 
     router's choice [T, k] --cells that hold a token--> tokens of each expert [layers, E] --over all ranks--> sums
         --largest over mean, of the worst layer--> expert_load_max_over_mean: 1 is even, E / k is one set for all
@@ -16,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from workers.metrics import Reduction
+from workers.model.experts import find_experts, own_cells
+from workers.model.layout import LaidOut
 from workers.model.losses import Statistic, Statistics
+from workers.model.packing import Sequences
 from workers.model.parallel import Parallel
 
 
@@ -31,19 +34,21 @@ class ExpertLoad:
         sizes = [next(module.parameters()).shape[0] for module in modules]
         self._counts = torch.zeros(len(modules), max(sizes, default=0), dtype=torch.int64, device=device)
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=device)
-        # A sum over these, one after the other, is one over all ranks that hold different tokens, or other layers.
-        self._groups = [parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp", "pp")]
+        self._tensor = parallel.tensor
+        # A sum over these, one after the other, is one over all ranks whose experts meet other tokens or layers.
+        self._groups = [parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")]
         self._filled: Tensor | None = None
         for layer, module in enumerate(modules):
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
 
-    @contextmanager
-    def counting(self, filled: Tensor | None) -> Iterator[None]:
-        """Count the forward passes of the block, not those that checkpointing repeats later.
+    def cells(self, micro_batch: Sequences, laid_out: LaidOut) -> Tensor:
+        """Bool [T], the cells of this rank that hold a token."""
+        return own_cells(laid_out.source >= 0, self._tensor).to(self._counts.device)
 
-        filled: bool [T], the cells of this rank that hold a token, on any device; None counts nothing.
-        """
-        self._filled = None if filled is None else filled.to(self._counts.device)
+    @contextmanager
+    def following(self, cells: Tensor, *, counting: bool = False) -> Iterator[None]:
+        """Count the forward passes inside, if `counting`."""
+        self._filled = cells if counting else None
         try:
             yield
         finally:
@@ -70,8 +75,3 @@ class ExpertLoad:
                 self._counts[layer].index_add_(0, chosen.reshape(-1), taken.to(torch.int64))
 
         return torch.compiler.disable(count)
-
-
-def find_experts(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold all experts of a layer in 3-D parameters, as transformers marks them."""
-    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "num_experts")]

@@ -28,6 +28,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from workers.model import attention, engine, loading
+from workers.model import pipeline as pipelines
 
 DEVICE = "gpu"
 
@@ -156,10 +157,12 @@ def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def fake_gpus(ranks: int) -> Iterator[FakeGpu]:
-    """Inside, this process is rank 0 of `ranks` ranks, each with a fake GPU, whose collectives do nothing."""
-    _setup_privateuseone_for_python_backend(DEVICE, Backend())
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
+    """Inside, this process is `rank` of `ranks` ranks, each with a fake GPU, whose collectives do nothing."""
+    backend = Backend()
+    _setup_privateuseone_for_python_backend(DEVICE, backend)
+    torch.accelerator.current_stream = backend.current_stream  # FSDP2 asks there for layers that it gathered in vain
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     stand_in()
     # One kernel on CUDA; for a backend without one torch composes it of many, with 2 T b f more at the peak.
     torch.library.impl("aten::silu_backward", "PrivateUse1", torch.ops.aten.silu_backward.default)
@@ -194,6 +197,12 @@ def stand_in() -> None:
     engine.check_tokenizer = lambda *_: None
     attention.kernel_problem = lambda *_, **__: ""
     EpDispatchExpertsParallel._dispatch_tokens = _dispatch_evenly
+    # Every rank says what this one says, and every stage has as many layers.
+    dist.broadcast_object_list = lambda *_, **__: None
+    dist.all_gather_object = _all_say_the_same
+    dist.batch_isend_irecv = lambda operations: []
+    pipelines.Stage.from_stage = lambda self, stage, value: value  # type: ignore[method-assign]
+    pipelines.split_layers = lambda costs, last, parts: _evenly(len(costs), parts)
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(propagator: ShardingPropagator, op_schema: Any) -> Any:
@@ -202,6 +211,15 @@ def stand_in() -> None:
             return propagate(propagator, op_schema)
 
     ShardingPropagator._propagate_tensor_meta_non_cached = outside
+
+
+def _all_say_the_same(values: list[Any], value: Any, **_: Any) -> None:
+    values[:] = [value] * len(values)
+
+
+def _evenly(layers: int, parts: int) -> list[range]:
+    size = layers // parts
+    return [range(part * size, (part + 1) * size) for part in range(parts)]
 
 
 def _dispatch_evenly(

@@ -39,9 +39,12 @@ MULTIPLIED_FAMILIES = ("hyperclovax",)
 # The rotary tables of these depend on the longest sequence computed at the same time: results would depend on the plan.
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
-TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose layers are built of the modules that `tensor_parallel` shares, and of nothing else that has
 parameters."""
+
+ROUTER_LOSS_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Model types whose routers choose by a softmax over all experts, and return logits, weights and choice."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that families give the number of experts of a layer."""

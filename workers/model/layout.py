@@ -7,7 +7,7 @@
 Padded rows that ranks share, or that a flash kernel computes, are a PackedRow whose segments are all as long as the
 longest: attention is causal and padding is at the end, so that no token sees it.
 
-T cells of the row, N predicted tokens of the micro-batch.
+T tokens and N predicted tokens of the micro-batch.
 """
 
 import math
@@ -35,8 +35,10 @@ from workers.model.values import after_last
 
 @dataclass(frozen=True)
 class LaidOut:
-    """rows: the whole micro-batch. arguments: those of the model on this rank, on its device. source: int64 [cells], on
-    the CPU: the token in each cell of this rank, along the ragged axis of the sequences; -1 where there is none.
+    """rows: the whole micro-batch. arguments: those of the model on this rank, on its device.
+
+    source: int64 [number of cells], on the CPU: the token in each cell of this rank, along the ragged axis of the
+    sequences; -1 where there is none. cells: int64 [T], likewise the cell of each token; -1 where another rank has it.
 
     whole: values [n, ...] of this rank's predicted tokens -> [N, ...] of all, on every rank of the group.
     """
@@ -44,6 +46,7 @@ class LaidOut:
     rows: ModelInput
     arguments: dict[str, Any]
     source: Tensor
+    cells: Tensor
     whole: Callable[[Tensor], Tensor]
 
 
@@ -96,13 +99,13 @@ class RowLayout:
             rows = pad(micro_batch, multiple)
             rows = after_last(rows, micro_batch) if last else rows
             mask = {"attention": None, "attention_mask": rows.attention_mask.to(self._device)}
-            return LaidOut(rows, self._cells(rows) | mask, _source(rows, micro_batch), lambda values: values)
+            return LaidOut(rows, self._cells(rows) | mask, *_tokens(rows, micro_batch), lambda values: values)
         row = self._row(micro_batch, multiple, to_longest=layout == "padded")
         row = after_last(row, micro_batch) if last else row
         if self._context is None:
             attention = self._attention(row)
             arguments = self._cells(row) | {"attention": attention}
-            return LaidOut(row, arguments, _source(row, micro_batch), lambda values: values)
+            return LaidOut(row, arguments, *_tokens(row, micro_batch), lambda values: values)
         return self._part_of(row, micro_batch, self._context)
 
     def _row(self, micro_batch: Sequences, multiple: int, *, to_longest: bool) -> PackedRow:
@@ -128,15 +131,18 @@ class RowLayout:
         else:
             attention = Ulysses(self._attention(row), row, group, self._device)
         arguments = self._cells(part) | {"attention": attention}
-        source = _source(part, micro_batch)
-        return LaidOut(row, arguments, source, lambda values: gather_tokens(values, selected, size, group))
+        tokens = _tokens(part, micro_batch)
+        return LaidOut(row, arguments, *tokens, lambda values: gather_tokens(values, selected, size, group))
 
     def _cells(self, cells: Any) -> dict[str, Tensor]:
         names = ("input_ids", "position_ids", "predicting", "targets")
         return {name: getattr(cells, name).to(self._device) for name in names}
 
 
-def _source(cells: Any, micro_batch: Sequences) -> Tensor:
-    """The row of an empty micro-batch has a token, so that the rank takes part in what others do, but no work."""
-    source: Tensor = cells.source.flatten()
-    return source if len(micro_batch) else torch.full_like(source, -1)
+def _tokens(part: Any, micro_batch: Sequences) -> tuple[Tensor, Tensor]:
+    """`source` and `cells` of a LaidOut. part: a ModelInput or RowPart.
+
+    The row of an empty micro-batch has a token, so that the rank takes part in what others do, but no work.
+    """
+    source, cells = part.source.flatten(), part.cells
+    return (source, cells) if len(micro_batch) else (torch.full_like(source, -1), cells[:0])

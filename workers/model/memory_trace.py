@@ -29,15 +29,18 @@ from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.optimizer import optimizer_state
 from workers.model.packing import Sequences
 
-MICRO_BATCHES = 2  # the second finds the gradients of the first
+MICRO_BATCHES = 2
+"""For each stage of a pipeline; the second finds the gradients of the first."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """description: its config.json. tokens: of a full micro-batch of a group of ranks that share sequences, by pass:
-    `update`, `log_probs`, `values`, `scores`. model, optimizer and so on: see `TrainingEngine`."""
+    """description: its config.json. layers: those of the stage that is measured. tokens: of a full micro-batch of a
+    group of ranks that share sequences, by pass: `update`, `log_probs`, `values`, `scores`. model, optimizer and so
+    on: see `TrainingEngine`."""
 
     description: dict[str, Any]
+    layers: int
     model: ModelConfig
     head: str
     trains: bool
@@ -54,9 +57,9 @@ class Role:
 def trace(request: Mapping[str, Any], ledger: Ledger) -> dict[str, dict[str, Any]]:
     """Bytes by role and pass, at all layers, and under `states` what the role keeps between passes.
 
-    request: ranks, layers (those that are built, two numbers or all), longest (tokens of a sequence), parallel,
-    reshard_after_forward, entropy_coefficient, roles (name -> fields of `Role`). A role that fake tensors cannot
-    compute has `problem`, one line, in place of numbers.
+    request: ranks, rank (that of this process), layers (those of a stage that are built, two numbers or all), longest
+    (tokens of a sequence), parallel, reshard_after_forward, entropy_coefficient, roles (name -> fields of `Role`). A
+    role that fake tensors cannot compute has `problem`, one line, in place of numbers.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, given in request["roles"].items():
@@ -70,7 +73,7 @@ def trace(request: Mapping[str, Any], ledger: Ledger) -> dict[str, dict[str, Any
 
 
 def _trace_role(role: Role, request: Mapping[str, Any], ledger: Ledger) -> dict[str, float]:
-    layers = role.description["num_hidden_layers"]
+    layers = role.layers
     points = {count: _bytes_at(role, count, request, ledger) for count in request["layers"] if count <= layers}
     if layers not in points and len(points) < 2:
         points[layers] = _bytes_at(role, layers, request, ledger)
@@ -87,10 +90,11 @@ def extrapolate(points: Mapping[int, float], layers: int) -> float:
 
 
 def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledger) -> dict[str, float]:
-    """Bytes by pass of the role with its first `layers` layers."""
+    """Bytes by pass of the role with `layers` layers on each stage."""
     gc.collect()
+    stages = request["parallel"]["pipeline_parallel"]
     before = ledger.current
-    with _folder(role.description, layers) as path:
+    with _folder(role.description, layers * stages) as path:
         engine = TrainingEngine(
             ModelConfig(**{**vars(role.model), "path": path}),
             optimizer=OptimizerConfig() if role.trains else None,
@@ -106,7 +110,9 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledge
     found: dict[str, float] = {"states": ledger.current - before}
     for name, tokens in role.tokens.items():
         layout, _ = role.model.rows(forward=name != "update")
-        sequences, micro_batches = full_micro_batches(tokens, request["longest"], padded=layout == "padded")
+        sequences, micro_batches = full_micro_batches(
+            tokens, request["longest"], engine.vocabulary, MICRO_BATCHES * stages, padded=layout == "padded"
+        )
         ledger.restart()
         run = _update if name == "update" else getattr(TrainingEngine, name)
         run(engine, sequences, micro_batches, **({"request": request} if name == "update" else {}))
@@ -122,28 +128,36 @@ def _update(engine: TrainingEngine, sequences: Sequences, micro_batches: list[tu
     engine.optimizer_step()
 
 
-def full_micro_batches(tokens: int, longest: int, *, padded: bool) -> tuple[Sequences, list[tuple[int, int]]]:
-    """Micro-batches of `tokens` tokens each, in sequences as long as possible; all tokens but the first are learned."""
+def full_micro_batches(
+    tokens: int, longest: int, vocabulary: int, count: int, *, padded: bool
+) -> tuple[Sequences, list[tuple[int, int]]]:
+    """`count` micro-batches of `tokens` tokens each, in sequences as long as possible; all but the first are learned.
+
+    Ids are drawn at random, so that no two sequences begin alike: what they share would be computed once.
+    """
     lengths = [longest] * (tokens // longest)
     if not padded and tokens % longest > 1:
         lengths.append(tokens % longest)
-    rows = [_row(length) for _ in range(MICRO_BATCHES) for length in lengths]
+    generator = torch.Generator().manual_seed(0)
+    rows = [_row(torch.randint(vocabulary, (length,), generator=generator)) for _ in range(count) for length in lengths]
     size = len(lengths)
-    bounds = [(index * size, (index + 1) * size) for index in range(MICRO_BATCHES)]
+    bounds = [(index * size, (index + 1) * size) for index in range(count)]
     return Sequences.from_list(rows, {"advantages": torch.zeros(len(rows))}), bounds
 
 
-def _row(length: int) -> dict[str, torch.Tensor]:
+def _row(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    length = len(input_ids)
     names = ("old_log_probs", "reference_log_probs", "rollout_log_probs", "old_values", "returns")
-    ids = {"input_ids": torch.zeros(length, dtype=torch.int64), "loss_mask": torch.arange(length) > 0}
+    ids = {"input_ids": input_ids, "loss_mask": torch.arange(length) > 0}
     return ids | {name: torch.zeros(length) for name in names}
 
 
 @contextmanager
 def _folder(description: dict[str, Any], layers: int) -> Iterator[str]:
-    """A folder with the config.json of the same model with fewer layers."""
+    """A folder with the config.json of the same model with so many layers."""
     kinds = description.get("layer_types")
-    shorter = description | {"num_hidden_layers": layers} | ({"layer_types": kinds[:layers]} if kinds else {})
+    of_layers = {"layer_types": [kinds[layer % len(kinds)] for layer in range(layers)]} if kinds else {}
+    shorter = description | {"num_hidden_layers": layers} | of_layers
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shorter))
         yield folder
@@ -152,7 +166,7 @@ def _folder(description: dict[str, Any], layers: int) -> Iterator[str]:
 def main() -> None:
     """Answer the request on stdin."""
     request = json.load(sys.stdin)
-    with fake_gpus(request["ranks"]) as gpu:
+    with fake_gpus(request["ranks"], request["rank"]) as gpu:
         found = trace(request, gpu.ledger)
     print(json.dumps(found), flush=True)
     os._exit(0)  # autograd's threads for a device in Python crash when the interpreter ends

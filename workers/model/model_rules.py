@@ -11,7 +11,13 @@ from typing import Any
 
 from workers.config import ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.families import KERNEL_FEATURES, TENSOR_PARALLEL_FAMILIES, expert_count, uncomputed_features
+from workers.model.families import (
+    KERNEL_FEATURES,
+    ROUTER_LOSS_FAMILIES,
+    TENSOR_PARALLEL_FAMILIES,
+    expert_count,
+    uncomputed_features,
+)
 from workers.model_config import CUDA_KERNELS, ModelConfig
 
 
@@ -33,7 +39,7 @@ def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared
 
 
 def kernel_problem(kernel: str, layout: str, *, cuda: bool, half: bool) -> str:
-    """Why `model.attention=kernel` does not run on this device in this precision, or an empty string.
+    """The reason why `model.attention=kernel` does not run on this device in this precision, or an empty string.
 
     layout: of attention, see `ModelConfig.attention_layout`.
     """
@@ -112,7 +118,7 @@ def sharing_problem(
     cuda: bool,
     half: bool,
 ) -> str:
-    """Why sequences cannot share the tokens that they begin with (`shared_prefixes.py`), or an empty string.
+    """The reason why sequences cannot share the tokens that they begin with (`shared_prefixes.py`), or an empty string.
 
     recurrent, features: see `check_context_parallel`.
     """
@@ -204,6 +210,23 @@ def check_router_replay(settings: ModelConfig, model: str, features: Mapping[str
         raise ConfigError(
             f"model.router_replay={settings.router_replay} does not follow the routers of compiled layers; set "
             "model.compile=false or model.router_replay=none."
+        )
+
+
+def check_router_losses(settings: ModelConfig, model: str, family: str) -> None:
+    """Raise if a family's (`model_type`) routers get no losses: UnsupportedModelError for one that is not known here,
+    ConfigError for compiled layers, whose routers are not called one by one."""
+    if not settings.has_router_losses:
+        return
+    names = "model.router_aux_loss_coefficient and model.router_z_loss_coefficient"
+    if family not in ROUTER_LOSS_FAMILIES:
+        raise UnsupportedModelError(
+            f"{model}: {names} are for {', '.join(ROUTER_LOSS_FAMILIES)}, whose routers choose by a softmax; set them "
+            "to 0."
+        )
+    if settings.compile:
+        raise ConfigError(
+            f"{names} do not reach the routers of compiled layers; set model.compile=false or these to 0."
         )
 
 

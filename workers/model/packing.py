@@ -118,6 +118,7 @@ class ModelInput:
     input_ids, position_ids: int64 [R, W]; positions restart at 0 in every sequence; padding holds 0 in both.
     source: int64 [R, W], the token in each cell, counted along the ragged axis of the sequences; -1 for padding. Of
     tokens that sequences share, one of them.
+    cells: int64 [T], the cell of each token, counted row by row; tokens that sequences share have one cell.
     loss_positions: int64 [N], every token with `loss_mask`, counted along the ragged axis of the sequences.
     predicting: int64 [N], the cell whose hidden state predicts it, counted row by row over the R * W cells.
     targets: int64 [N], its id. sequence_index: int64 [N], the sequence it belongs to.
@@ -126,6 +127,7 @@ class ModelInput:
     input_ids: Tensor
     position_ids: Tensor
     source: Tensor
+    cells: Tensor
     loss_positions: Tensor
     predicting: Tensor
     targets: Tensor
@@ -220,6 +222,7 @@ def place(sequences: Sequences, cells: Tensor, shape: tuple[int, int]) -> dict[s
         "input_ids": _fill(cells, tokens, shape),
         "position_ids": _fill(cells, torch.arange(len(owner)) - starts[owner], shape),
         "source": _fill(cells, torch.arange(len(cells)) + 1, shape) - 1,
+        "cells": cells,
         "loss_positions": loss_positions,
         "predicting": cells[loss_positions - 1],
         "targets": tokens[loss_positions],

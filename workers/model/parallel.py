@@ -54,6 +54,12 @@ class Parallel:
         return self.mesh["tp"]
 
     @property
+    def different_tokens(self) -> DeviceMesh:
+        """The ranks of a copy of this rank's layers that hold different tokens of the residual stream, with
+        `dp_replicate` before them as in `sharding`; with tensor parallelism, each rank of a group holds its own."""
+        return _over(self.mesh, ("dp_shard", "cp", "tp"))
+
+    @property
     def pipeline(self) -> DeviceMesh:
         """The ranks with this rank's sequences that hold the other layers, stage after stage."""
         return self.mesh["pp"]
@@ -105,11 +111,11 @@ def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, 
         )
     if dp % config.replicate:
         raise ConfigError(f"parallel.replicate={config.replicate} does not divide the {dp} data-parallel ranks")
-    sharing_experts = dp // config.replicate * config.context_parallel
+    sharing_experts = dp // config.replicate * config.context_parallel * config.tensor_parallel
     if sharing_experts % config.expert_parallel:
         raise ConfigError(
-            f"parallel.expert_parallel={config.expert_parallel} does not divide dp / replicate * context_parallel = "
-            f"{sharing_experts} ranks, which hold different tokens of one copy of the model"
+            f"parallel.expert_parallel={config.expert_parallel} does not divide dp / replicate * context_parallel * "
+            f"tensor_parallel = {sharing_experts} ranks, which hold different tokens of one copy of the model"
         )
     return (
         config.pipeline_parallel,
@@ -121,15 +127,19 @@ def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, 
 
 
 def _sharding(mesh: DeviceMesh) -> DeviceMesh:
-    shard = "dp_shard"
-    if mesh["cp"].size() > 1:
-        # A context-parallel group computes parts of the same sequences, yet holds different parameters. No public
-        # function joins two dimensions of a mesh; torch is pinned, and every test of context parallelism runs this.
-        shard = "dp_shard_cp"
-        mesh["dp_shard", "cp"]._flatten(shard)
+    # A context-parallel group computes parts of the same sequences, yet holds different parameters.
+    return _over(mesh, ("dp_shard", "cp") if mesh["cp"].size() > 1 else ("dp_shard",))
+
+
+def _over(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """These dimensions of `mesh` as one, after `dp_replicate` if there are copies of the model."""
+    joined = "_".join(names)
+    if len(names) > 1:
+        # No public function joins dimensions of a mesh; torch is pinned, and every test of context parallelism runs it.
+        mesh[names]._flatten(joined)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-        return mesh["dp_replicate", shard] if mesh["dp_replicate"].size() > 1 else mesh[shard]
+        return mesh["dp_replicate", joined] if mesh["dp_replicate"].size() > 1 else mesh[joined]
 
 
 def shard_model(
@@ -160,7 +170,7 @@ def shard_model(
             mesh=own_mesh,
             mp_policy=uncast,
             offload_policy=offload,
-            reshard_after_forward=reshard_after_forward and own_mesh.size() > 1,
+            reshard_after_forward=reshard_after_forward,  # where one rank has them whole, this frees the casts
             shard_placement_fn=partial(_even_placement, ranks=own_mesh.size(-1)),
         )
     reshard = reshard_after_forward and mesh.size() > 1

@@ -8,8 +8,9 @@ other. While a micro-batch is computed, what the next one needs is already on it
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from workers.model.model import PackedModel
 from workers.model.packing import Sequences
 from workers.model.pipeline import Stage
 from workers.model.pipeline_exchange import Arrival, Exchange
-from workers.model.router_replay import RouterReplay
 from workers.model.stage_layers import Part, Passing
 from workers.model.timing import MicroStep, MicroStepClock
 from workers.model.values import PackedValueModel
@@ -29,7 +29,17 @@ from workers.model.values import PackedValueModel
 Compute = Callable[[LaidOut, Passing], Any]
 """The model's outputs for a micro-batch; for a part that others follow, the hidden states for these."""
 Finish = Callable[[int, LaidOut, Any], Tensor | None]
-"""What to do with the outputs of micro-batch number i, on the last stage alone; returns its loss, or None."""
+"""Takes the outputs of micro-batch number i, on the last stage alone; returns its loss, or None."""
+
+
+class RouterHook(Protocol):
+    """Acts on a model's routers while a micro-batch goes through them."""
+
+    def cells(self, micro_batch: Sequences, laid_out: LaidOut) -> Any:
+        """The data that it needs of a micro-batch, by the cells of this rank."""
+
+    def following(self, cells: Any, *, counting: bool = False) -> AbstractContextManager[None]:
+        """Inside, it acts on forward passes. counting: of a pass that is trained and not repeated by checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +72,13 @@ def predictions_of(head: str, micro_batch: Sequences, laid_out: LaidOut, outputs
 
 @dataclass
 class _Begun:
-    """A micro-batch between its forward and its backward pass. end: its loss, or what was sent. choices: see
-    `RouterReplay.cells`."""
+    """A micro-batch between its forward and its backward pass. end: its loss, or what was sent. routed: what each
+    RouterHook needs of it."""
 
     received: Tensor | None
     end: Tensor | None
     step: MicroStep
-    choices: Tensor | None
+    routed: Sequence[Any]
 
 
 class Passes:
@@ -82,17 +92,17 @@ class Passes:
         device: torch.device,
         dtype: torch.dtype,
         before_backward: Callable[[Part, bool], None],
-        replay: RouterReplay,
+        router_hooks: Sequence[RouterHook],
     ) -> None:
         """dtype: of what stages send. before_backward: called before each backward pass, with the part that it goes
         through, and whether it is the last one through it."""
         self._stage, self._layout, self._clock, self._device, self._dtype = stage, layout, clock, device, dtype
-        self._before_backward, self._replay = before_backward, replay
+        self._before_backward, self._router_hooks = before_backward, router_hooks
         self._exchange = Exchange(stage.parallel) if stage.stages > 1 else None
 
     def run(self, work: Work, compute: Compute) -> None:
         """All micro-batches, forward and, if `work.trains`, backward."""
-        run = _Run(work, compute, self._stage, self._layout, self._clock, self._exchange, self._replay)
+        run = _Run(work, compute, self._stage, self._layout, self._clock, self._exchange, self._router_hooks)
         schedule = replace(self._stage.schedule, backward=2.0 if work.trains else 0.0)
         order = actions(schedule, self._stage.index, len(work.micro_batches)) if work.micro_batches else ()
         last = {action.chunk: action for action in order if action.kind == "backward"}
@@ -118,10 +128,10 @@ class _Run:
         layout: RowLayout,
         clock: MicroStepClock,
         exchange: Exchange | None,
-        replay: RouterReplay,
+        router_hooks: Sequence[RouterHook],
     ) -> None:
         self._work, self._compute, self._stage, self._layout, self._clock = work, compute, stage, layout, clock
-        self._exchange, self._replay = exchange, replay
+        self._exchange, self._router_hooks = exchange, router_hooks
         self._laid_out: dict[int, LaidOut] = {}
         self._arriving: dict[Action, Arrival] = {}
         self._begun: dict[tuple[int, int], _Begun] = {}
@@ -152,8 +162,8 @@ class _Run:
         with self._clock.micro_step(work.name, work.micro_batches[index].lengths) as step:
             laid_out = self._lay_out(index)
             self._clock.leave_out(laid_out.rows.shared)
-            choices = self._replay.cells(work.micro_batches[index], laid_out.source)
-            with self._replay.following(choices, counting=work.trains):
+            routed = [hook.cells(work.micro_batches[index], laid_out) for hook in self._router_hooks]
+            with self._following(routed, counting=work.trains):
                 outputs = self._compute(laid_out, passing)
             end = work.finish(index, laid_out, outputs) if part.last else outputs
         if action.chunk == len(self._stage.parts) - 1:
@@ -161,16 +171,22 @@ class _Run:
         if self._exchange is not None and not part.last:
             self._exchange.send("forward", outputs.detach())
         if work.trains:
-            self._begun[index, action.chunk] = _Begun(received, end, step, choices)
+            self._begun[index, action.chunk] = _Begun(received, end, step, routed)
 
     def _backward(self, action: Action, part: Part, gradient: Tensor | None) -> None:
         begun = self._begun.pop((action.micro_batch, action.chunk))
         assert begun.end is not None
-        with self._clock.more_of(begun.step), self._replay.following(begun.choices):
+        with self._clock.more_of(begun.step), self._following(begun.routed):
             begun.end.backward(gradient)
         if self._exchange is not None and begun.received is not None:
             assert begun.received.grad is not None
             self._exchange.send("backward", begun.received.grad)
+
+    def _following(self, routed: Sequence[Any], counting: bool = False) -> ExitStack:
+        inside = ExitStack()
+        for hook, cells in zip(self._router_hooks, routed, strict=True):
+            inside.enter_context(hook.following(cells, counting=counting))
+        return inside
 
     def _lay_out(self, index: int) -> LaidOut:
         if index not in self._laid_out:

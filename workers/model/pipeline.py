@@ -82,7 +82,7 @@ class Form:
 
 
 class Stage:
-    """What this rank's stage of the pipeline holds. The only stage of a model that is not cut holds the whole.
+    """This rank's stage of the pipeline. The only stage of a model that is not cut holds the whole.
 
     parts: of this stage, from the one nearest to the input on. hidden_size: of what stages send. tied: names, as the
     model has them, of a weight that embedding and output layer share; None without such, or without other stages.

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from workers.errors import DataError, UnsupportedModelError
 from workers.metrics import Reduction
-from workers.model.expert_load import find_experts
+from workers.model.experts import blocks_with_experts, find_experts, own_cells
+from workers.model.layout import LaidOut
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
 from workers.model.packing import Sequences
@@ -46,23 +47,24 @@ class RouterReplay:
         self._layers = len(packed.layers)
         self._choices: Tensor | None = None
         self._counting = False
-        self._groups = [parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp", "pp")]
+        self._tensor = parallel.tensor
+        self._groups = [parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")]
         # Choices that are compared, and those of them that the router does not make.
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         if self.active:
             self._follow_routers(packed)
 
     def _follow_routers(self, packed: PackedModel) -> None:
-        blocks = [(index, block) for index, layer in enumerate(packed.layers) for block in _blocks_with_experts(layer)]
+        blocks = [(index, block) for index, layer in enumerate(packed.layers) for block in blocks_with_experts(layer)]
         if not blocks:
             raise UnsupportedModelError(f"{packed.name} has no routed experts; set model.router_replay=none")
         for layer, block in blocks:
             block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
 
-    def cells(self, micro_batch: Sequences, source: Tensor) -> Tensor | None:
+    def cells(self, micro_batch: Sequences, laid_out: LaidOut) -> Tensor | None:
         """The sampler's choices by cell, int16 [C, L, k], UNKNOWN where there is none; None where nothing is replayed.
 
-        source: int64 [C], the token in each cell, -1 for padding. Raises DataError for a batch without them.
+        Raises DataError for a batch without them.
         """
         if not self.active or not len(micro_batch):
             return None
@@ -71,7 +73,7 @@ class RouterReplay:
                 f"model.router_replay needs the column {COLUMN!r}, which comes with samples of an engine; "
                 f"the batch has {sorted(micro_batch.tokens)}."
             )
-        choices = micro_batch.tokens[COLUMN].cpu()
+        choices, source = micro_batch.tokens[COLUMN].cpu(), own_cells(laid_out.source, self._tensor)
         return torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]).to(self._counts.device)
 
     def with_own_choices(self, sequences: Sequences) -> Sequences:
@@ -150,9 +152,3 @@ class _TopK(TorchFunctionMode):
         own = result.indices
         chosen = self._replay.chosen(own.reshape(len(self._choice), -1), self._choice).reshape(own.shape)
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
-
-
-def _blocks_with_experts(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer that hold a router and its experts."""
-    experts = {id(module) for module in find_experts(layer)}
-    return [module for module in layer.modules() if any(id(child) in experts for child in module.children())]

@@ -127,7 +127,7 @@ def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Intege
 
 
 def _shared_tokens(one: Integers, other: Integers) -> int:
-    """How many tokens both begin with."""
+    """The number of tokens with which both begin."""
     shortest = min(len(one), len(other))
     different = np.flatnonzero(one[:shortest] != other[:shortest])
     return int(different[0]) if len(different) else shortest

@@ -36,7 +36,7 @@ class Passing:
     sent: Tensor | None = None
 
     def through_other(self, index: int, hidden: Tensor) -> Tensor:
-        """What layer `index`, which is not of the part, gives for the input `hidden`."""
+        """The result of layer `index`, which is not of the part, for the input `hidden`."""
         if index == self.part.layers.stop and not self.part.last:
             self.sent = hidden
         if index == self.part.layers.start - 1 and self.received is not None:

@@ -1,4 +1,4 @@
-"""Where a model is cut into the stages of a pipeline: layers stay in order, and the dearest part is as cheap as can be.
+"""Cuts a model into the stages of a pipeline: layers stay in order, and the dearest part is as cheap as can be.
 
     costs of the layers and of the output layer --split_layers--> one range of layers for each part
 

@@ -4,6 +4,7 @@
     [1, T/tp, H] --gather--> [1, T, H] --q, k, v: own heads-->        parallel, Korthikanti et al. 2022)
         attention of own heads --o--> reduce-scatter --> [1, T/tp, H]
     [1, T/tp, H] --gather--> gate, up: own columns --> down --> reduce-scatter --> [1, T/tp, H]
+    [1, T/tp, H] --router, experts: own tokens, as on any other rank (expert_parallel.py)--> [1, T/tp, H]
     final norm --gather--> [1, T, H] --output layer, vocabulary shared--> log-probs
 
 Shardings are by torch's `parallelize_module` (Shoeybi et al. 2019 for the cuts), and are applied before FSDP2, which
@@ -25,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
+from workers.model.experts import blocks_with_experts
+
 
 def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shard a model's parameters over the one dimension of `mesh`, in place.
@@ -33,6 +36,7 @@ def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     state as a DTensor. The output layer is not called but read: its weight is sharded over the vocabulary, tied or not.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
+    blocks = blocks_with_experts(decoder)
     tied = head.weight is decoder.embed_tokens.weight
     _parallelize(
         decoder,
@@ -43,7 +47,8 @@ def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         },
     )
     for layer in decoder.layers:
-        present = {name for name, _ in layer.named_modules()}
+        whole = {f"{name}." for name, module in layer.named_modules() if module in blocks}
+        present = {name for name, _ in layer.named_modules() if not f"{name}.".startswith(tuple(whole))}
         _parallelize(layer, mesh, {name: style for name, style in _layer_plan().items() if name in present})
     if tied:
         head.weight = decoder.embed_tokens.weight

@@ -144,7 +144,7 @@ def sampling_parameters(sampling: SamplingConfig, seed: int) -> "SamplingParams"
 
 
 def refusal(prompt_ids: np.ndarray, *, vocab_size: int, max_model_tokens: int) -> str:
-    """Why the engine cannot take this prompt, or "". Some of these would end the engine and all its requests."""
+    """The reason why the engine cannot take this prompt, or "". Some would end the engine and all its requests."""
     if len(prompt_ids) == 0:
         return "the prompt is empty."
     if len(prompt_ids) >= max_model_tokens:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def partial_responses(engine: "AsyncLLM") -> dict[str, PartialResponse]:
-    """What the engine's requests have so far, by their names, for those with tokens.
+    """The responses so far of the engine's requests, by their names, for those with tokens.
 
     vLLM gives the versions of tokens with a finished output only; its output processor has them before.
     """

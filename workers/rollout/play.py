@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from workers.environment import Observation, Text
+from workers.environment import Observation, Text, as_text
 from workers.environment_process import EpisodeEnvironment
 from workers.errors import EpisodeError
 from workers.rollout.conversation import Conversation
@@ -27,13 +27,17 @@ async def play(
 ) -> tuple[str, Score]:
     """Play `episode` to its end; returns its finish reason, and its score, with `failure` set if it has none.
 
+    The score's `turns` hold the environment's opening alone.
+
     The episode has at least one turn: if the environment fails at the start, the policy answers the bare prompt,
     because every sequence needs a token to learn from. Errors of `sample` pass through.
     """
     score = Score(0.0, "")
     try:
         async with environments as environment:
-            _open(episode, conversation, await environment.reset(record))
+            opening = await environment.reset(record)
+            _open(episode, conversation, opening)
+            score = Score(0.0, "", turns=({"environment": as_text(opening)},) if opening else ())
             reason = ""
             while not reason:
                 turn = await _take_turn(episode, sample)
@@ -68,4 +72,4 @@ def _observe(episode: Episode, conversation: Conversation, text: Text) -> str:
 
 
 def _with(score: Score, observation: Observation) -> Score:
-    return Score(score.reward + observation.reward, "", score.parts | dict(observation.parts))
+    return Score(score.reward + observation.reward, "", score.parts | dict(observation.parts), turns=score.turns)

@@ -11,7 +11,9 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from controller.observability.metric_catalog import STEP, STEPS, Declaration, Kind, declaration_of
+from controller.observability.declaration import Declaration, Kind
+from controller.observability.live_catalog import STEP, STEPS
+from controller.observability.metric_catalog import declaration_of
 
 REPEAT_SECONDS = 0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms=1000 every second, and not oftener
 _so_far: dict[tuple[str, ...], float] = {}

@@ -25,7 +25,7 @@ def test_a_page_can_hold_the_drawing_and_it_says_what_it_shows():
     assert "42.9% of rank time waits" in words
     assert "1.000 × ideal" in words
     assert svg == to_svg([UNEVEN, EVEN], 2.0)
-    assert WAITING in svg.lower()
+    assert "var(--waiting)" in svg
 
 
 def test_every_rank_waits_where_it_has_less_than_the_heaviest(tmp_path):

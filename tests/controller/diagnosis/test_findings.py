@@ -1,5 +1,8 @@
 """Lines, their joining over nodes, and that one failure stops no other check."""
 
+import sys
+from threading import Event
+
 import pytest
 
 from controller.diagnosis.findings import Finding, Report, Status, fail, joined, ok, warn
@@ -29,6 +32,23 @@ def test_a_check_that_raises_is_a_failure_and_the_next_one_is_made() -> None:
     with report.guarding("second", ""):
         report.add(ok("second", "fine"))
     assert report.findings == [fail("first", "RuntimeError: no route", "do this"), ok("second", "fine")]
+
+
+def test_a_check_that_lasts_is_told_beside_the_findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = Event()
+
+    def told(what: str, **_: object) -> None:
+        print(what, file=sys.stderr)
+        said.set()
+
+    monkeypatch.setattr("controller.diagnosis.findings.print", told, raising=False)
+    report = Report()
+    with report.guarding("all-reduce", ""):
+        assert said.wait(60)
+        report.add(ok("all-reduce", "fine"))
+    assert capsys.readouterr().err.splitlines()[0] == "...   all-reduce"
 
 
 def test_ctrl_c_is_no_finding() -> None:

@@ -44,6 +44,19 @@ def test_in_a_log_there_are_lines_and_nothing_else() -> None:
     assert "\x1b" not in output.file.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("imbalance", "line"),
+    [(0.25, "imbalance given 25.0%  Karmarkar-Karp 3.00%  planned 1.00%  s 2.00"), (0.0, "exact_match 0.250  s 2.00")],
+)
+def test_the_imbalance_is_told_where_ranks_can_differ(imbalance: float, line: str) -> None:
+    output = recorded(terminal=False)
+    names = ("imbalance_before", "imbalance_karmarkar_karp", "imbalance")
+    values = (imbalance, 0.12 * imbalance, 0.04 * imbalance)
+    balance = {f"balance/{name}/micro_steps": value for name, value in zip(names, values, strict=True)}
+    Console(output).step(1, 20, METRICS | balance)
+    assert output.export_text().strip().endswith(line)
+
+
 def test_in_a_log_a_step_that_lasts_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controller.observability.console.HEARTBEAT_SECONDS", 0.0)
     output, told = recorded(terminal=False), threading.Event()

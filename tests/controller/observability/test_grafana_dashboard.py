@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from controller.observability.declaration import Kind
 from controller.observability.grafana_dashboard import dashboard
-from controller.observability.metric_catalog import EXPORTED, Kind
+from controller.observability.metric_catalog import EXPORTED
 
 REPOSITORY = Path(__file__).parents[3]
 

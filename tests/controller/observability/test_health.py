@@ -28,8 +28,22 @@ def test_two_steps_and_then_a_good_one_are_not_told() -> None:
     assert not told(SIGNAL, 1.0, 1.0, 0.5, 1.0, 1.0)
 
 
-def test_a_symptom_that_was_gone_is_told_again() -> None:
-    assert [sentence[:12] for sentence in told(SIGNAL, 1, 1, 1, 0, 1, 1, 1)] == ["steps 1 to 3", "steps 5 to 7"]
+def test_a_symptom_that_was_gone_is_told_again_and_stands_once_in_the_report() -> None:
+    shares = (1, 1, 1, 0, 1, 1, 1)
+    health = Health()
+    on_the_terminal = [
+        sentence for step, share in enumerate(shares, 1) for sentence in health.see(step, {SIGNAL: share})
+    ]
+    assert [sentence[:12] for sentence in on_the_terminal] == ["steps 1 to 3", "steps 5 to 7"]
+    (sentence,) = told(SIGNAL, *shares)
+    assert sentence.startswith("steps 1 to 3")
+    assert sentence.endswith("(told 2 times, the last at step 7)")
+
+
+def test_entropy_that_falls_is_no_symptom_of_supervised_fine_tuning() -> None:
+    steps = [{"step": step, "policy/entropy": value} for step, value in enumerate((2.0, 0.1, 0.1, 0.1), 1)]
+    assert warnings(steps)
+    assert not warnings(steps, samples=False)
 
 
 def test_a_step_that_updates_nothing_neither_shows_nor_ends_a_symptom() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from balancing import CostModel
 from controller.generation.fleet import Fleet, RestartBudget, State
-from controller.observability.live_metrics import LiveMetrics, rank_seconds
-from controller.observability.metric_catalog import (
+from controller.observability.declaration import Declaration
+from controller.observability.live_catalog import (
     ENGINE_STATE,
     MICRO_STEP_SECONDS,
     PHASE,
@@ -17,8 +17,8 @@ from controller.observability.metric_catalog import (
     REQUESTS_WAITING,
     SAMPLE_REWARD,
     SAMPLE_TOKENS,
-    Declaration,
 )
+from controller.observability.live_metrics import LiveMetrics, rank_seconds
 from workers.model.timing import MicroStepTime
 from workers.remote_batch import RemoteBatch
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.observability.metric_catalog import EXPORTED, LIVE, SECTIONS, Kind, declaration_of
+from controller.observability.declaration import Kind
+from controller.observability.live_catalog import LIVE
+from controller.observability.metric_catalog import EXPORTED, SECTIONS, declaration_of
 from controller.observability.metric_page import page
 
 REPOSITORY = Path(__file__).parents[3]

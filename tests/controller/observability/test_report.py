@@ -1,10 +1,10 @@
 """The report of a run: complete, without a way in for what a model wrote, and shown by a browser without a network."""
 
 import json
-import os
+import re
 import shutil
 import struct
-import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,16 +13,21 @@ import pytest
 
 from balancing import CostModel, plan_batch
 from controller.observability.report import write_report
-from controller.observability.report_charts import gantt, policy
+from controller.observability.report_charts import gantt, learning, policy
 from controller.observability.run_folder import RunFolder
 from controller.planner import Planner, draw_mini_batches
 from controller.report import main
+from tests.browser import CONTRASTS, DESKTOP, TELEPHONE, WIDER, Browser, browser, needs_chromium
 from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run
 from workers.remote_batch import RemoteBatch
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SECTIONS = ["Reward and validation", "Lengths", "Balance and time", "Who computes when", "Policy"]
 SECTIONS += ["Slowest samples", "Longest samples", "Held-out responses", "Configuration"]
+SMALLEST = """Math.min(...[...document.querySelectorAll('svg')].flatMap(svg => {
+  const scale = svg.clientWidth / svg.viewBox.baseVal.width;
+  return [...svg.querySelectorAll('text')].map(text => scale * parseFloat(getComputedStyle(text).fontSize));
+}))"""
+"""Pixels of the smallest letters in a chart."""
 
 
 class Elements(HTMLParser):
@@ -70,7 +75,7 @@ def elements(run: Path) -> Elements:
 
 def test_every_part_of_the_report_is_there(elements: Elements) -> None:
     assert elements.texts["h2"] == SECTIONS
-    assert elements.sections["svg"] == SECTIONS[:5]
+    assert list(dict.fromkeys(elements.sections["svg"])) == SECTIONS[:5]
     assert elements.sections["table"] == SECTIONS[5:8]
     assert elements.sections["pre"] == SECTIONS[8:]
 
@@ -124,6 +129,9 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     folder = tmp_path / "short"
     write_run(folder, steps=1, ranks=1)
     shutil.rmtree(folder / "validation")
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = ({name: value for name, value in row.items() if "validation" not in name} for row in metrics if row["step"])
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     for name in ("samples.jsonl", "timeline.jsonl", "metrics.jsonl"):
         with (folder / name).open("a") as lines:
             lines.write('{"step": 2, "up')
@@ -131,6 +139,24 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     found = Elements((folder / "report.html").read_text())
     assert "Who computes when" not in found.texts["h2"]
     assert "Held-out responses" not in found.texts["h2"]
+    assert found.texts["h2"][:4] == ["Reward", "Lengths", "Time", "Policy"], "no validation, nobody to wait for"
+    page = (folder / "report.html").read_text()
+    assert "1 policy rank, 1 engine" in page
+    assert "since the first" not in page
+
+
+def test_no_order_takes_less_than_the_time_in_which_nobody_waits_where_prompts_are_shared(tmp_path: Path) -> None:
+    """In the given order a prompt's samples lie apart and their prompt is computed several times; as planned, once."""
+    folder = tmp_path / "run"
+    config = write_run(folder, steps=1)
+    config.batch.mini_batches = 1
+    row = {"step": 1, "lengths": [96, 128] * 16, "groups": [0, 1] * 16}
+    row |= {"prefix_groups": row["groups"], "prefix_lengths": [64] * 32}
+    (folder / "lengths.jsonl").write_text(json.dumps(row))
+    _, drawn = gantt(RunFolder(folder), config)
+    times = [float(time) for time in re.findall(r"([0-9.]+) × ideal", drawn)]
+    assert len(times) == 2
+    assert min(times) >= 1.0
 
 
 @pytest.mark.parametrize(("files", "message"), [((), "config"), (("config.yaml",), "holds no step")])
@@ -145,29 +171,53 @@ def test_a_folder_without_a_run_is_refused_in_one_line(
     assert error.count("\n") == 1
 
 
-def browse(*arguments: str, profile: Path) -> subprocess.CompletedProcess[bytes]:
-    """Run the browser without a window, without a network, with a profile of its own."""
-    command = [CHROMIUM, "--headless", "--disable-gpu", f"--user-data-dir={profile}", "--hide-scrollbars"]
-    command += ["--proxy-server=127.0.0.1:9", "--virtual-time-budget=2000", "--window-size=1250,2400"]
-    if os.geteuid() == 0:
-        command.append("--no-sandbox")  # Chromium's sandbox refuses root
-    return subprocess.run([*command, *arguments], capture_output=True, timeout=120, check=True)
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH: apt-get install chromium")
-def test_a_browser_shows_the_report_as_it_was_written(run: Path, tmp_path: Path) -> None:
+@needs_chromium
+def test_a_browser_shows_the_report_as_it_was_written(run: Path, reader: Browser, tmp_path: Path) -> None:
     """The title is ours, no script has run, all sections are there, and the picture is not empty."""
-    address = (run / "report.html").as_uri()
-    page = browse("--dump-dom", address, profile=tmp_path / "dom").stdout.decode()
-    found = Elements(page)
-    assert found.texts["title"][0] == "example: report"
+    reader.open((run / "report.html").as_uri(), width=1250)
+    found = Elements(reader.value("document.documentElement.outerHTML"))
+    assert found.texts["title"][0] == reader.value("document.title") == "example: report"
     assert found.texts["h2"] == SECTIONS
     assert found.tags.count("script") == found.tags.count("img") == 0
     assert found.tags.count("tr") > STEPS
     picture = tmp_path / "page.png"
-    browse(f"--screenshot={picture}", address, profile=tmp_path / "picture")
+    reader.picture(picture, height=2400)
     assert struct.unpack(">II", picture.read_bytes()[16:24]) == (1250, 2400)
     assert picture.stat().st_size > 50_000  # an empty page of this size has about 10 kB
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [DESKTOP, TELEPHONE])
+def test_the_report_is_readable_at_a_desk_and_on_a_telephone(
+    run: Path, reader: Browser, width: int, dark: bool
+) -> None:
+    """Within the screen's width, in letters that contrast with what they stand on and are of 8 pixels or more."""
+    reader.open((run / "report.html").as_uri(), width=width, dark=dark)
+    assert reader.value(WIDER) == 0
+    contrasts = reader.value(CONTRASTS)
+    assert len(contrasts) > 100
+    assert [text for text in contrasts if text[1] < 4.5] == []
+    assert reader.value(SMALLEST) >= 8
+
+
+@needs_chromium
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_charts_have_letters_of_one_size_whether_or_not_one_stands_alone(
+    reader: Browser, tmp_path: Path, ranks: int
+) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, steps=1, ranks=ranks)
+    reader.open(write_report(folder).as_uri(), width=DESKTOP)
+    widths = reader.value("[...document.querySelectorAll('.charts:not(.wide) svg')].map(svg => svg.clientWidth)")
+    assert len(widths) > 5
+    assert max(widths) - min(widths) <= 1
 
 
 def test_the_report_plans_with_the_arguments_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +255,15 @@ def test_a_run_that_does_not_learn_says_so_at_the_top_of_its_report(tmp_path: Pa
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in stuck))
     page = write_report(folder).read_text()
     assert page.index("all rewards were equal in 100% of the groups") < page.index("<h2>")
+
+
+def test_no_two_lines_of_a_panel_share_a_colour(tmp_path: Path) -> None:
+    row: dict[str, float] = {"step": 1, "reward/mean": 1.0}
+    row |= {f"{kind}/part_{number}": 1.0 for kind in ("reward", "validation") for number in range(9)}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
+    for panel in learning(RunFolder(tmp_path)):
+        colours = [line.colour for line in panel.lines]
+        assert len(colours) == len(set(colours)) > 5
 
 
 @pytest.mark.parametrize(("oldest", "panels"), [(0.0, 2), (2.0, 3)])

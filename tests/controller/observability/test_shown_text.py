@@ -1,6 +1,7 @@
 import pytest
 
-from controller.observability.shown_text import MASK, counted, redacted, shortened
+from controller.config.training import counted
+from controller.observability.shown_text import MASK, redacted, shortened
 
 
 @pytest.mark.parametrize(
@@ -32,4 +33,4 @@ def test_a_long_text_says_how_much_is_missing() -> None:
 
 
 def test_one_is_not_plural() -> None:
-    assert [counted(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert [counted(count, "rank") for count in (0, 1, 2000)] == ["0 ranks", "1 rank", "2,000 ranks"]

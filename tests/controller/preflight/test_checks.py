@@ -477,6 +477,7 @@ def test_a_reference_of_another_vocabulary_or_length_is_refused(workspace: Path)
 
 
 def test_ranks_that_share_experts_must_divide() -> None:
+    """Ranks with different tokens: those of a tensor-parallel group have different ones, too."""
     config = Config()
     config.policy.ranks, config.policy.parallel.replicate, config.policy.parallel.context_parallel = 6, 2, 2
     for divisor in (1, 2, 3, 6):
@@ -485,6 +486,8 @@ def test_ranks_that_share_experts_must_divide() -> None:
     config.policy.parallel.expert_parallel = 4
     with pytest.raises(ConfigError, match=r"expert_parallel=4 does not divide .* = 6 ranks"):
         check_replicate(config)
+    config.policy.parallel.tensor_parallel = 2
+    check_replicate(config)
 
 
 def test_key_value_heads_must_go_with_tensor_parallel(workspace: Path) -> None:

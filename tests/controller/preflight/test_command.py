@@ -82,3 +82,24 @@ def test_help_and_settings_print_and_end(tmp_path: Path, option: str, line: str)
     assert process.returncode == 0
     assert process.stderr == ""
     assert line in process.stdout
+
+
+def test_a_dry_run_shows_what_an_environment_says(tmp_path: Path) -> None:
+    write_workspace(tmp_path)
+    (tmp_path / "told.py").write_text(
+        "from workers.environment import Observation\n\n\n"
+        "class Told:\n"
+        "    def reset(self, record):\n"
+        "        return '2+2='\n\n"
+        "    def step(self, response):\n"
+        "        return Observation('3+3=', reward=-0.5, parts={'turns': 1.0})\n"
+    )
+    own = ("rollout.environment=told.py:Told", "rollout.max_turns=2", "rollout.max_episode_tokens=80")
+    process = fit(tmp_path, "--config", "config.yaml", "--dry-run", "reward.function=''", *own)
+    assert process.returncode == 0, process.stderr
+    assert (
+        "told.py:Told: tried on the first record and an empty response\n"
+        "the environment adds to it:\n    2+2=\n"
+        "the environment's reward of an empty response: -0.5, turns 1\n"
+        "its observation:\n    3+3=\n"
+    ) in process.stdout

@@ -48,7 +48,8 @@ def play(packed: bytes, record: dict[str, Any], *turns: str) -> list[Any]:
 
 def test_the_pages_example_plays(file: Path) -> None:
     packed = pack_environment("guess.py:Guess")
-    check_environment(packed, {"number": 40}, timeout_s=10.0)
+    answered = check_environment(packed, {"number": 40}, timeout_s=10.0)
+    assert (answered.opening, answered.observation.reward) == ("Find a number below 100. ", -1.0)
     opening, first, second, last = play(packed, {"number": 40}, "10", " 50", "40")
     assert opening == "Find a number below 100. "
     assert [first.text, second.text] == ["more", "less"]

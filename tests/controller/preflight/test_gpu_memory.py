@@ -181,7 +181,7 @@ def test_a_rank_gathers_its_own_experts_alone() -> None:
     assert before.parts["gradients"] - after.parts["gradients"] == pytest.approx(4 * 8 * elsewhere / GIB)
     saved = before.parts["gathered"] - after.parts["gathered"]
     assert saved == pytest.approx((2 * 4 + 2 + 8) * elsewhere / GIB)  # four layers', and a gradient in both types
-    travelling = 6 * 2 * shared.policy.max_tokens * 4 * 1024 / GIB
+    travelling = (6 - 3) * 2 * shared.policy.max_tokens * 4 * 1024 / GIB
     assert after.parts["activations"] - before.parts["activations"] == pytest.approx(travelling)
 
 

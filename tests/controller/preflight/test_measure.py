@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from controller.config import Config, load
 from controller.fit import main
@@ -13,6 +14,7 @@ from controller.preflight.memory import Phase, phases
 from controller.preflight.model_shape import model_shape
 from tests.examples.test_launch import LAUNCH, command_of
 from workers.errors import ConfigError
+from workers.model.memory_trace import full_micro_batches
 
 CONFIGURATIONS = ["examples/launch/one_gpu.yaml", "examples/launch/eight_gpus.yaml"]
 CONFIGURATIONS += ["examples/launch/sixty_four_gpus.yaml", "examples/gsm8k/config.yaml"]
@@ -73,6 +75,7 @@ def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documenta
     [
         ("policy.ranks=4", "policy.parallel.replicate=2"),
         ("policy.ranks=4", "policy.parallel.tensor_parallel=2"),
+        ("policy.ranks=2", "policy.parallel.pipeline_parallel=2", "policy.parallel.virtual_stages=2"),
         ("policy.ranks=4", "policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring"),
         ("policy.ranks=4", "model.lora.rank=16"),
         ("policy.ranks=4", "policy.reshard_after_forward=false"),
@@ -89,6 +92,46 @@ def test_the_estimate_holds_or_says_what_is_not_measured(
     measured = measure(config, phases_of(config))
     assert_estimate_holds([found for found in measured if not found.problem], above=1.5)
     assert all("not measured: " in line for line in measured_lines([each for each in measured if each.problem]))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json of a mixture of experts without weights."""
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 32_000}
+    config = Qwen3MoeConfig(num_experts=16, num_experts_per_tok=4, num_attention_heads=16, head_dim=64, **sizes)
+    (folder / "config.json").write_text(config.to_json_string(use_diff=False))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [8192, 32768])
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 4)])
+def test_the_estimate_of_shared_experts_holds(
+    documentation_workspace: Path, experts: Path, tensor: int, expert: int, tokens: int
+) -> None:
+    shared = {"tensor_parallel": tensor, "expert_parallel": expert, "replicate": 1}
+    overrides = [f"policy.parallel.{name}={size}" for name, size in shared.items()]
+    config = small(*overrides, f"policy.ranks={4 // tensor}", f"policy.max_tokens={tokens}", f"model.path={experts}")
+    assert_estimate_holds(measure(config, phases_of(config)))
+
+
+def test_no_two_sequences_that_are_measured_begin_alike() -> None:
+    """What they share would be computed, and measured, once."""
+    sequences, micro_batches = full_micro_batches(1024, 16, 32_000, 2, padded=False)
+    assert [int(sequences.lengths[start:stop].sum()) for start, stop in micro_batches] == [1024, 1024]
+    beginnings = {tuple(row[:2].tolist()) for row in sequences.tokens["input_ids"].split(sequences.lengths.tolist())}
+    assert len(beginnings) == len(sequences) == 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [8192, 32768])
+@pytest.mark.parametrize(("stages", "virtual"), [(4, 1), (2, 2), (4, 2)])
+def test_the_estimate_of_stages_holds(documentation_workspace: Path, stages: int, virtual: int, tokens: int) -> None:
+    """The last one has the output layer, and the first keeps the inputs of most micro-batches."""
+    parallel = (f"policy.parallel.pipeline_parallel={stages}", f"policy.parallel.virtual_stages={virtual}")
+    config = small("policy.ranks=2", *parallel, f"policy.max_tokens={tokens}")
+    assert_estimate_holds(measure(config, phases_of(config)), above=1.5)
 
 
 @pytest.mark.slow

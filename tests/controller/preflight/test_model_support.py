@@ -41,7 +41,7 @@ def check(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> None:
         ({"attn_logit_softcapping": 50.0}, (GPU, "model.attention=varlen"), "with softcap, which model.attention=varl"),
         ({"attn_logit_softcapping": 50.0}, ("model.layout=padded", "model.attention=sdpa"), "model.layout=padded; set"),
         ({"model_type": "mixtral", "num_local_experts": 3}, EXPERTS, "mixtral has 3 experts a layer, which"),
-        ({"model_type": "qwen3_moe", "num_experts": 4}, (*EXPERTS, *TENSOR), "qwen3_moe is not shared by .*tensor_par"),
+        ({"model_type": "olmoe", "num_experts": 4}, (*EXPERTS, *TENSOR), "olmoe is not shared by .*tensor_parallel"),
         (
             {"model_type": "qwen2"},
             (GPU, "model.router_replay=replay"),
@@ -51,6 +51,16 @@ def check(tmp_path: Path, changes: dict[str, Any], *overrides: str) -> None:
             {"model_type": "qwen3_moe", "num_experts": 4},
             (GPU, "model.router_replay=compare", "model.compile=true"),
             "router_replay=compare does not follow the routers of compiled layers; set model.compile=false",
+        ),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 4},
+            ("model.router_z_loss_coefficient=0.1",),
+            "router_z_loss_coefficient are for gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe, whose routers",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4},
+            (GPU, "model.router_aux_loss_coefficient=0.1", "model.compile=true"),
+            "do not reach the routers of compiled layers; set model.compile=false",
         ),
         ({"model_type": "gemma2"}, TENSOR, "of type gemma2 is not shared by policy.parallel.tensor_parallel"),
         (

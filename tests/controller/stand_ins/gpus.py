@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.controller.stand_ins.local_ray import LocalRay, NeverReturnsError
@@ -66,13 +67,14 @@ class World:
     """One run's Ray and GPUs. trouble: called with (actor's name, what it is about to do).
 
     log_prob: that of every token by the policy's present weights. loses_updates: engines keep their first weights and
-    say nothing of it.
+    say nothing of it. routed_experts: int16 [layers, k], what engines say that every token went through, if anything.
     """
 
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.log_prob = FIRST_LOG_PROB
         self.loses_updates = False
+        self.routed_experts: np.ndarray | None = None
         self.ray: LocalRay
         self.trouble: Callable[[str, str], None] = lambda actor, what: None
 
@@ -151,17 +153,18 @@ class StandInVllm:
         self._world.event("meet")
 
     async def generate(self, prompt: Any, parameters: Any, name: str, *, priority: int) -> Any:
-        del prompt, name, priority
+        del name, priority
         self._world.event("generate")
         assert self._owned() >= {"weights", "kv_cache"} and not self._sleeps, "the engine sleeps"
         assert self.version == int(self._name), f"weights {self.version} serve as version {self._name}"
         tokens = [1 + (parameters.seed + i) % 30 for i in range(min(TOKENS, parameters.max_tokens))]
+        routed, read = self._world.routed_experts, len(prompt["prompt_token_ids"]) + len(tokens) - 1
         completion = SimpleNamespace(
             finish_reason="stop",
             token_ids=tokens,
             logprobs=SimpleNamespace(logprobs=[self._log_prob] * len(tokens)),
             weight_versions=[SimpleNamespace(version=self._name, start=0, end=len(tokens))],
-            routed_experts=None,
+            routed_experts=None if routed is None else np.repeat(routed[None], read, axis=0),
         )
         yield SimpleNamespace(outputs=[completion], prompt_token_ids=(), num_cached_tokens=None)
 

@@ -154,12 +154,22 @@ def one_step(model: str, parallel: ParallelConfig, save_as: Path | None, go_on_f
     return engine.log_probs(whole, [(0, COUNT)])[0]
 
 
-@pytest.mark.parametrize("setting", ["tensor_parallel", "context_parallel", "replicate", "expert_parallel"])
-def test_a_checkpoint_is_read_under_another_parallelism(tmp_path, ranks: RankPool, setting):
-    """Four ranks, two of them for the setting, and one rank: either goes on from what the other saved."""
-    family = "qwen3_moe" if setting == "expert_parallel" else "qwen2"
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("tensor_parallel",),
+        ("context_parallel",),
+        ("replicate",),
+        ("expert_parallel",),
+        ("expert_parallel", "tensor_parallel"),
+    ],
+    ids=" and ".join,
+)
+def test_a_checkpoint_is_read_under_another_parallelism(tmp_path, ranks: RankPool, settings):
+    """Four ranks, two of them for each setting, and one rank: either goes on from what the other saved."""
+    family = "qwen3_moe" if "expert_parallel" in settings else "qwen2"
     model = save_tiny_model(tmp_path / "model", family, vocab_size=40)
-    alone, shared = ParallelConfig(), ParallelConfig(**{setting: 2})
+    alone, shared = ParallelConfig(), ParallelConfig(**dict.fromkeys(settings, 2))
     one_step(model, alone, tmp_path / "alone", None)
     expected = one_step(model, alone, None, tmp_path / "alone")
     ranks.run(one_step, 4, model, shared, tmp_path / "shared", None)

@@ -30,7 +30,18 @@ CASES = {
         "qwen3_moe", gradient_checkpointing=True, router_replay="replay", layers=4
     ),
     "qwen3_moe replayed, shared": Case("qwen3_moe", tied=False, share_prefixes="always", router_replay="replay"),
+    "qwen3_moe with router losses": Case("qwen3_moe", tied=False, router_losses=(0.5, 0.1)),
+    "qwen3_moe with router losses, replayed, checkpointed": Case(
+        "qwen3_moe", gradient_checkpointing=True, router_replay="replay", layers=4, router_losses=(0.5, 0.1)
+    ),
+    "qwen3_moe with router losses, shared": Case(
+        "qwen3_moe", tied=False, share_prefixes="always", layers=4, router_losses=(0.5, 0.1)
+    ),
+    "qwen3_moe with router losses, padded": Case("qwen3_moe", layout="padded", router_losses=(0.5, 0.0)),
+    "qwen3_moe with z-loss": Case("qwen3_moe", tied=False, router_losses=(0.0, 0.1)),
+    "gpt_oss with router losses": Case("gpt_oss", tied=False, router_losses=(0.5, 0.1)),
     "qwen3_moe of 4 layers": Case("qwen3_moe", tied=False, layers=4),
+    "qwen3_moe, one layer dense": Case("qwen3_moe", tied=False),
     "mixtral": Case("mixtral", tied=False),
     "olmoe": Case("olmoe", tied=False),
     "gpt_oss": Case("gpt_oss", tied=False),
@@ -57,6 +68,15 @@ WAYS = {
     "pp 2 x 2, ep 2": shared(4, 2, pipeline_parallel=2, virtual_stages=2),
     "pp 2, ep 4": shared(8, 4, pipeline_parallel=2),
     "pp 4, ep 2": shared(8, 2, pipeline_parallel=4),
+    "tp 2": Way(2, ParallelConfig(tensor_parallel=2)),
+    "tp 2, ep 2": shared(2, 2, tensor_parallel=2),
+    "dp 2, tp 2, ep 4": shared(4, 4, tensor_parallel=2),
+    "dp 2, tp 2, ep 2": shared(4, 2, tensor_parallel=2),
+    "2 copies, tp 2, ep 2": shared(4, 2, tensor_parallel=2, replicate=2),
+    "ulysses 2, tp 2, ep 4": shared(4, 4, tensor_parallel=2, context_parallel=2),
+    "ring 2, tp 2, ep 2": shared(4, 2, tensor_parallel=2, context_parallel=2, context_parallel_method="ring"),
+    "pp 2, tp 2, ep 2": shared(4, 2, tensor_parallel=2, pipeline_parallel=2),
+    "pp 2, tp 2, ep 4": shared(8, 4, tensor_parallel=2, pipeline_parallel=2),
     "pp 2, ulysses 2, ep 2": shared(4, 2, pipeline_parallel=2, context_parallel=2),
 }
 REPLAYED, IN_STAGES = "qwen3_moe replayed", "qwen3_moe of 4 layers"
@@ -69,6 +89,23 @@ COMBINATIONS = [
     *((f"{REPLAYED}, checkpointed", way) for way in ("one rank", "pp 2 x 2, ep 2")),
     *((f"{REPLAYED}, shared", way) for way in ("one rank", "ring 2, ep 4")),
     ("qwen3_moe compared", "dp 4, ep 2"),
+    *(
+        ("qwen3_moe with router losses", way)
+        for way in ("one rank", "dp 4, ep 2", "2 copies, ep 2", "ulysses 2, ep 2", "dp 2, ring 2, ep 2")
+    ),
+    *(("qwen3_moe with router losses", way) for way in ("dp 2, tp 2, ep 2", "ring 2, tp 2, ep 2")),
+    *(("qwen3_moe with router losses, replayed, checkpointed", way) for way in ("one rank", "pp 2 x 2, ep 2")),
+    *(("qwen3_moe with router losses, shared", way) for way in ("one rank", "ring 2, ep 4", "pp 2, ulysses 2, ep 2")),
+    *(("qwen3_moe with router losses, shared", way) for way in ("pp 2, tp 2, ep 2",)),
+    ("qwen3_moe with router losses, padded", "one rank"),
+    ("qwen3_moe with z-loss", "ep 2"),
+    ("gpt_oss with router losses", "ep 2"),
+    ("qwen3_moe", "tp 2"),
+    (REPLAYED, "dp 2, tp 2, ep 2"),
+    *(("qwen3_moe checkpointed", way) for way in ("tp 2", "dp 2, tp 2, ep 2")),
+    ("qwen3_moe, one layer dense", "tp 2, ep 2"),
+    ("qwen3_moe shared", "dp 2, tp 2, ep 2"),
+    ("mixtral", "dp 2, tp 2, ep 2"),
     ("qwen3_moe float32", "dp 4, ep 2"),
     ("qwen3_moe checkpointed", "dp 4, ep 2"),
     ("qwen3_moe gathered", "dp 4, ep 2"),
@@ -84,7 +121,7 @@ COMBINATIONS = [
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("experts")
-    sizes = {"qwen3_moe of six": {"num_experts": 6}}
+    sizes = {"qwen3_moe of six": {"num_experts": 6}, "qwen3_moe, one layer dense": {"mlp_only_layers": [0]}}
     return {
         name: save_tiny_model(
             folder / name.replace(" ", "-"),

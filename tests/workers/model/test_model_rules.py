@@ -54,7 +54,12 @@ def test_ring_on_gpus_needs_half_precision_and_no_kernel():
 @pytest.mark.parametrize(
     ("config", "settings", "error", "message"),
     [
-        (tiny_config("gemma"), ModelConfig(), UnsupportedModelError, "for llama, mistral, qwen2, qwen3; set it to 1"),
+        (
+            tiny_config("gemma"),
+            ModelConfig(),
+            UnsupportedModelError,
+            "for llama, mistral, mixtral, qwen2, qwen3, qwen3_moe; ",
+        ),
         (tiny_config(num_key_value_heads=1), ModelConfig(), UnsupportedModelError, "num_key_value_heads=1, which"),
         (tiny_config(intermediate_size=47), ModelConfig(), UnsupportedModelError, "intermediate_size=47, which"),
         (tiny_config(), ModelConfig(lora=LoraConfig(rank=4)), ConfigError, "adapters are not shared"),

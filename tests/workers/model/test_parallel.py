@@ -36,7 +36,7 @@ def test_ranks_fill_the_mesh(ranks, config, shape):
         (
             8,
             ParallelConfig(expert_parallel=8, replicate=2),
-            r"expert_parallel=8 does not divide dp / replicate \* context_parallel = 4 ranks",
+            r"expert_parallel=8 does not divide dp / replicate \* context_parallel \* tensor_parallel = 4 ranks",
         ),
         (6, ParallelConfig(pipeline_parallel=4), "6 ranks are not a multiple of .*pipeline_parallel = 4"),
         (4, ParallelConfig(replicate=3), "replicate=3 does not divide the 4 data-parallel ranks"),

@@ -64,6 +64,7 @@ class Case:
     share_prefixes: str = "never"
     layers: int = 2
     router_replay: str = "none"
+    router_losses: tuple[float, float] = (0.0, 0.0)  # coefficients of load-balancing and z-loss
 
     @property
     def tolerance(self) -> float:
@@ -249,6 +250,8 @@ def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEng
             share_prefixes=case.share_prefixes,
             min_shared_tokens=1,
             router_replay=case.router_replay,
+            router_aux_loss_coefficient=case.router_losses[0],
+            router_z_loss_coefficient=case.router_losses[1],
         ),
         optimizer=OPTIMIZER,
         total_steps=10,
@@ -284,10 +287,11 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     keep_float64(case, model)
     sequences = case.sequences
     mismatch = replay_routers(model, sequences, case.router_replay)
-    load = expert_load(model)
+    load, routers = expert_load(model), router_losses(model, case.router_losses)
     outputs = unpacked_log_probs(model, sequences, case.temperature)
     loss, metrics = reference_loss(outputs, sequences, case.loss)
-    loss.backward()
+    added, measured = routers()
+    (loss + added).backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
     reference_update(model)
@@ -295,7 +299,7 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     steps = {"grad_norm": float(norm), "skipped_steps": 0.0, "learning_rate": 0.5e-2}
     return Outcome(
         {index: (outputs[index][0] * masks[index]).detach() for index in range(len(sequences))},
-        {**metrics, **load(), **mismatch(), **steps, "loss": loss.item()},
+        {**metrics, **load(), **mismatch(), **measured, **steps, "loss": loss.item()},
         gradients,
         revert_weight_conversion(model, dict(model.state_dict())),  # by the names of the files
     )
@@ -358,6 +362,38 @@ def expert_load(model: torch.nn.Module) -> Callable[[], dict[str, float]]:
         return {LOAD: max(worst)} if worst else {}
 
     return load
+
+
+def router_losses(
+    model: torch.nn.Module, coefficients: tuple[float, float]
+) -> Callable[[], tuple[Tensor | float, dict[str, float]]]:
+    """What the routers' losses add to the loss, and their metrics, after passes of one sequence each."""
+    if coefficients == (0.0, 0.0):
+        return lambda: (0.0, {})
+    passes: dict[torch.nn.Module, list[tuple[Tensor, Tensor]]] = {}
+    for name, module in model.named_modules():
+        if name.endswith((".gate", ".router")):
+            passes[module] = []
+            module.register_forward_hook(
+                lambda router, given, outputs: passes[router].append((outputs[0], outputs[2])) or None
+            )
+
+    def losses() -> tuple[Tensor, dict[str, float]]:
+        layers = passes.values()
+        balance = torch.stack([torch.stack([balance_loss(*each) for each in layer]).mean() for layer in layers])
+        z = torch.stack([torch.cat([logits for logits, _ in layer]).logsumexp(-1).square().mean() for layer in layers])
+        metrics = {"router_aux_loss": balance.mean().item(), "router_z_loss": z.mean().item()}
+        kept = {name: metrics[name] for name, each in zip(metrics, coefficients, strict=True) if each}
+        return coefficients[0] * balance.sum() + coefficients[1] * z.sum(), kept
+
+    return losses
+
+
+def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Of one sequence in one layer, as equations 17 to 20 of arXiv:2412.19437 have it."""
+    experts = logits.shape[-1]
+    load = torch.bincount(chosen.flatten(), minlength=experts).double() * experts / chosen.numel()
+    return (load * logits.softmax(-1).mean(0)).sum()
 
 
 def reference_loss(outputs: list, sequences: Sequences, config: LossConfig) -> tuple[Tensor, dict[str, float]]:

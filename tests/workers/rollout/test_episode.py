@@ -171,6 +171,7 @@ def test_every_prompt_is_what_was_sampled_and_observed_before() -> None:
     assert environment.heard == [f"7 {END}", f"4 {END}"]
     assert episode.ids.tolist() == [5, 6, 3, 7, END, 8, 8, 4, END]  # nobody reads what is said after the end
     assert (reason, score.reward, score.parts) == (STOP, -0.25, {"calls": 1.0, "right": 1.0})
+    assert score.turns == ({"environment": "3"},)
 
 
 def test_an_episode_ends_with_its_turns_and_with_its_room() -> None:

@@ -1,0 +1,34 @@
+"""What Ray's dashboard and logs call the actors."""
+
+import pytest
+import torch
+
+from workers.base import Worker
+from workers.critic import CriticWorker
+from workers.dispatch import RankCoordinates
+from workers.offline_policy import OfflinePolicyWorker
+from workers.policy import PolicyWorker
+from workers.reference import ReferenceWorker
+from workers.reward import RewardWorker
+from workers.reward_model import RewardModelWorker
+from workers.rollout.worker import RolloutWorker
+
+ACTORS = (
+    PolicyWorker,
+    OfflinePolicyWorker,
+    CriticWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    RolloutWorker,
+    RewardWorker,
+)
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+def test_every_actor_has_a_name(actor: type) -> None:
+    assert actor.__repr__ is not object.__repr__
+
+
+def test_a_training_actor_says_its_role_and_its_place() -> None:
+    place = RankCoordinates(index=3, dp=1, cp=1, tp=0, pp=0)
+    assert repr(Worker("critic", place, 4, threads=torch.get_num_threads())) == "critic dp=1 cp=1"
