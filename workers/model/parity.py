@@ -172,7 +172,8 @@ def _engine_outputs(engine: "TrainingEngine", probe: Probe, forward: bool) -> Ou
     for parameter in engine.module.parameters():
         parameter.grad = None
     reshard(engine.module)
-    engine.clock.take()
+    engine.clock.take()  # neither times nor routers' metrics of the run know the probe
+    engine.routing.take()
     values = engine.stage.from_last(found[0] if found else None)
     return Outputs(values, engine.stage.from_stage(0, _flat(gradient)))
 
