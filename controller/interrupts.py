@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -43,10 +44,12 @@ class Interrupts:
     """
 
     def __init__(self, log: Callable[[str], None]) -> None:
-        """`log`: receives one line when a run will stop at the end of its step."""
+        """`log`: receives one line when a run will stop at the end of its step, in a thread of its own: the interrupt may
+        have come while the main thread holds a lock of the log."""
         self.held = False
         self._pending = False
         self._log = log
+        self._lines: SimpleQueue[str | None] = SimpleQueue()  # whose `put` may be called in a handler
         self._handlers: dict[signal.Signals, Any] = {}
 
     def hold(self) -> None:
@@ -68,6 +71,8 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupts":
+        self._logging = threading.Thread(target=self._log_lines, name="interrupts", daemon=True)
+        self._logging.start()
         if in_main_thread():
             self._handlers = {number: signal.signal(number, self._handle) for number in heeded()}
         return self
@@ -77,9 +82,15 @@ class Interrupts:
     ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        self._lines.put(None)
+        self._logging.join()
+
+    def _log_lines(self) -> None:
+        for line in iter(self._lines.get, None):
+            self._log(line)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         at_once, self._pending = not self.held or self._pending, True
         if at_once:
             raise KeyboardInterrupt
-        self._log("stopping when this step is complete; once more stops at once")
+        self._lines.put("stopping when this step is complete; once more stops at once")

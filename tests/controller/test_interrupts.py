@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from queue import SimpleQueue
 
 import pytest
 
@@ -29,15 +30,25 @@ def test_an_interrupt_stops_at_once_unless_held(number: signal.Signals) -> None:
 
 
 def test_a_held_interrupt_waits_for_the_release_and_is_said_once() -> None:
-    said: list[str] = []
-    with Interrupts(said.append) as interrupts:
+    said: SimpleQueue[str] = SimpleQueue()
+    with Interrupts(said.put) as interrupts:
         interrupts.hold()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert len(said) == 1
+        assert said.get(timeout=30).startswith("stopping")
         with pytest.raises(KeyboardInterrupt):
             interrupts.release()
         interrupts.hold()
         interrupts.release()  # it came once
+    assert said.empty()
+
+
+def test_one_that_comes_while_a_line_is_logged_waits_for_its_end() -> None:
+    lock, entered = threading.Lock(), list[bool]()
+    with Interrupts(lambda line: entered.append(lock.acquire(timeout=5))) as interrupts:
+        interrupts.hold()
+        with lock:  # as the log of a run holds its own
+            os.kill(os.getpid(), signal.SIGINT)
+    assert entered == [True]
 
 
 def test_one_that_is_lost_on_its_way_comes_again_before_the_next_update() -> None:
