@@ -96,35 +96,31 @@ def _planned(work: Work, request: Request, counts: Sequence[int]) -> Iterator[Sc
 def _in_best_shape(work: Work, request: Request, pipeline: Pipeline, counts: Sequence[int]) -> Iterator[Schedule]:
     """The schedule dealt to the best shape of all numbers of micro-steps, as far as caps allow.
 
-    More of them are not tried once even their shapes are not shorter by `NEAR` than what is found.
+    A number whose shape is not shorter by `NEAR` than what is found is passed over.
     """
     found, least = list[tuple[Schedule, float]](), float("inf")
     for steps in counts:
         mean = float(work.weights.sum()) / request.ranks / steps
         if len(work.sizes) < steps * request.ranks or mean == 0:
             continue
-        for shape in shapes(work.sizes, work.weights, request, pipeline, steps, mean):
-            if mean * shape.makespan > least * (1 - NEAR):
-                continue
-            dealt = [
-                (makespan(pipeline, each.loads(work.weights).max(axis=1)), each)
-                for each in deal_to_times(work.sizes, work.weights, request, shape.times * mean)
-            ]
-            for _, each in sorted(dealt, key=lambda pair: pair[0])[:1]:
-                found.append((each, makespan(pipeline, likely_times(each, work.weights))))
-        least = min([least, *(time for _, time in found)])
+        shape = shape_for(work.sizes, work.weights, request, pipeline, steps, mean)
+        if mean * shape.makespan > least * (1 - NEAR):
+            continue
+        dealt = list(deal_to_times(work.sizes, work.weights, request, shape.times * mean))
+        if dealt:
+            best = min(dealt, key=lambda each: makespan(pipeline, each.loads(work.weights).max(axis=1)))
+            found.append((best, makespan(pipeline, likely_times(best, work.weights))))
+            least = min(least, found[-1][1])
     if found:
         yield even_out_steps(_fewest_steps(found), work.sizes, work.weights, request)
 
 
-def shapes(
-    sizes: Integers, weights: Floats, request: Request, pipeline: Pipeline, steps: int, mean: float
-) -> Iterator[Shape]:
+def shape_for(sizes: Integers, weights: Floats, request: Request, pipeline: Pipeline, steps: int, mean: float) -> Shape:
     """The best shape in which long sequences fit."""
     scaled, caps = in_units(pipeline, mean), request.caps
     most = rounded_limit(most_in_a_step(sizes, weights, request.ranks, caps) / mean)
     levels = levels_of(sizes, weights / mean, request.ranks, caps, steps)
-    yield covered_shape(scaled, steps, most, levels)
+    return covered_shape(scaled, steps, most, levels)
 
 
 def most_in_a_step(sizes: Integers, weights: Floats, ranks: int, caps: Caps) -> float:

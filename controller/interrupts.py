@@ -44,8 +44,8 @@ class Interrupts:
     """
 
     def __init__(self, log: Callable[[str], None]) -> None:
-        """`log`: receives one line when a run will stop at the end of its step, in a thread of its own: the interrupt may
-        have come while the main thread holds a lock of the log."""
+        """`log`: receives one line when a run will stop at the end of its step; in a thread of its own, because the
+        main thread may hold a lock of the log when the interrupt comes."""
         self.held = False
         self._pending = False
         self._log = log

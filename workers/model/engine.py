@@ -333,7 +333,7 @@ class TrainingEngine:
             statistics.append(measured)
             return loss
 
-        self.routing.begin(parts)
+        self.routing.begin(parts, self.data_parallel_groups)
         self.passes.run(Work("update", parts, finish, trains=True), self._outputs)
         return self.stage.from_last(to_metrics([*statistics, *self.routing.take()]))
 

@@ -35,8 +35,6 @@ class ExpertLoad:
         self._counts = torch.zeros(len(modules), max(sizes, default=0), dtype=torch.int64, device=device)
         self._sizes = torch.tensor(sizes, dtype=torch.float64, device=device)
         self._tensor = parallel.tensor
-        # A sum over these, one after the other, is one over all ranks whose experts meet other tokens or layers.
-        self._groups = [parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")]
         self._filled: Tensor | None = None
         for layer, module in enumerate(modules):
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
@@ -58,8 +56,7 @@ class ExpertLoad:
         """Metrics of what was counted since the last call; collective. Nothing for a dense model."""
         if not len(self._sizes):
             return {}
-        for group in self._groups:
-            dist.all_reduce(self._counts, group=group)
+        dist.all_reduce(self._counts)  # no two ranks compute the same tokens in the same layers
         counts = self._counts.double()
         # A layer that saw no token counts as even.
         load = counts.amax(1) * self._sizes / counts.sum(1)

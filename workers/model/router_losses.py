@@ -64,10 +64,8 @@ class RouterLosses:
         self._balance, self._z = config.router_aux_loss_coefficient, config.router_z_loss_coefficient
         self._active = trained and config.has_router_losses
         self._tensor, self._device = parallel.tensor, device
-        groups = {name: parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
-        self._of_all = list(groups.values())
-        self._of_other_sequences = [groups["dp_replicate"], groups["dp_shard"]]
-        self._of_same_sequences = [groups[name] for name in ("cp", "tp") if groups[name].size() > 1]
+        shared = [parallel.context, parallel.tensor]
+        self._groups = [mesh.get_group() for mesh in shared if mesh.size() > 1]  # ranks with the same sequences
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of both losses, over layers
         self._sequences = self._tokens = torch.ones((), dtype=torch.float64, device=device)  # of the mini-batch
         self._layers = 0
@@ -97,13 +95,14 @@ class RouterLosses:
         finally:
             self._active = active
 
-    def begin(self, micro_batches: Sequence[Sequences]) -> None:
-        """Take the means of the passes that follow over these, this rank's part of a mini-batch; collective."""
+    def begin(self, micro_batches: Sequence[Sequences], groups: Sequence[dist.ProcessGroup]) -> None:
+        """Take the means of the passes that follow over these, this rank's part of a mini-batch; collective. groups:
+        see `TrainingEngine.data_parallel_groups`."""
         if not self._active:
             return
         counts = [sum(map(len, micro_batches)), sum(each.num_tokens for each in micro_batches)]
         totals = torch.tensor(counts, dtype=torch.float64, device=self._device)
-        for group in self._of_other_sequences:
+        for group in groups:
             dist.all_reduce(totals, group=group)
         self._sequences, self._tokens = totals.unbind()
 
@@ -139,8 +138,7 @@ class RouterLosses:
         """
         if not self._active:
             return {}
-        for group in self._of_all:
-            dist.all_reduce(self._sums, group=group)
+        dist.all_reduce(self._sums)
         balance, z = (self._sums / self._layers).unbind()
         self._sums.zero_()
         losses = [("router_aux_loss", self._balance, balance), ("router_z_loss", self._z, z)]
@@ -164,7 +162,7 @@ class RouterLosses:
         with torch.no_grad():
             taken = torch.zeros_like(logits).scatter_add_(-1, chosen, torch.ones_like(chosen, dtype=logits.dtype))
             taken = is_part.T @ taken  # [S, E], tokens of each sequence by expert
-            for group in self._of_same_sequences:
+            for group in self._groups:
                 dist.all_reduce(taken, group=group)
             load = taken * (logits.shape[-1] / chosen.shape[-1]) / lengths
             weights = is_part @ (load / lengths / self._sequences)  # [C, E]

@@ -48,7 +48,6 @@ class RouterReplay:
         self._choices: Tensor | None = None
         self._counting = False
         self._tensor = parallel.tensor
-        self._groups = [parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")]
         # Choices that are compared, and those of them that the router does not make.
         self._counts = torch.zeros(2, dtype=torch.float64, device=device)
         if self.active:
@@ -99,8 +98,7 @@ class RouterReplay:
         """The metric `router_mismatch` of what was counted since the last call; collective. Nothing without choices."""
         if not self.active:
             return {}
-        for group in self._groups:
-            dist.all_reduce(self._counts, group=group)
+        dist.all_reduce(self._counts)
         compared, different = self._counts.clone().unbind()
         self._counts.zero_()
         return {"router_mismatch": Statistic(Reduction.MEAN, different / compared.clamp(min=1), 1)}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 
 from workers.config import ModelConfig
 from workers.model.expert_load import ExpertLoad
@@ -38,9 +39,10 @@ class Routing:
         """Called by `passes` for each micro-batch."""
         return self._replay, self._losses, self._load
 
-    def begin(self, micro_batches: Sequence[Sequences]) -> None:
-        """Before the passes of a mini-batch, of which these are this rank's; collective."""
-        self._losses.begin(micro_batches)
+    def begin(self, micro_batches: Sequence[Sequences], groups: Sequence[dist.ProcessGroup]) -> None:
+        """Before the passes of a mini-batch, of which these are this rank's; collective. groups: see
+        `TrainingEngine.data_parallel_groups`."""
+        self._losses.begin(micro_batches, groups)
 
     def take(self) -> list[Statistics]:
         """Metrics of the passes since the last call; collective."""
