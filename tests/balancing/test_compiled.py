@@ -1,5 +1,6 @@
 """Machine code on disk is that of the sources as they are now."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,24 @@ def test_code_is_kept_until_a_source_changes_comes_or_goes(tmp_path: Path) -> No
         change()
         drop_stale_code(tmp_path)
         assert not code.exists()
+
+
+@pytest.mark.slow  # a minute, without the machine code on disk: what is loaded from there tells nothing of inner loops
+@pytest.mark.skipif(not COMPILED, reason="needs Numba")
+def test_precompile_compiles_every_loop_of_plans(tmp_path: Path) -> None:
+    script = """
+import importlib, pkgutil
+import balancing
+from balancing import precompile
+from numba.core.dispatcher import Dispatcher
+
+precompile.main()
+modules = [importlib.import_module(f"balancing.{found.name}") for found in pkgutil.iter_modules(balancing.__path__)]
+loops = {loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)}
+print(len(loops), sorted(loop.__name__ for loop in loops if not loop.signatures))
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True)
+    loops, missing = run.stdout.split(maxsplit=1)
+    assert int(loops) > 50
+    assert missing == "[]\n"
