@@ -70,6 +70,7 @@ def change_all(policy: TrainingEngine) -> None:
 def start_replica(path: str, placement: str) -> LocalReplica:
     """A real vLLM engine, on a CPU, with the weight-transfer engine of a GPU's placement."""
     from vllm.distributed.parallel_state import destroy_model_parallel
+    from vllm.model_executor.models import registry
 
     from workers.rollout.worker import RolloutWorker
 
@@ -79,6 +80,8 @@ def start_replica(path: str, placement: str) -> LocalReplica:
         patch.setitem(weight_transfer.ENGINE_OF_BACKEND, "shared_memory", of_gpu)
         for name in [name for name in sys.modules if name.startswith("llvmlite")]:
             patch.delitem(sys.modules, name)  # Numba's, which the policy loads and vLLM stumbles over when it starts
+        # On a machine that has not seen the family, vLLM starts a process that imports all of it, only to look at it.
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         config = RolloutConfig(threads=1, cpu_kv_cache_gib=0.125)
         model = ModelConfig(path=path)
         worker = RolloutWorker(model, config, index=0, placement="shared_memory", max_model_tokens=128, seed=0)
