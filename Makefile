@@ -40,8 +40,10 @@ test: lint
 	$(BIN)/python -m pytest -m "$(QUICK) and not alone" $(TWO) $(ARGS) || [ $$? = 5 ]
 	$(BIN)/python -m pytest -m "$(QUICK) and alone" $(TWO) $(ARGS) || [ $$? = 5 ]
 
+# Properties are tried again on examples that are drawn anew.
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu and not soak" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not soak" --hypothesis-profile=drawn $(ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -m "hypothesis and not slow and not gpu" --hypothesis-profile=drawn $(TWO) $(ARGS) || [ $$? = 5 ]
 
 # Everything that can be killed is killed in turn; then 200 steps with kills at random moments of the first half, a run
 # that generates ahead with more of them, and a shorter run with engines in processes of their own, as they are on GPUs.
