@@ -40,7 +40,7 @@ class CriticWorker(TrainedWorker):
         advantages, returns = (torch.from_numpy(column) for column in found)
         statistics = to_metrics([value_statistics(own, returns)])
         if settings.whiten:
-            advantages = whiten(advantages, self.engine.data_parallel_groups, self.device)
+            advantages = whiten(advantages, self.engine.data_parallel_groups, self.engine.device)
         columns = {"advantages": token_column(mask, advantages), "returns": token_column(mask, returns)}
         self.free_cached_memory()
         return token_block(sequences, {"old_values": values.numpy()} | columns), statistics

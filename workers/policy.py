@@ -45,7 +45,7 @@ class PolicyWorker(TrainedWorker):
         sequences = sequences_from(batch)
         lengths = loss_token_counts(sequences).numpy()
         returns = torch.from_numpy(discounted_returns(token_rewards(sequences, penalty).numpy(), lengths, gamma))
-        advantages = whiten(returns, self.engine.data_parallel_groups, self.device)
+        advantages = whiten(returns, self.engine.data_parallel_groups, self.engine.device)
         return token_block(sequences, {"advantages": token_column(sequences.tokens["loss_mask"], advantages)}), {}
 
     @dispatch(Split.ALL)

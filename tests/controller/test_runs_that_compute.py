@@ -9,11 +9,15 @@ import numpy as np
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from controller.advantage_computer import sequence_advantages
+from controller.observability.console import Console
 from controller.planner import draw_mini_batches
 from controller.preflight.data_checks import OF_A_BATCH
+from controller.replay import Request, Start, prepared, start_before
+from controller.replay import settings as settings_of
+from controller.replayer import replay
 from controller.trainer import Trainer
 from examples.addition.warm_start import tokenizer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
@@ -248,3 +252,54 @@ def test_updates_have_the_losses_of_routers(run: Run, experts: str) -> None:
     found = [[step.get(f"policy/router_{name}_loss") for name in ("aux", "z")] for step in (without, aux, both)]
     assert found[0] == [None, None] and found[1] == [found[2][0], None]
     assert 1 < found[2][0] < 2 and 0 < found[2][1] < 10
+
+
+PPO = (
+    "algorithm.advantage=gae",
+    "algorithm.kl_in_reward.coefficient=0.1",
+    "algorithm.kl_in_reward.target=1",
+    "algorithm.kl_in_reward.horizon=100",
+    "batch.mini_batches=2",
+    "critic.warmup_steps=1",
+    "critic.optimizer.learning_rate=1e-3",
+    "policy.optimizer.learning_rate=1e-3",
+    "run.checkpoint_every=1",
+    "run.record_samples=true",
+)
+
+
+def test_ppo_warms_its_critic_up_adapts_the_kl_and_saves_both_models(run: Run, tmp_path: Path) -> None:
+    first, second = run(*PPO).outcome.steps
+    assert "policy/loss" not in first and np.isfinite(second["policy/loss"])
+    assert [first["rollout/weight_version"], second["rollout/weight_version"]] == [0.0, 1.0]
+    assert first["critic/grad_norm"] > 0
+    assert first["critic/values"] == 0.0 != second["critic/values"]
+    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
+    assert first["reward/kl"] == pytest.approx(0.0, abs=1e-3)  # the policy is still its reference
+    assert first["reward/kl_coefficient"] == 0.1
+    assert second["reward/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 4 / 100))  # 4 samples
+    assert first["critic/returns"] > 0
+    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "critic", dtype=torch.float32)
+    assert critic.score.weight.shape[0] == 1
+    assert critic.score.weight.abs().sum() > 0
+    for role in ("policy", "critic"):
+        found = sorted(path.name for path in (tmp_path / "run" / "checkpoints" / role).iterdir())
+        assert found == ["step-1", "step-2"]
+
+
+def test_a_recorded_step_trained_again_comes_out_the_same_and_leaves_the_run_as_it_is(run: Run, tmp_path: Path) -> None:
+    """Step 2, with the adapted weight of the KL and the optimiser's state of the checkpoint of step 1."""
+    recorded, folder = run(*PPO).outcome.steps[1], tmp_path / "run"
+    request, files = Request(folder, 2), times_of_change(folder)
+    config = settings_of(request)
+    start = start_before(request, config.run.resume)
+    assert start == Start(folder / "checkpoints" / "policy" / "step-1", range(2, 3))
+    replayed = replay(prepared(config, start), folder, start.steps, Console())
+    for name in ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm", "reward/kl_coefficient"):
+        assert replayed[name] == pytest.approx(recorded[name], abs=1e-6), name
+    assert times_of_change(folder) == files
+
+
+def times_of_change(folder: Path) -> dict[Path, int]:
+    """Of every file and folder, in ns."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}

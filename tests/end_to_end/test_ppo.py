@@ -1,11 +1,12 @@
-"""PPO with a critic, real engines: warm-up, values, checkpoints of both roles, going on from them, a step again."""
+"""PPO with a critic, real engines: warm-up, going on from a checkpoint, a step again.
+
+`tests/controller/test_runs_that_compute.py` has the rest, and these rules without engines.
+"""
 
 import math
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification
 
 from controller.observability.console import Console
 from controller.replay import Request, Start, prepared, start_before
@@ -13,6 +14,7 @@ from controller.replay import settings as settings_of
 from controller.replayer import replay
 from tests.end_to_end.test_whole_loop import Run, run_loop
 
+pytestmark = pytest.mark.slow
 SETTINGS = (
     "policy.ranks=1",  # two ranks are those of `tests/workers/test_critic.py`
     "batch.mini_batches=2",
@@ -43,30 +45,6 @@ def test_only_the_critic_learns_in_its_warmup(finished: Run) -> None:
     assert first["critic/grad_norm"] > 0
 
 
-def test_a_new_critic_gives_0_and_then_moves_towards_the_returns(finished: Run) -> None:
-    first, second = finished.outcome.steps
-    assert first["critic/values"] == 0.0
-    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
-    assert second["critic/values"] != 0.0
-    # With gamma and lambda 1 the mean return is that of the rewards, weighted by length.
-    assert first["critic/returns"] > 0
-
-
-def test_the_weight_of_the_kl_is_adapted_and_kept(finished: Run) -> None:
-    first, second = finished.outcome.steps
-    assert first["reward/kl"] == pytest.approx(0.0, abs=1e-3)  # the policy is still its reference
-    assert first["reward/kl_coefficient"] == 0.1
-    assert second["reward/kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 15 / 100))
-
-
-def test_the_critic_is_saved_beside_the_policy(finished: Run) -> None:
-    critic = AutoModelForSequenceClassification.from_pretrained(finished.folder / "critic", dtype=torch.float32)
-    assert critic.score.weight.shape[0] == 1
-    assert critic.score.weight.abs().sum() > 0
-    for role in ("policy", "critic"):
-        assert sorted(path.name for path in (finished.folder / "checkpoints" / role).iterdir()) == ["step-1", "step-2"]
-
-
 def test_a_recorded_step_trained_again_comes_out_the_same_and_leaves_the_run_as_it_is(finished: Run) -> None:
     """Step 2, with the adapted weight of the KL and the optimiser's state of the checkpoint of step 1."""
     request, files = Request(finished.folder, 2), states(finished.folder)
@@ -84,7 +62,6 @@ def states(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.slow
 def test_a_resumed_run_has_the_same_critic(finished: Run, settings: list[str]) -> None:
     """Step 2 again, from the checkpoint after step 1, and a torn critic is passed over together with its policy."""
     critic = finished.folder / "checkpoints" / "critic" / "step-2"
