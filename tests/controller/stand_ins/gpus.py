@@ -183,6 +183,7 @@ class StandInEngine:
     def __init__(self, world: World, settings: dict[str, Any]) -> None:
         self._world, self.num_parameters, self.dtype = world, 8, torch.bfloat16
         self.data_parallel_groups: list[Any] = []
+        self.device = torch.device("cpu")
         self.clock = SimpleNamespace(take=list)
         self._trains = settings["optimizer"] is not None
         self.steps, self.total_steps = 0, settings["total_steps"]
