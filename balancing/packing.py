@@ -150,7 +150,7 @@ def _fewest_by_bisection(sizes: Integers, loads: Floats, caps: Caps, count: Coun
 def fewest_micro_batches(sizes: Integers, caps: Caps) -> int:
     """A lower bound on the number of micro-batches for `sizes`; attained in the padded layout."""
     if caps.padded:
-        return len(take_in_order(np.sort(sizes)[::-1], caps.max_tokens, caps.max_sequences, padded=True))
+        return len(take_in_order(-np.sort(-sizes), caps.max_tokens, caps.max_sequences, padded=True))
     return fewest_bins(sizes, caps.max_tokens, caps.max_sequences)
 
 

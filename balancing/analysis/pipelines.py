@@ -67,6 +67,6 @@ def orders(plan: Plan, pipeline: Pipeline) -> dict[str, Floats]:
     by_name = {
         "as planned": times,
         "small ends": [each[small_ends(each)] for each in times],
-        "descending": [np.sort(each)[::-1] for each in times],
+        "descending": [-np.sort(-each) for each in times],
     }
     return {name: np.array([makespan(pipeline, each) for each in each_times]) for name, each_times in by_name.items()}

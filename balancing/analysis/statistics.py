@@ -142,7 +142,7 @@ def _token_spread(name: str, mini_batches: list[Rows], lengths: Integers) -> dic
 
 def _after_karmarkar_karp(mini_batch: MiniBatch, plan: Plan) -> Floats:
     """float64 [steps, ranks]: the workload of every micro-batch after Karmarkar-Karp alone, without caps."""
-    weights = np.sort(plan.workloads[mini_batch.rows])[::-1]
+    weights = -np.sort(-plan.workloads[mini_batch.rows])
     return karmarkar_karp_twice(weights, plan.ranks, mini_batch.steps).sums(weights).reshape(mini_batch.steps, -1)
 
 

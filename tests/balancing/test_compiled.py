@@ -58,10 +58,7 @@ def test_code_is_kept_until_a_source_changes_comes_or_goes(tmp_path: Path) -> No
         assert not code.exists()
 
 
-@pytest.mark.slow  # a minute, without the machine code on disk: what is loaded from there tells nothing of inner loops
-@pytest.mark.skipif(not COMPILED, reason="needs Numba")
-def test_precompile_compiles_every_loop_of_plans(tmp_path: Path) -> None:
-    script = """
+LOOPS = """
 import importlib, pkgutil
 import balancing
 from balancing import precompile
@@ -70,6 +67,32 @@ from numba.core.dispatcher import Dispatcher
 precompile.main()
 modules = [importlib.import_module(f"balancing.{found.name}") for found in pkgutil.iter_modules(balancing.__path__)]
 loops = {loop for module in modules for loop in vars(module).values() if isinstance(loop, Dispatcher)}
+"""
+
+
+@pytest.mark.skipif(not COMPILED, reason="needs Numba")
+def test_plans_and_what_is_said_of_them_take_no_other_code_than_precompile_makes() -> None:
+    """An array that is not contiguous would be of another type, for which a loop is compiled again."""
+    script = f"""{LOOPS}
+from balancing.analysis.explain import explain
+from balancing.analysis.statistics import plan_statistics
+from tests.balancing.analysis.test_explain import BATCHES
+
+made = {{loop: set(loop.signatures) for loop in loops}}
+for make in BATCHES.values():
+    plan = make()
+    plan_statistics(plan)
+    explain(plan)
+print(*(f"{{loop.__name__}}{{later}}" for loop in loops for later in set(loop.signatures) - made[loop]))
+"""
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == []
+
+
+@pytest.mark.slow  # a minute, without the machine code on disk: what is loaded from there tells nothing of inner loops
+@pytest.mark.skipif(not COMPILED, reason="needs Numba")
+def test_precompile_compiles_every_loop_of_plans(tmp_path: Path) -> None:
+    script = f"""{LOOPS}
 print(len(loops), sorted(loop.__name__ for loop in loops if not loop.signatures))
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}

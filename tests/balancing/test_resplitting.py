@@ -34,7 +34,7 @@ def test_four_for_four_where_no_exchange_of_two_helps():
     start = np.array([1, 1, 0, 0, 1, 0, 0, 0, 1, 1, 1, 0])
     exchanged = even_out_arrays(start, 2, weights, np.ones(12, int), Limits(equal_size=True), only_heaviest=True)
     assert np.bincount(exchanged, weights=weights).tolist() == [193, 195]
-    after = resplit_until_even(weights, start, 2, True, 194)
+    after = resplit_until_even(weights, start, 2, True, 194.0)
     assert np.bincount(after, weights=weights).tolist() == [194, 194]
 
 

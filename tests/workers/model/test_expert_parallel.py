@@ -81,10 +81,18 @@ WAYS = {
 }
 REPLAYED, IN_STAGES = "qwen3_moe replayed", "qwen3_moe of 4 layers"
 
+
+def slow(name: str, way: str):
+    return pytest.param(name, way, marks=pytest.mark.slow)
+
+
+# With more than this each time, below: as they are, these are for `make test-slow`.
+WITH_MORE = ("2 copies, ep 2", "dp 2, ring 2, ep 2", "dp 2, tp 2, ep 2", "ring 2, tp 2, ep 2")
+WITH_MORE += ("pp 2 x 2, ep 2", "pp 2, tp 2, ep 2", "pp 2, ulysses 2, ep 2")
+PLAIN = [(IN_STAGES if "pp" in way else "qwen3_moe", way) for way in WAYS if "ep" in way]
+
 COMBINATIONS = [
-    *(("qwen3_moe", way) for way in WAYS if "ep" in way and "pp" not in way),
-    *((IN_STAGES, way) for way in WAYS if "pp" in way and WAYS[way].ranks < 8),
-    *(pytest.param(IN_STAGES, way, marks=pytest.mark.slow) for way in WAYS if WAYS[way].ranks == 8),
+    *(slow(*one) if one[1] in WITH_MORE or WAYS[one[1]].ranks == 8 else one for one in PLAIN),
     *((REPLAYED, way) for way in ("one rank", "ring 2", "dp 2, ring 2, ep 2")),
     *((f"{REPLAYED}, checkpointed", way) for way in ("one rank", "pp 2 x 2, ep 2")),
     *((f"{REPLAYED}, shared", way) for way in ("one rank", "ring 2, ep 4")),
@@ -102,10 +110,11 @@ COMBINATIONS = [
     ("gpt_oss with router losses", "ep 2"),
     ("qwen3_moe", "tp 2"),
     (REPLAYED, "dp 2, tp 2, ep 2"),
-    *(("qwen3_moe checkpointed", way) for way in ("tp 2", "dp 2, tp 2, ep 2")),
+    ("qwen3_moe checkpointed", "tp 2"),
+    slow("qwen3_moe checkpointed", "dp 2, tp 2, ep 2"),
     ("qwen3_moe, one layer dense", "tp 2, ep 2"),
-    ("qwen3_moe shared", "dp 2, tp 2, ep 2"),
-    ("mixtral", "dp 2, tp 2, ep 2"),
+    slow("qwen3_moe shared", "dp 2, tp 2, ep 2"),
+    slow("mixtral", "dp 2, tp 2, ep 2"),
     ("qwen3_moe float32", "dp 4, ep 2"),
     ("qwen3_moe checkpointed", "dp 4, ep 2"),
     ("qwen3_moe gathered", "dp 4, ep 2"),
