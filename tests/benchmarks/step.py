@@ -27,16 +27,17 @@ WARM_UP = 3  # steps that are not counted
 WAYS = {
     "by hand, one process": None,
     "this system": (),
+    "this system, model.share_prefixes=never": ("model.share_prefixes=never",),
     "this system, rollout.max_staleness=1": ("rollout.max_staleness=1", "rollout.replicas=1"),
 }
 HEADER = """# A step against a loop by hand
 
 Written by `python -m tests.benchmarks.step` on {cores} cores of a CPU: seconds of a step of the quickstart, medians of
 {steps} steps, {rounds} times in turns. By hand: vLLM and a transformers model in one process with all cores, padded
-micro-batches sorted by length, no Ray.
+micro-batches sorted by length, no Ray. Of a step, `update` is forward, backward and the optimizer's step.
 
-| loop | seconds a step, in turns | median | of the loop by hand | tokens a step |
-| --- | --- | --- | --- | --- |
+| loop | seconds a step, in turns | median | of the loop by hand | update, s | tokens a step |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -64,7 +65,9 @@ class HandWritten:
         """Sample, score, learn, load; returns the tokens of the step."""
         begin = number * PROMPTS % (len(self.records) - PROMPTS)
         sequences, responses, advantages = self.sample(self.records[begin : begin + PROMPTS])
+        start = time.perf_counter()
         self.learn(sequences, responses, advantages)
+        self.update_seconds = time.perf_counter() - start
         weights = iter(self.model.state_dict().items())
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.engine.reset_prefix_cache()
@@ -110,12 +113,13 @@ class HandWritten:
 
 def by_hand(steps: int) -> None:
     """Print the seconds and tokens of the counted steps as JSON."""
-    loop, seconds, tokens = HandWritten(), [], []
+    loop, seconds, updates, tokens = HandWritten(), [], [], []
     for number in range(WARM_UP + steps):
         start = time.perf_counter()
         tokens.append(loop.step(number))
         seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds[WARM_UP:], "tokens": tokens[WARM_UP:]}))
+        updates.append(loop.update_seconds)
+    print(json.dumps({"seconds": seconds[WARM_UP:], "updates": updates[WARM_UP:], "tokens": tokens[WARM_UP:]}))
 
 
 def measured_by_hand(steps: int) -> dict[str, list[float]]:
@@ -134,7 +138,8 @@ def measured_run(steps: int, overrides: tuple[str, ...]) -> dict[str, list[float
         lines = map(json.loads, (Path(folder) / "step/metrics.jsonl").read_text().splitlines())
         found = [line for line in lines if "time/step_s" in line][WARM_UP:]
     seconds = [line["time/step_s"] for line in found]
-    return {"seconds": seconds, "tokens": [line["time/step_s"] * line["throughput/tokens_per_s"] for line in found]}
+    tokens = [line["time/step_s"] * line["throughput/tokens_per_s"] for line in found]
+    return {"seconds": seconds, "updates": [line["time/update_s"] for line in found], "tokens": tokens}
 
 
 def pause_of_updates() -> str:
@@ -165,9 +170,11 @@ def main() -> None:
     page = HEADER.format(cores=len(os.sched_getaffinity(0)), steps=arguments.steps, rounds=arguments.rounds)
     for way, turns in found.items():
         each = ", ".join(f"{statistics.median(turn['seconds']):.2f}" for turn in turns)
-        tokens = statistics.median(count for turn in turns for count in turn["tokens"])
+        tokens, update = (
+            statistics.median(one for turn in turns for one in turn[name]) for name in ("tokens", "updates")
+        )
         ratio = medians[way] / next(iter(medians.values()))
-        page += f"| {way} | {each} | {medians[way]:.2f} | {ratio:.2f} | {tokens:,.0f} |\n"
+        page += f"| {way} | {each} | {medians[way]:.2f} | {ratio:.2f} | {update:.2f} | {tokens:,.0f} |\n"
     print(page)
     page += "\n" + pause_of_updates()
     print(page)

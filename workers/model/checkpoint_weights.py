@@ -3,7 +3,8 @@
     shards --adapter merged, cast--> half the bytes --gather--> whole tensors of one conversion --Conversion--> vLLM,
                        of the stage that holds the weight --> on every rank, or on one                          files
 
-At no time is more than one conversion's weights (a layer's experts are the largest) whole on a rank.
+At no time are more than ROUND_BYTES of weights whole on a rank, or those of one conversion (a layer's experts are the
+largest).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,9 @@ from workers.model.checkpoint_names import Conversion, converted_metadata, plan_
 from workers.model.gathering import gather_to
 from workers.model.parallel import full_tensor
 from workers.model.pipeline import Stage
+
+ROUND_BYTES = 2**25
+"""Small weights are gathered together, up to this many bytes: each collective takes a millisecond on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -70,28 +74,53 @@ class CheckpointWeights:
         rank runs the iterator to its end.
         """
         shards = self._current_shards()
-        for conversion in plan:
-            whole = []
-            for name in conversion.sources:
-                gathered = self._gathered(name, shards.get(name), dtype, keeper)
-                whole += [] if gathered is None else [gathered]
-            if whole:
-                yield from conversion.apply(whole, self.model).items()
+        for together in self._rounds(plan, dtype):
+            names = [name for conversion in together for name in conversion.sources]
+            whole = self._gathered(names, shards, dtype, keeper)
+            for conversion in together:
+                if sources := [whole[name] for name in conversion.sources if name in whole]:
+                    yield from conversion.apply(sources, self.model).items()
 
-    def _gathered(self, name: str, shard: Shard | None, dtype: torch.dtype | None, keeper: int | None) -> Tensor | None:
-        """A weight whole, on the keeper or everywhere; shard: this rank's, where its stage has the weight."""
-        stage, found = self._stage, None
-        holder = stage.holder_of(name)
-        if stage.index == holder:
-            if shard is None:
-                raise RuntimeError(f"stage {holder} does not hold {name}")
-            part = shard.on(self._device, dtype)  # cast before the gather: fewer bytes travel
-            found = full_tensor(part) if keeper is None else gather_to(part, stage.counterpart(keeper))
-        empty = self._empty[name]
-        like = empty.to(_type_of(empty, dtype))
+    def _rounds(self, plan: Sequence[Conversion], dtype: torch.dtype | None) -> Iterator[list[Conversion]]:
+        """The conversions, as many at a time as gather up to ROUND_BYTES, and at least one."""
+        together: list[Conversion] = []
+        total = 0
+        for conversion in plan:
+            sources = [self._empty[name] for name in conversion.sources]
+            size = sum(empty.numel() * _type_of(empty, dtype).itemsize for empty in sources)
+            if together and total + size > ROUND_BYTES:
+                yield together
+                together, total = [], 0
+            together, total = [*together, conversion], total + size
+        if together:
+            yield together
+
+    def _gathered(
+        self, names: Sequence[str], shards: Mapping[str, Shard], dtype: torch.dtype | None, keeper: int | None
+    ) -> dict[str, Tensor]:
+        """Weights whole, on the keeper or everywhere. shards: those of this rank's stage."""
+        stage = self._stage
+        holders = {name: stage.holder_of(name) for name in names}
+        mine = [name for name, holder in holders.items() if holder == stage.index]
+        if missing := [name for name in mine if name not in shards]:
+            raise RuntimeError(f"stage {stage.index} does not hold {missing}")
+        parts = {name: shards[name].on(self._device, dtype) for name in mine}  # cast before: fewer bytes travel
         if keeper is None:
-            return stage.to_all(found, holder, like, self._device)
-        return stage.to_keeper(found, holder, keeper, like, self._device)
+            found = {name: full_tensor(part) for name, part in parts.items()}
+        else:
+            found = gather_to(parts, stage.counterpart(keeper))
+        whole = {}
+        for name, holder in holders.items():
+            empty = self._empty[name]
+            like = empty.to(_type_of(empty, dtype))
+            tensor = (
+                stage.to_all(found.get(name), holder, like, self._device)
+                if keeper is None
+                else stage.to_keeper(found.get(name), holder, keeper, like, self._device)
+            )
+            if tensor is not None:
+                whole[name] = tensor
+        return whole
 
 
 def _type_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:
