@@ -109,8 +109,8 @@ class GroupFuture:
     def _raise_lost(self, refs: list[ray.ObjectRef]) -> None:
         """Raise LostError if another rank was lost: the error of this one is then a broken collective."""
         deadline = time.monotonic() + LOST_SECONDS
-        while refs and time.monotonic() < deadline:
-            done, refs = ray.wait(refs, num_returns=1, timeout=deadline - time.monotonic())
+        while refs and (left := deadline - time.monotonic()) > 0:
+            done, refs = ray.wait(refs, num_returns=1, timeout=left)
             for ref in done:
                 try:
                     ray.get(ref)

@@ -1,5 +1,7 @@
 import os
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -10,7 +12,7 @@ import torch
 from balancing import RankPlan, plan_batch
 from controller.actors.layout import Pool
 from controller.actors.resources import reserve
-from controller.actors.worker_group import Share, WorkerGroup
+from controller.actors.worker_group import LOST_SECONDS, GroupFuture, Share, WorkerGroup
 from workers.base import Worker
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
@@ -144,6 +146,25 @@ def test_a_failing_rank_is_named_while_the_others_hang(ray_session) -> None:
     finally:
         group.stop()
         bundles.release()
+
+
+@ray.remote(num_cpus=0)
+def fail_or_hang(fails: bool) -> None:
+    if fails:
+        raise RuntimeError("out of cheese")
+    time.sleep(60)
+
+
+def test_a_wait_for_lost_ranks_may_end_between_two_looks_at_the_clock(
+    ray_session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last moment of the wait is there at one look, and over at the next."""
+    refs = [fail_or_hang.remote(True), fail_or_hang.remote(False)]
+    times = iter([0.0, LOST_SECONDS - 1e-6, LOST_SECONDS + 1e-6])
+    monkeypatch.setattr("controller.actors.worker_group.time", SimpleNamespace(monotonic=lambda: next(times)))
+    with pytest.raises(WorkerError, match=r"rank 0 failed in the call: RuntimeError.*out of cheese"):
+        GroupFuture("the call", ["rank 0", "rank 1"], refs, lambda: None).result()
+    ray.cancel(refs[1], force=True)
 
 
 def raise_what_was_seen() -> None:
