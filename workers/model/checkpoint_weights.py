@@ -7,8 +7,9 @@ At no time are more than ROUND_BYTES of weights whole on a rank, or those of one
 largest).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from workers.model.checkpoint_names import Conversion, converted_metadata, plan_
 from workers.model.gathering import gather_to
 from workers.model.parallel import full_tensor
 from workers.model.pipeline import Stage
+
+Item = TypeVar("Item")
 
 ROUND_BYTES = 2**25
 """Small weights are gathered together, up to this many bytes: each collective takes a millisecond on a CPU."""
@@ -74,26 +77,25 @@ class CheckpointWeights:
         rank runs the iterator to its end.
         """
         shards = self._current_shards()
-        for together in self._rounds(plan, dtype):
-            names = [name for conversion in together for name in conversion.sources]
-            whole = self._gathered(names, shards, dtype, keeper)
-            for conversion in together:
-                if sources := [whole[name] for name in conversion.sources if name in whole]:
-                    yield from conversion.apply(sources, self.model).items()
+        for together in _rounds(plan, lambda conversion: sum(self._size(name, dtype) for name in conversion.sources)):
+            yield from self._converted(together, shards, dtype, keeper)  # its weights go before others are gathered
 
-    def _rounds(self, plan: Sequence[Conversion], dtype: torch.dtype | None) -> Iterator[list[Conversion]]:
-        """The conversions, as many at a time as gather up to ROUND_BYTES, and at least one."""
-        together: list[Conversion] = []
-        total = 0
+    def _size(self, name: str, dtype: torch.dtype | None) -> int:
+        """Bytes of a weight."""
+        empty = self._empty[name]
+        return empty.numel() * _type_of(empty, dtype).itemsize
+
+    def _converted(
+        self, plan: Sequence[Conversion], shards: Mapping[str, Shard], dtype: torch.dtype | None, keeper: int | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What a round of conversions makes. shards: those of this rank's stage."""
+        whole: dict[str, Tensor] = {}
+        names = [name for conversion in plan for name in conversion.sources]
+        for together in _rounds(names, lambda name: self._size(name, dtype)):  # several of a conversion that is larger
+            whole |= self._gathered(together, shards, dtype, keeper)
         for conversion in plan:
-            sources = [self._empty[name] for name in conversion.sources]
-            size = sum(empty.numel() * _type_of(empty, dtype).itemsize for empty in sources)
-            if together and total + size > ROUND_BYTES:
-                yield together
-                together, total = [], 0
-            together, total = [*together, conversion], total + size
-        if together:
-            yield together
+            if sources := [whole[name] for name in conversion.sources if name in whole]:
+                yield from conversion.apply(sources, self.model).items()
 
     def _gathered(
         self, names: Sequence[str], shards: Mapping[str, Shard], dtype: torch.dtype | None, keeper: int | None
@@ -109,18 +111,28 @@ class CheckpointWeights:
             found = {name: full_tensor(part) for name, part in parts.items()}
         else:
             found = gather_to(parts, stage.counterpart(keeper))
-        whole = {}
+        whole: dict[str, Tensor | None] = {}
         for name, holder in holders.items():
-            empty = self._empty[name]
-            like = empty.to(_type_of(empty, dtype))
-            tensor = (
-                stage.to_all(found.get(name), holder, like, self._device)
-                if keeper is None
-                else stage.to_keeper(found.get(name), holder, keeper, like, self._device)
-            )
-            if tensor is not None:
-                whole[name] = tensor
-        return whole
+            like = self._empty[name].to(_type_of(self._empty[name], dtype))
+            if keeper is None:
+                whole[name] = stage.to_all(found.get(name), holder, like, self._device)
+            else:
+                whole[name] = stage.to_keeper(found.get(name), holder, keeper, like, self._device)
+        return {name: tensor for name, tensor in whole.items() if tensor is not None}
+
+
+def _rounds(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """The items in their order, as many at a time as have ROUND_BYTES together, and at least one."""
+    together: list[Item] = []
+    total = 0
+    for item in items:
+        if together and total + size(item) > ROUND_BYTES:
+            yield together
+            together, total = [], 0
+        together.append(item)
+        total += size(item)
+    if together:
+        yield together
 
 
 def _type_of(weight: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -86,7 +86,7 @@ def slow(name: str, way: str):
     return pytest.param(name, way, marks=pytest.mark.slow)
 
 
-# With more than this each time, below: as they are, these are for `make test-slow`.
+# Tested again further below, each with more options; without them they run in `make test-slow`.
 WITH_MORE = ("2 copies, ep 2", "dp 2, ring 2, ep 2", "dp 2, tp 2, ep 2", "ring 2, tp 2, ep 2")
 WITH_MORE += ("pp 2 x 2, ep 2", "pp 2, tp 2, ep 2", "pp 2, ulysses 2, ep 2")
 PLAIN = [(IN_STAGES if "pp" in way else "qwen3_moe", way) for way in WAYS if "ep" in way]

@@ -1,6 +1,7 @@
 """A model is written as it was read: names, types and values, whatever ranks and files share the work."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import OutputError
+from workers.model import checkpoint_weights
 from workers.model.engine import TrainingEngine
 from workers.model.export import INDEX
+from workers.model.gathering import gather_to
 
 
 def save_as(path: Path, family: str, dtype: torch.dtype, **overrides: object) -> str:
@@ -78,6 +81,36 @@ def test_what_is_written_is_what_was_read(
     state = before.state_dict()
     assert all(torch.equal(weight, state[name]) for name, weight in after.state_dict().items())
     assert {path.name for path in tmp_path.iterdir()} == {"source", "target"}
+
+
+def gathered_in_rounds(model: str, round_bytes: int) -> tuple[dict[str, torch.Tensor], list[int], list[int]]:
+    """The weights on rank 0; of each gather, the bytes, and how many weights of gathers before it were still there."""
+    engine, sizes, left, seen = build(model, expert_parallel=2), [], [], []
+
+    def watched(tensors: dict[str, torch.Tensor], keeper: int) -> dict[str, torch.Tensor]:
+        sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+        left.append(sum(weight() is not None for weight in seen))
+        whole = gather_to(tensors, keeper)
+        seen.extend(map(weakref.ref, whole.values()))
+        return whole
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_weights, "ROUND_BYTES", round_bytes)
+        patch.setattr(checkpoint_weights, "gather_to", watched)
+        weights = {name: weight.clone() for name, weight in engine.named_weights(torch.float32, keeper=0)}
+    return weights, sizes, left
+
+
+def test_weights_are_the_same_in_few_rounds_and_in_many_and_a_round_is_gone_before_the_next(tmp_path, ranks: RankPool):
+    model = save_as(tmp_path, "qwen3_moe", "float32")
+    expected, (whole,), _ = ranks.run(gathered_in_rounds, 2, model, 2**25)[0]
+    for round_bytes in (1, 10_000):
+        weights, sizes, left = ranks.run(gathered_in_rounds, 2, model, round_bytes)[0]
+        assert sum(sizes) == whole and len(sizes) > 5
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+        if round_bytes > 1:
+            assert max(left) <= 1, "the one that the caller has in its hand"
 
 
 def test_an_export_replaces_the_one_before(tmp_path):
