@@ -29,7 +29,8 @@ from workers.model.packing import ModelInput, PackedRow, Sequences, pack
 from workers.model.padded import pad
 from workers.model.parallel import Parallel
 from workers.model.ring_attention import RingAttention
-from workers.model.shared_prefixes import SharedAttention, SharedRow, pack_shared
+from workers.model.shared_attention import SharedAttention
+from workers.model.shared_prefixes import SharedRow, pack_shared
 from workers.model.values import after_last
 
 

@@ -41,7 +41,8 @@ from torch.distributed import ProcessGroup
 from workers.model.flash_kernels import Segments
 from workers.model.merged_attention import Block, add, attend, backward
 from workers.model.packing import PackedRow
-from workers.model.shared_prefixes import SharedRow, ring_blocks
+from workers.model.shared_attention import ring_blocks
+from workers.model.shared_prefixes import SharedRow
 
 
 def shortest_hidden_chunk(flops_per_s: float, bytes_per_s: float, key_value_share: float = 1.0) -> float:

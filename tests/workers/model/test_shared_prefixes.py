@@ -28,7 +28,7 @@ from tests.workers.model.tiny import (
 )
 from workers.config import ModelConfig
 from workers.errors import ConfigError, DataError, UnsupportedModelError
-from workers.model import ring_attention, shared_prefixes
+from workers.model import ring_attention, shared_attention
 from workers.model.attention import PackedAttention
 from workers.model.layout import RowLayout
 from workers.model.merged_attention import Block
@@ -37,7 +37,8 @@ from workers.model.model_rules import shares_prefixes
 from workers.model.packing import Sequences, pack
 from workers.model.parity import check_parity
 from workers.model.ring_attention import RingAttention
-from workers.model.shared_prefixes import SharedAttention, SharedRow, pack_shared, ring_blocks
+from workers.model.shared_attention import PRODUCTS_OF_A_CALL, SharedAttention, ring_blocks
+from workers.model.shared_prefixes import Run, SharedRow, pack_shared
 from workers.model.timing import MicroStepClock
 from workers.model.values import last_cells, load_value_model
 
@@ -179,6 +180,7 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 HEADS = st.sampled_from([(1, 1), (4, 2), (4, 1)])
+WAYS = (PRODUCTS_OF_A_CALL, 0)  # a call a tree, for rows as small as these; a call a run
 
 
 @given(st.integers(0, 2**31), st.integers(1, 9), HEADS, st.sampled_from([1, 8]))
@@ -187,7 +189,31 @@ def test_attention_equals_that_of_a_mask(seed, count, heads, multiple):
     """Outputs and gradients, in float64, for random trees of any depth."""
     row = pack_shared(random_sequences(count, seed, branching=True), multiple)
     inputs = random_inputs(row, heads, seed)
-    assert_equal(computed(SharedAttention(row, CPU), inputs), by_mask(row, inputs))
+    for products in WAYS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", products)
+            assert_equal(computed(SharedAttention(row, CPU), inputs), by_mask(row, inputs))
+
+
+def test_small_trees_are_a_call_each_and_others_are_computed_level_by_level(monkeypatch):
+    """40 responses that differ in their last token alone, and 4 that have 60 tokens of their own."""
+    calls: list[Tensor | None] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        shared_attention.F,
+        "scaled_dot_product_attention",
+        lambda q, k, v, mask, **options: calls.append(mask) or attend(q, k, v, mask, **options),
+    )
+    for samples, own, expected in ((40, 1, 2), (4, 60, 0)):
+        responses = [torch.cat([torch.arange(40), torch.full((own,), 100 + sample)]) for sample in range(samples)]
+        two = [torch.cat([torch.tensor([200 + group]), ids]) for group in range(2) for ids in responses]
+        row = pack_shared(
+            Sequences.from_list([{"input_ids": ids, "loss_mask": (ids >= 100) & (ids < 200)} for ids in two])
+        )
+        calls.clear()
+        query, key = torch.randn(1, 8, row.lengths[0], 64), torch.randn(1, 2, row.lengths[0], 64)
+        SharedAttention(row, CPU)(query, key, key, 0.1)
+        assert len(calls) == expected
 
 
 class RingOfThreads:
@@ -251,13 +277,15 @@ def stairs(depth: int) -> Sequences:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_rows_of_every_depth_by_one_rank_and_by_ring_equal_a_mask(depth):
+def test_rows_of_every_depth_by_one_rank_and_by_ring_equal_a_mask(depth, monkeypatch):
     row = pack_shared(stairs(depth), 8)
     assert max(run.level for run in row.runs) == depth
     assert sum(run.length for run in row.runs) == 20 * (depth + 1) - sum(row.shared)
     inputs = random_inputs(row, (4, 2), seed=depth)
     expected = by_mask(row, inputs)
-    assert_equal(computed(SharedAttention(row, CPU), inputs), expected)
+    for products in WAYS:
+        monkeypatch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", products)
+        assert_equal(computed(SharedAttention(row, CPU), inputs), expected)
     assert_equal(by_ring(row, inputs, 4), expected)
 
 
@@ -370,12 +398,13 @@ def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):
     config = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
     packed = load_model(config, torch.float32)
     assert check_parity(packed, config).largest < 1e-4
-    monkeypatch.setattr(shared_prefixes, "_level", lambda runs, level: own_only(runs))
+    monkeypatch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", 0)
+    monkeypatch.setattr(shared_attention, "_level", lambda runs, level: own_only(runs))
     with pytest.raises(UnsupportedModelError, match=r"log-probs differ.*or model\.share_prefixes=never"):
         check_parity(packed, config)
 
 
-def own_only(runs: tuple[shared_prefixes.Run, ...]) -> list[tuple[range, range]]:
+def own_only(runs: tuple[Run, ...]) -> list[tuple[range, range]]:
     """A wrong level: the last run sees its own first token once more, in place of what it begins with."""
     first = range(runs[-1].first, runs[-1].first + 1)
     return [(first, first)]
