@@ -67,11 +67,13 @@ def _rollout_tables() -> Tables:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import AsyncMPClient
 
     return Tables(
         receivers={
             "self.engine": AsyncLLM,
             "engine": AsyncLLM,
+            "engine.engine_core": AsyncMPClient,
             "self._engine": AsyncLLM,
             "output": RequestOutput,
             "completion": CompletionOutput,
@@ -144,10 +146,10 @@ def all_bound() -> dict[str, list[tuple[str, ...]]]:
     "target",
     [
         "vllm.v1.engine.async_llm.AsyncLLM.from_engine_args",
-        "vllm.v1.engine.async_llm.AsyncLLM.pause_generation",
         "vllm.v1.engine.async_llm.AsyncLLM.update_weights",
         "vllm.v1.engine.core.EngineCore.preprocess_add_request",
         "vllm.v1.engine.core.EngineCore.pause_scheduler",
+        "vllm.v1.engine.core_client.AsyncMPClient.pause_scheduler_async",
         "vllm.engine.arg_utils.AsyncEngineArgs",
         "vllm.sampling_params.SamplingParams",
         "vllm.distributed.weight_transfer.ipc_engine.IPCTrainerInitInfo",

@@ -99,6 +99,15 @@ def build_engine(arguments: "AsyncEngineArgs") -> "AsyncLLM":
     return engine_in_a_thread(arguments)
 
 
+async def hold_requests(engine: "AsyncLLM", *, clear_cache: bool) -> None:
+    """Stop scheduling, with the requests in flight kept, until `resume_generation`. Errors of vLLM pass through.
+
+    `AsyncLLM.pause_generation` does the same for text and then sleeps for 20 ms, so that outputs of the last step come
+    before it returns: a third of an update of a small model, for an order that nobody here needs.
+    """
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+
 def _dtype(model: ModelConfig, on_cpu: bool) -> str:
     if model.dtype != "auto":
         return model.dtype
@@ -106,6 +115,8 @@ def _dtype(model: ModelConfig, on_cpu: bool) -> str:
 
 
 def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
+    from workers.rollout.cpu_kernels import NORMS, PROVIDER
+
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * GIB),
@@ -113,6 +124,7 @@ def _cpu_arguments(config: RolloutConfig) -> dict[str, Any]:
         # A prompt that is taken in parts ends the engine: vLLM 0.32 then asks a seeded request's generator for its
         # offset, and that of a CPU has none.
         "enable_chunked_prefill": False,
+        "ir_op_priority": {norm: [PROVIDER] for norm in NORMS},
     }
 
 

@@ -2,7 +2,7 @@
 
     payload = pack_weights(policy.named_weights())        # policy rank 0; uint8 [bytes], a Ray object
     with private_file(payload) as path:                   # every rollout actor; in memory, mode 0600
-        await engine.pause_generation(mode="keep")        # requests in flight wait, their KV cache is dropped
+        await hold_requests(engine, clear_cache=True)     # requests in flight wait, their KV cache is dropped
         await engine.start_weight_update()
         await engine.update_weights({"path": path})       # every engine process maps the file and loads its share
         await engine.finish_weight_update(version)
@@ -43,6 +43,10 @@ def register() -> None:
 
     for name, (module, engine) in ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, engine)
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import workers.rollout.cpu_kernels  # noqa: F401  registers them
 
 
 def pack_weights(named_tensors: "Iterable[tuple[str, Tensor]]") -> np.ndarray:

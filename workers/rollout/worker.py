@@ -30,6 +30,7 @@ from workers.rollout.conversation import Conversation
 from workers.rollout.engine import (
     build_engine,
     engine_arguments,
+    hold_requests,
     prepare_environment,
     refusal,
     sampling_parameters,
@@ -264,7 +265,7 @@ class RolloutWorker:
         """Pause requests in flight and prepare for new weights."""
         self._update_began = time.time()
         clear = self.config.kv_cache_after_update == "recompute"
-        await self._answer("hold its requests", self.engine.pause_generation(mode="keep", clear_cache=clear))
+        await self._answer("hold its requests", hold_requests(self.engine, clear_cache=clear))
         await self._answer("make ready for new weights", self.engine.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:

@@ -107,6 +107,7 @@ class StandInVllm:
         world.ledger.take(world.gpus, world.actor, "weights", beside=())
         world.ledger.take(world.gpus, world.actor, "kv_cache", beside=())
         self.model_config = SimpleNamespace(get_vocab_size=lambda: 1 << 30)
+        self.engine_core = self
 
     async def sleep(self, level: int) -> None:
         self._world.event(f"sleep {level}")
@@ -122,7 +123,7 @@ class StandInVllm:
     async def check_health(self) -> None:
         pass
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         assert mode == "keep" and clear_cache
         self._world.event("pause")
 

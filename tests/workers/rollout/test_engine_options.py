@@ -41,6 +41,7 @@ def test_every_argument_that_we_give_is_ours_or_may_be_changed() -> None:
             "max_num_batched_tokens",
             "block_size",
             "enable_chunked_prefill",
+            "ir_op_priority",
         }
         assert given <= OWNED.keys() | REFUSED.keys() | free, given
 
@@ -70,8 +71,9 @@ class PausedEngine:
 
     def __init__(self) -> None:
         self.held: list[tuple[str, bool]] = []
+        self.engine_core = self
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         self.held.append((mode, clear_cache))
 
     async def start_weight_update(self) -> None:

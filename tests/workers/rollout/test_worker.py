@@ -22,6 +22,7 @@ from tests.workers.rollout.conftest import (
 )
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.errors import RolloutError
+from workers.rollout.cpu_kernels import PROVIDER
 from workers.rollout.requests import ERROR, LENGTH, STOP, PartialResponse, SampleRequest, SampleResult
 from workers.rollout.weight_transfer import pack_weights
 from workers.rollout.worker import RolloutWorker
@@ -169,6 +170,10 @@ def test_checksums_are_of_the_weights_that_were_sent(engines: Engines) -> None:
 
 def test_an_argument_of_vllms_own_reaches_the_engine(engines: Engines) -> None:
     assert engines.call("prefill_tokens") == PREFILL_TOKENS
+
+
+def test_an_engine_on_a_cpu_computes_norms_by_vllms_kernel(engines: Engines) -> None:
+    assert engines.call("norm_kernel") == PROVIDER
 
 
 def test_more_prompt_tokens_than_one_forward_pass_takes_are_no_harm(engines: Engines) -> None:
