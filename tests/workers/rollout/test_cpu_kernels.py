@@ -16,10 +16,12 @@ def arguments(name: str, x: torch.Tensor, weight: torch.Tensor | None) -> tuple[
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("size", [32, 96, 704])
-def test_a_kernel_computes_what_vllm_computes_without_it(name: str, dtype: torch.dtype, tolerance: float, size: int):
+@pytest.mark.parametrize("shape", [(7, 32), (1, 704), (7, 3, 96)])  # of tokens, or of the heads of tokens
+def test_a_kernel_computes_what_vllm_computes_without_it(
+    name: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]
+):
     torch.manual_seed(0)
-    given = arguments(name, torch.randn(7, size, dtype=dtype), torch.randn(size, dtype=dtype))
+    given = arguments(name, torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=dtype))
     operator = getattr(ir.ops, name)
     expected = operator.impls["native"].impl_fn(*given)
     with operator.set_priority([PROVIDER, "native"]):
