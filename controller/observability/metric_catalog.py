@@ -153,7 +153,7 @@ BALANCE = (
     Declaration(
         "balance/shared_tokens",
         "share",
-        "Share of tokens that are computed with those of another sequence, which begins with them.",
+        "Share of tokens of prompts that the plan counts with another sequence's; rows may share more.",
     ),
     Declaration("balance/padding_share", "share", "Share of computed tokens that are no real ones."),
     Declaration(
