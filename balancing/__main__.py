@@ -123,7 +123,7 @@ def _batch(options: argparse.Namespace, run: RunPlan) -> Batch:
         max_tokens=options.max_tokens or recorded["max_tokens"] or _default_cap(options, lengths),
         cost_model=(recorded["cost_model"] if options.model is None else None) or _cost_model(options.model),
         arguments=arguments,
-        **_prefixes(options, len(lengths), run),
+        prefixes=_prefixes(options, len(lengths), run),
     )
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.alignment import round_up
+from balancing.beginnings import Beginnings, Depths
 from balancing.dealing import Order, Request, Schedule, Start
 from balancing.errors import LengthError, OptionError
 from balancing.grouping import Floats, Grouping, Integers
@@ -35,7 +36,7 @@ from balancing.pipeline_time import makespan
 from balancing.published import PUBLISHED, schedule_rank_locally
 from balancing.redeal import redealt
 from balancing.schedule import schedule_evenly, schedule_in_order
-from balancing.shared_prefixes import Beginnings, schedule_shared
+from balancing.shared_prefixes import schedule_shared
 from balancing.validation import (
     check_fits,
     group_names,
@@ -176,16 +177,15 @@ class Settings:
 class Plan:
     """The result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], in the cost model's unit, of each alone.
 
-    prefix_groups, prefix_lengths: those of `plan_batch`. shared: int64 [n], tokens at the beginning of each sequence
-    that another one of its micro-batch computes. All three are None for a batch without prefixes.
+    beginnings: what sequences begin with alike. shared: int64 [n], tokens at the beginning of each sequence that
+    another one of its micro-batch computes. Both are None for a batch without prefixes.
     """
 
     mini_batches: tuple[MiniBatch, ...]
     lengths: Integers = field(repr=False)
     workloads: Floats = field(repr=False)
     settings: Settings = field(repr=False)
-    prefix_groups: Integers | None = field(default=None, repr=False)
-    prefix_lengths: Integers | None = field(default=None, repr=False)
+    beginnings: Beginnings | None = field(default=None, repr=False)
     shared: Integers | None = field(default=None, repr=False)
 
     @property
@@ -227,11 +227,13 @@ class Plan:
         return self.settings.cost_model.workload(lengths)
 
     @property
-    def beginnings(self) -> Beginnings | None:
-        """The prefixes of sequences; None for a batch without prefixes."""
-        if self.prefix_groups is None or self.prefix_lengths is None:
-            return None
-        return Beginnings(self.prefix_groups, self.prefix_lengths, self._workload(self.prefix_lengths))
+    def prefixes(self) -> dict[str, Integers]:
+        """The arguments of `plan_batch` about what sequences begin with alike; empty for a batch without prefixes."""
+        if self.beginnings is None:
+            return {}
+        found = {"prefix_groups": self.beginnings.group, "prefix_lengths": self.beginnings.tokens}
+        depths = self.beginnings.depths
+        return found if depths is None else found | {"tree_order": depths.order, "tree_depths": depths.tokens}
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of one rank; OptionError if there is no such rank."""
@@ -287,6 +289,8 @@ def plan_batch(
     redeal_groups: ArrayLike | None = None,
     prefix_groups: ArrayLike | None = None,
     prefix_lengths: ArrayLike | None = None,
+    tree_order: ArrayLike | None = None,
+    tree_depths: ArrayLike | None = None,
 ) -> Plan:
     """Plan all mini-batches, micro-steps and ranks of a global batch.
 
@@ -314,6 +318,9 @@ def plan_batch(
     many (fewer than a sequence has; 0 is none), which a micro-batch computes once (shared_prefixes.py). Packed layout
     only; of each beginning whole multiples of `length_multiple` count. Algorithms other than `karmarkar_karp` plan as
     if nothing were shared.
+    tree_order, tree_depths: n whole numbers >= 0 each, for sequences that share more than their group's prefix. In the
+    order of `tree_order` those of a group that begin alike are neighbours; each begins like the one before it with
+    `tree_depths` tokens (fewer than either has). None is that they share the prefix alone.
     Raises LengthError, OptionError, MiniBatchError for bad values; OverCapError for a sequence above the cap;
     CountError if the counts cannot be kept or groups cannot be re-dealt.
     """
@@ -330,7 +337,7 @@ def plan_batch(
     workloads = settings.cost_model.workload(tokens)
     if redeal_groups is not None:
         members = redealt(members, redeal_groups, workloads)
-    beginnings = _beginnings(prefix_groups, prefix_lengths, tokens, settings)
+    beginnings = _beginnings(prefix_groups, prefix_lengths, (tree_order, tree_depths), tokens, settings)
     batch = _Batch(tokens, sizes, workloads, in_loss, group_of, beginnings)
     planned = [_mini_batch(rows, batch, settings) for rows in members]
     if beginnings is None:
@@ -338,7 +345,7 @@ def plan_batch(
     shared = np.zeros_like(tokens)
     for part in planned:
         shared[part.rows] = beginnings.select(part.rows).shared_tokens(part.micro_batch_of_rows())
-    return Plan(tuple(planned), tokens, workloads, settings, beginnings.group, beginnings.tokens, shared)
+    return Plan(tuple(planned), tokens, workloads, settings, beginnings, shared)
 
 
 def _default_order(pipeline: Pipeline | None, algorithm: PlanAlgorithm) -> Order:
@@ -358,9 +365,15 @@ class _Batch:
 
 
 def _beginnings(
-    groups: ArrayLike | None, lengths: ArrayLike | None, tokens: Integers, settings: Settings
+    groups: ArrayLike | None,
+    lengths: ArrayLike | None,
+    tree: tuple[ArrayLike | None, ArrayLike | None],
+    tokens: Integers,
+    settings: Settings,
 ) -> Beginnings | None:
     if groups is None and lengths is None:
+        if any(each is not None for each in tree):
+            raise OptionError("tree_order and tree_depths are of groups; pass prefix_groups and prefix_lengths, too")
         return None
     if groups is None or lengths is None:
         raise OptionError("prefix_groups and prefix_lengths go together; pass both, or neither")
@@ -382,7 +395,24 @@ def _beginnings(
         )
     # Whole multiples: then the cap holds for a row that is padded once, and for one of sequences that are padded each.
     shared = shared - shared % settings.length_multiple
-    return Beginnings.of(names, shared, settings.cost_model.workload(shared))
+    depths = _depths(*tree, tokens, shared, settings)
+    return Beginnings.of(names, shared, settings.cost_model.workload(shared), depths)
+
+
+def _depths(
+    order: ArrayLike | None, depths: ArrayLike | None, tokens: Integers, prefixes: Integers, settings: Settings
+) -> Depths | None:
+    if order is None and depths is None:
+        return None
+    if order is None or depths is None:
+        raise OptionError("tree_order and tree_depths go together; pass both, or neither")
+    places = group_names(order, "tree_order", len(tokens))
+    shared = group_names(depths, "tree_depths", len(tokens))
+    if (shared >= tokens).any():
+        index = int(np.argmax(shared >= tokens))
+        raise LengthError(f"tree_depths[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
+    shared = np.maximum(shared - shared % settings.length_multiple, prefixes)
+    return Depths(places, shared, settings.cost_model.workload(shared))
 
 
 def _mini_batch(rows: Integers, batch: _Batch, settings: Settings) -> MiniBatch:

@@ -3,17 +3,19 @@
     groups of a mini-batch --whole, or divided where that is faster--> schedules (shared_search.py) --> the fastest
 
 A whole group computes its beginning once. A part of a group computes it again, but parts fill micro-batches better and
-fit under the cap. Parts that meet in one micro-batch share the beginning after all.
+fit under the cap. Parts that meet in one micro-batch share the beginning after all. Sequences of a group that share
+more than its beginning are planned as bundles (bundles.py), too, and the faster of both plans is taken.
 
     workload of a group of lengths L_i, the first P tokens shared:    W(P) + sum_i (W(L_i) - W(P)),  W(L) = a L + b L^2
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from balancing.beginnings import Beginnings
+from balancing.bundles import bundles
 from balancing.dealing import Request, Schedule
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.schedule import arranged, schedule_evenly
@@ -25,51 +27,13 @@ MOST_OWN = 16
 costs about as much as 1 / MOST_OWN of these."""
 
 
+NEAR_THE_LEAST = 1e-2
+"""A schedule of bundles is final within this share of computing every token once, spread evenly."""
+
+
 def fewest_worth_sharing(own: Any) -> Any:
     """The fewest shared tokens that pay for a sequence, or an array of them, with `own` tokens after them."""
     return -(-own // MOST_OWN)
-
-
-@dataclass(frozen=True, eq=False)
-class Beginnings:
-    """group: int64 [n]; sequences of one group begin with the same tokens. tokens: int64 [n], how many, equal within a
-    group. workloads: float64 [n], those of the beginnings alone."""
-
-    group: Integers
-    tokens: Integers
-    workloads: Floats
-
-    @classmethod
-    def of(cls, groups: Integers, tokens: Integers, workloads: Floats) -> "Beginnings":
-        """Those of sequences; without a beginning, 0 tokens, a sequence is a group of its own."""
-        alone = np.flatnonzero(tokens == 0)
-        numbers = groups.copy()
-        numbers[alone] = groups.max() + 1 + np.arange(len(alone))
-        return cls(np.unique(numbers, return_inverse=True)[1], tokens, workloads)
-
-    def select(self, rows: Integers) -> "Beginnings":
-        """Those of the sequences `rows`, with groups numbered anew."""
-        numbers = np.unique(self.group[rows], return_inverse=True)[1]
-        return Beginnings(numbers, self.tokens[rows], self.workloads[rows])
-
-    def shared_tokens(self, micro_batch: Integers) -> Integers:
-        """int64 [n]: tokens that another sequence of the micro-batch computes, all but the first of a group.
-
-        micro_batch: int64 [n], that of each sequence.
-        """
-        return np.where(self._again(micro_batch), self.tokens, 0)
-
-    def computed(self, weights: Floats, micro_batch: Integers) -> Floats:
-        """float64 [n]: `weights` of sequences alone, less the beginnings that another one of the micro-batch computes.
-
-        micro_batch: int64 [n], that of each sequence.
-        """
-        return np.where(self._again(micro_batch), weights - self.workloads, weights)
-
-    def _again(self, micro_batch: Integers) -> NDArray[np.bool_]:
-        again = np.ones(len(self.group), np.bool_)
-        again[np.unique(micro_batch * (self.group.max() + 1) + self.group, return_index=True)[1]] = False
-        return again
 
 
 def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Schedule:
@@ -77,6 +41,22 @@ def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, re
 
     sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone, descending.
     """
+    together = bundles(sizes, weights, beginnings, request)
+    found = None if together is None else together.schedule(_of_groups, request)
+    if found is not None:
+        time = found.time(beginnings.computed(weights, found.grouping.group_of))
+        in_one = np.zeros_like(beginnings.group)
+        least = float(beginnings.computed(weights, in_one).sum()) / request.ranks
+        if time <= least * (1 + NEAR_THE_LEAST):
+            return found
+    best = _of_groups(sizes, weights, beginnings.of_groups, request)
+    if found is None or best.time(beginnings.computed(weights, best.grouping.group_of)) <= time:
+        return best
+    return found
+
+
+def _of_groups(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Schedule:
+    """That of sequences which share the beginnings of their groups alone."""
     groups, rows = in_groups(sizes, weights, beginnings)
     found = fastest_of_groups(groups, request)
     best, computed = None, weights
@@ -94,14 +74,16 @@ def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, re
 def in_groups(sizes: Integers, weights: Floats, beginnings: Beginnings) -> tuple[Groups, Integers]:
     """The sequences in order of group, each group from the heaviest on, and this order, int64 [n].
 
-    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone.
+    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. With `depths` a sequence counts what it
+    does not share with the one before it: no plan computes less for any of a group's sequences in a micro-batch.
     """
-    own = weights - beginnings.workloads
+    shared = beginnings if beginnings.depths is None else beginnings.depths
+    own = weights - shared.workloads
     rows = np.lexsort((-own, beginnings.group))
     group = beginnings.group[rows]
     start = np.flatnonzero(np.diff(group, prepend=-1))
     first, ends = rows[start], np.append(start, len(rows))
-    own_tokens = (sizes - beginnings.tokens)[rows]
+    own_tokens = (sizes - shared.tokens)[rows]
     return Groups(own[rows], own_tokens, group, ends, beginnings.workloads[first], beginnings.tokens[first]), rows
 
 

@@ -16,7 +16,7 @@ from balancing.alignment import group_cap
 from balancing.errors import CountError
 from balancing.pipeline import Pipeline
 from balancing.redeal import redealt
-from balancing.shared_prefixes import fewest_worth_sharing
+from controller.beginnings import shared_beginnings
 from controller.config import TrainingConfig
 from workers.errors import ConfigError
 
@@ -73,7 +73,7 @@ def plan_arguments(
 ) -> dict[str, Any]:
     """Arguments of `balancing.plan_batch` besides the batch. of: a pass in `config.limits`.
 
-    prefixes: `prefix_groups` and `prefix_lengths` of a batch; empty or None where nothing is shared. stages: what was
+    prefixes: those of `shared_beginnings`; empty or None where nothing is shared. stages: what was
     measured of a pipeline.
     """
     limits, policy, balance = config.limits[of], config.policy, config.balance
@@ -145,18 +145,19 @@ class Planner:
             ) from None
 
     def prefixes(self, batch: "RemoteBatch", of: str) -> dict[str, np.ndarray]:
-        """Arguments of `plan_batch` about prompts that sequences share; empty where the pass shares none.
+        """Arguments of `plan_batch` about what sequences begin with alike; empty where the pass shares nothing.
 
-        batch: light columns `prompt_hash` and `prompt_tokens`; without them the plan counts nothing as shared.
+        batch: light columns `prompt_hash`, `prompt_tokens` and `prefix_hashes`; without them nothing counts as shared.
         """
         if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
             return {}
-        tokens = batch["prompt_tokens"]
-        fewest = np.maximum(fewest_worth_sharing(batch["length"] - tokens), self.config.model.min_shared_tokens)
-        return {
-            "prefix_groups": np.unique(batch["prompt_hash"], return_inverse=True)[1],
-            "prefix_lengths": np.where(tokens < fewest, 0, tokens),
-        }
+        return shared_beginnings(
+            batch["prompt_hash"],
+            batch["prompt_tokens"],
+            batch["length"],
+            batch["prefix_hashes"],
+            minimum=self.config.model.min_shared_tokens,
+        )
 
     def _shares(self, role: str) -> bool:
         """Whether the model of a training role computes what sequences begin with once."""

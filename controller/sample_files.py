@@ -7,7 +7,7 @@ Compressed, and read without pickle: what a file holds is numbers and text.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from controller.observability.trackers.files import writing
 from workers.remote_batch import TokenBlock
+from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import PartialResponse, SampleResult
 from workers.score import Score
 
@@ -100,7 +101,9 @@ def named(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _record(sample: FinishedSample) -> dict[str, Any]:
     score = None if sample.score is None else asdict(sample.score)
-    return {"result": asdict(sample.result), "score": score}
+    result = asdict(sample.result)
+    del result["prefix_hashes"]  # they follow from the tokens
+    return {"result": result, "score": score}
 
 
 def _finished(record: Mapping[str, Any], rows: Iterable[dict[str, np.ndarray]]) -> FinishedSample:
@@ -109,6 +112,8 @@ def _finished(record: Mapping[str, Any], rows: Iterable[dict[str, np.ndarray]]) 
     versions = tuple((version, tokens) for version, tokens in values.pop("version_tokens"))
     result = SampleResult(**values, version_tokens=versions, environment=_score(environment))
     row = next(iter(rows)) if result.row >= 0 else {}
+    if row:
+        result = replace(result, prefix_hashes=prefix_hashes(row["input_ids"], result.prompt_tokens))
     return FinishedSample(result, row, _score(record["score"]))
 
 

@@ -43,8 +43,8 @@ COUNTS = (
 class Rollout:
     """The samples of one round of generation, or of several.
 
-    samples: columns uid, sample, prompt_tokens, prompt_hash (equal for equal prompts), read_tokens and cached_tokens
-    (before its turns, and of these in the engine's prefix cache), response_tokens (the policy's),
+    samples: columns uid, sample, prompt_tokens, prompt_hash (equal for equal prompts), prefix_hashes (bytes),
+    read_tokens and cached_tokens (before its turns, and of these in the prefix cache), response_tokens (the policy's),
     length (of all), turns (int64), truncated (bool), weight_version, newest_weight_version (int64), seconds (float64,
     of generation); tokens input_ids, loss_mask, rollout_log_probs and, with model.router_replay, routed_experts.
     by_sample: scores with their rewards, in the order
@@ -237,6 +237,7 @@ def assemble(
         "uid": np.array([result.uid for result in found]),
         "sample": np.array([result.sample for result in found], dtype=np.int64),
         **{name: np.array([getattr(result, name) for result in found], dtype=np.int64) for name in COUNTS},
+        "prefix_hashes": np.array([result.prefix_hashes for result in found], dtype=object),
         "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
         "seconds": np.array([result.seconds for result in found]),
     }

@@ -65,7 +65,7 @@ class Advice:
 def replan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     """Plan the same batch with other arguments of `plan_batch`; raises as `plan_batch`."""
     arguments = {field.name: getattr(plan.settings, field.name) for field in fields(plan.settings)}
-    arguments |= {"prefix_groups": plan.prefix_groups, "prefix_lengths": plan.prefix_lengths}
+    arguments |= plan.prefixes
     arguments["mini_batches"] = [indices_of(mini_batch) for mini_batch in plan.mini_batches]
     return plan_batch(plan.lengths, **{**arguments, **changes})
 

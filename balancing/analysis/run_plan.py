@@ -23,6 +23,9 @@ from balancing.workload import CostModel
 
 Integers = NDArray[np.int64]
 
+PREFIXES = ("prefix_groups", "prefix_lengths", "tree_order", "tree_depths")
+"""Arguments of `plan_batch` about what sequences begin with alike, and their names in lengths.jsonl."""
+
 
 @dataclass(frozen=True, eq=False)
 class RunPlan:
@@ -30,7 +33,7 @@ class RunPlan:
 
     arguments: those of `plan_batch` that `Settings` has. mini_batches: index arrays; None if they were not recorded,
     and then `mini_batch_count` of them are drawn, of whole groups with `by_group`. groups: int64 [n], the group of each
-    sequence. prefixes: `prefix_groups` and `prefix_lengths`, or empty. source: in words, for people.
+    sequence. prefixes: those of `PREFIXES` that the run recorded. source: in words, for people.
     """
 
     source: str
@@ -54,8 +57,7 @@ def read_run(folder: Path, step: int | None = None) -> RunPlan:
     """The plan of one step of a run (None is the last); raises as `read_lengths` does, and for a broken config.yaml."""
     record = run_step(folder, step)
     groups = whole_numbers(record["groups"], "groups", minimum=0) if "groups" in record else None
-    names = ("prefix_groups", "prefix_lengths")
-    prefixes = {name: whole_numbers(record[name], name, minimum=0) for name in names if name in record}
+    prefixes = {name: whole_numbers(record[name], name, minimum=0) for name in PREFIXES if name in record}
     if "plan" not in record:
         return _of_config(folder, groups, prefixes)
     numbers = whole_numbers(record["mini_batch"], "mini_batch", minimum=0)

@@ -35,7 +35,8 @@ STRATEGIES = (GIVEN, *PUBLISHED_TITLES, OURS, REDEALT)
 class Batch:
     """The batch to plan. lengths: int64 [n]. mini_batches: index arrays. groups: int64 [n], the group of each.
 
-    prefix_groups, prefix_lengths: those of `plan_batch`, for the strategy that shares prefixes; None without it.
+    prefixes: arguments of `plan_batch` about what sequences begin with alike, for the strategy that shares it; empty
+    without it.
     arguments: further ones of `plan_batch`, such as those that a run planned with; the published systems have none.
     """
 
@@ -45,8 +46,7 @@ class Batch:
     ranks: int
     max_tokens: int
     cost_model: CostModel
-    prefix_groups: NDArray[np.int64] | None = None
-    prefix_lengths: NDArray[np.int64] | None = None
+    prefixes: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -72,7 +72,7 @@ class Batch:
 
     def shared_plan(self, **changes: object) -> Plan:
         """The plan in which a micro-batch computes what its sequences begin with once."""
-        return self.plan(prefix_groups=self.prefix_groups, prefix_lengths=self.prefix_lengths, **changes)
+        return self.plan(**self.prefixes, **changes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,9 +153,9 @@ def compare(batch: Batch) -> tuple[list[Outcome], Plan]:
     strategies[OURS] = lambda: of_plan(batch.plan(**ours))
     if batch.can_be_redealt:
         strategies[REDEALT] = lambda: of_plan(batch.plan(redeal_groups=batch.groups, **ours))
-    if batch.prefix_groups is not None:
+    if batch.prefixes:
         strategies[SHARED] = lambda: of_plan(batch.shared_plan(**ours))
-    plan = batch.plan() if batch.prefix_groups is None else batch.shared_plan()
+    plan = batch.shared_plan() if batch.prefixes else batch.plan()
     return [measure(name, batch, strategy) for name, strategy in strategies.items()], plan
 
 

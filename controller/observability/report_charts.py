@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from balancing import BalancingError, CostModel, Plan, plan_batch
 from balancing.analysis.gantt import INK, Chart, themed, to_svg
+from balancing.analysis.run_plan import PREFIXES
 from balancing.analysis.statistics import ideal_time, predicted_grids
 from controller.config import TrainingConfig
 from controller.observability.run_folder import Curve, RunFolder
@@ -185,7 +186,7 @@ def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
 def _plan(run: RunFolder, config: TrainingConfig, step: int, algorithm: str) -> Plan:
     found, columns = run.lengths[step], run.columns[step]
     groups = np.array(columns["groups"]) if config.mini_batches_by == "group" else None
-    prefixes = {name: column for name, column in columns.items() if name in ("prefix_groups", "prefix_lengths")}
+    prefixes = {name: column for name, column in columns.items() if name in PREFIXES}
     return plan_batch(
         found,
         mini_batches=draw_mini_batches(len(found), config.mini_batches, config.run.seed, step, groups=groups),

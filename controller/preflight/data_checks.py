@@ -20,6 +20,7 @@ OF_A_BATCH = frozenset(
             "sample",
             "prompt_tokens",
             "prompt_hash",
+            "prefix_hashes",
             "read_tokens",
             "cached_tokens",
             "response_tokens",

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from balancing import CostModel, plan_batch, plan_statistics
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
+from balancing.beginnings import Beginnings
 from balancing.packing import Caps
 from balancing.shared_bounds import fewest_parts, largest_rank_bound, shared_step_time_bound
 from balancing.shared_filling import Groups
-from balancing.shared_prefixes import Beginnings, in_groups
+from balancing.shared_prefixes import in_groups
 
 COSTS = CostModel(1.0, 0.01)
 ROUNDING = 1 + 1e-9

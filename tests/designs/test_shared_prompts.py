@@ -24,7 +24,10 @@ def batch_of_groups() -> RemoteBatch:
     prompts = np.repeat(PROMPTS, 8)
     batch = light_batch((prompts + RESPONSES).tolist(), np.repeat(["a", "b", "c"], 8).tolist())
     return batch.with_columns(
-        prompt_tokens=prompts, prompt_hash=np.repeat([7, -3, 12], 8), response_tokens=RESPONSES.copy()
+        prompt_tokens=prompts,
+        prompt_hash=np.repeat([7, -3, 12], 8),
+        prefix_hashes=np.array([b""] * len(prompts), dtype=object),
+        response_tokens=RESPONSES.copy(),
     )
 
 

@@ -82,8 +82,8 @@ class SharedRow(PackedRow):
 def pack_shared(sequences: Sequences, multiple: int = 1, minimum: int = 1) -> SharedRow:
     """The row of a micro-batch in which a shared token is one cell; padded at its end to a multiple of `multiple`.
 
-    minimum: a beginning is shared if it is this many tokens longer than one that is shared already, and long enough to
-    pay (`balancing.shared_prefixes.fewest_worth_sharing`).
+    minimum: of a beginning that is less than this many tokens longer than one that is shared already, or too little to
+    pay (`balancing.shared_prefixes.fewest_worth_sharing`), only the shorter one is shared.
     Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
     """
     sequences = with_work(sequences)
@@ -111,8 +111,12 @@ def _runs(ids: Sequence[Integers], minimum: int) -> tuple[list[Run], list[Intege
     for index in sorted(range(len(ids)), key=lambda each: ids[each].astype(">i8").tobytes()):
         # One token at least is its own: every run has a cell.
         depth = 0 if before < 0 else min(_shared_tokens(ids[before], ids[index]), len(ids[index]) - 1)
-        while path and depth - path[-1][1] < max(minimum, fewest_worth_sharing(len(ids[index]) - depth)):
-            depth = min(depth, path.pop()[1])
+        while path and path[-1][1] > depth:
+            path.pop()
+        if path and depth - path[-1][1] < max(minimum, fewest_worth_sharing(len(ids[index]) - depth)):
+            depth = path.pop()[1]
+        if depth < fewest_worth_sharing(len(ids[index]) - depth):
+            depth, path = 0, []
         parent, start = path[-1] if path else (-1, 0)
         length = len(ids[index]) - depth
         cells[index] = np.concatenate([cells[before][:depth], np.arange(end, end + length)])

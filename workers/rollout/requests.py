@@ -63,8 +63,8 @@ class SampleResult:
     """The result of one request.
 
     response_tokens: those of the policy. observation_tokens: those that an environment put between its turns.
-    prompt_hash: int64, equal for equal prompts. read_tokens: those before its turns, of which the engine had
-    `cached_tokens` from requests that begin with the same ones.
+    prompt_hash: int64, equal for equal prompts. prefix_hashes: see `workers.rollout.prefix_hashes`. read_tokens: those
+    before its turns, of which the engine had `cached_tokens` from requests that begin with the same ones.
     finish_reason: `stop` (end of sequence, or the environment was done), `length` (sampling.max_new_tokens,
     rollout.max_episode_tokens or the engine's longest sequence), `turns` (rollout.max_turns) or `error`, with the
     reason in `error`. weight_version, newest_weight_version: the oldest and the newest weights that any of its tokens
@@ -86,6 +86,7 @@ class SampleResult:
     turns: int = 1
     observation_tokens: int = 0
     prompt_hash: int = 0
+    prefix_hashes: bytes = b""
     read_tokens: int = 0
     cached_tokens: int = 0
     version_tokens: tuple[tuple[int, int], ...] = ()

@@ -39,6 +39,7 @@ from workers.rollout.episode import Episode, Limits, Turn
 from workers.rollout.partial_response import after, joined, partial_responses, token_versions
 from workers.rollout.placement import check_placement
 from workers.rollout.play import play
+from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import (
     ERROR,
     LENGTH,
@@ -413,7 +414,7 @@ def _int16(experts: np.ndarray | None) -> np.ndarray | None:
 
 
 def _success(request: SampleRequest, episode: Episode, reason: str, environment: Score | None = None) -> Sample:
-    versions = episode.version_tokens
+    versions, row = episode.version_tokens, episode.row()
     result = SampleResult(
         request.uid,
         request.sample,
@@ -426,8 +427,9 @@ def _success(request: SampleRequest, episode: Episode, reason: str, environment:
         turns=len(episode.turns),
         observation_tokens=episode.observation_tokens,
         prompt_hash=episode.prompt_hash,
+        prefix_hashes=prefix_hashes(row["input_ids"], episode.prompt_tokens),
         read_tokens=sum(turn.read_tokens for turn in episode.turns),
         cached_tokens=sum(turn.cached_tokens for turn in episode.turns),
         environment=environment,
     )
-    return result, episode.row()
+    return result, row

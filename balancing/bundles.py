@@ -1,0 +1,116 @@
+"""Neighbours in a tree that a plan keeps together, so that a micro-batch computes once what they share.
+
+    group, in the order of its tree   a b c d | e f | g      depths 3 9 8 9 | 3 9 | 3, prefix 3, limit 4 sequences' work
+    bundles                           [a b c d] [e f] [g]    to a schedule each is one sequence of the group
+
+A bundle has the tokens and the workload that its sequences have together; what bundles of a group share is the prefix.
+Where a bundle would be too heavy to balance with, it is divided where its sequences share least.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from balancing.beginnings import Beginnings
+from balancing.dealing import Request, Schedule
+from balancing.errors import CountError
+from balancing.grouping import Floats, Grouping, Integers
+
+LARGEST = 1 / 4
+"""A bundle has at most this share of a rank's workload and of the cap on tokens."""
+
+Planned = Callable[[Integers, Floats, Beginnings, Request], Schedule]
+
+
+@dataclass(frozen=True, eq=False)
+class Bundles:
+    """of: int64 [n], the bundle of each sequence, 0, 1, ..., and for each bundle its size and weight, and beginnings.
+
+    Bundles are in descending order of weight, then of size.
+    """
+
+    of: Integers
+    sizes: Integers
+    weights: Floats
+    beginnings: Beginnings
+
+    def schedule(self, plan: Planned, request: Request) -> Schedule | None:
+        """That of `plan`, in which bundles are sequences; None if there are too few for the counts of `request`."""
+        try:
+            found = plan(self.sizes, self.weights, self.beginnings, request)
+        except CountError:
+            return None
+        return replace(found, grouping=Grouping(found.grouping.group_of[self.of], found.grouping.count))
+
+
+def bundles(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Bundles | None:
+    """Bundles of sequences; None if there are none of several sequences.
+
+    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. A cap on sequences counts bundles as such,
+    so that with a cap below n there are none.
+    """
+    depths = beginnings.depths
+    if depths is None or request.caps.max_sequences < len(sizes):
+        return None
+    rows = beginnings.in_order(np.zeros_like(beginnings.group))
+    deeper = depths.tokens[rows] > beginnings.tokens[rows]
+    if not deeper.any():
+        return None
+    in_tree = _InTree(sizes[rows], weights[rows], depths.tokens[rows], depths.workloads[rows])
+    least = float((weights - depths.workloads).sum() + beginnings.workloads[rows[~deeper]].sum())
+    limits = int(request.caps.max_tokens * LARGEST), least * LARGEST / request.ranks
+    starts = [
+        start
+        for first, stop in zip(*_runs(deeper), strict=True)
+        for start in in_tree.divided(int(first), int(stop), *limits)
+    ]
+    if len(starts) == len(rows):
+        return None
+    return in_tree.joined(np.array(sorted(starts)), rows, beginnings)
+
+
+def _runs(deeper: np.ndarray) -> tuple[Integers, Integers]:
+    """First and end of each run of neighbours that share more than their group's prefix, single ones included."""
+    first = np.flatnonzero(~deeper)
+    return first, np.append(first[1:], len(deeper))
+
+
+@dataclass(frozen=True, eq=False)
+class _InTree:
+    """Sequences in the order of their groups' trees: sizes, weights, and what each shares with the one before it."""
+
+    sizes: Integers
+    weights: Floats
+    depths: Integers
+    depth_weights: Floats
+
+    def divided(self, first: int, stop: int, tokens: int, weight: float) -> list[int]:
+        """Where the bundles of neighbours `first` to `stop` begin, each of at most so many tokens and so much work."""
+        parts, found = [(first, stop)], []
+        while parts:
+            first, stop = parts.pop()
+            if stop - first == 1 or (self._size(first, stop) <= tokens and self._weight(first, stop) <= weight):
+                found.append(first)
+            else:
+                middle = first + 1 + int(np.argmin(self.depths[first + 1 : stop]))
+                parts += [(first, middle), (middle, stop)]
+        return found
+
+    def joined(self, starts: Integers, rows: Integers, beginnings: Beginnings) -> Bundles:
+        """The bundles that begin at `starts`, ascending; `rows`: the sequence at each place."""
+        ends = np.append(starts[1:], len(rows))
+        sizes = np.array([self._size(*each) for each in zip(starts, ends, strict=True)])
+        weights = np.array([self._weight(*each) for each in zip(starts, ends, strict=True)])
+        order = np.lexsort((-sizes, -weights))
+        number = np.empty(len(starts), np.int64)
+        number[order] = np.arange(len(starts))
+        of = np.empty(len(rows), np.int64)
+        of[rows] = number[np.repeat(np.arange(len(starts)), ends - starts)]
+        return Bundles(of, sizes[order], weights[order], beginnings.of_groups.select(rows[starts[order]]))
+
+    def _size(self, first: int, stop: int) -> int:
+        return int(self.sizes[first:stop].sum() - self.depths[first + 1 : stop].sum())
+
+    def _weight(self, first: int, stop: int) -> float:
+        return float(self.weights[first:stop].sum() - self.depth_weights[first + 1 : stop].sum())
