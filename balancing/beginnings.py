@@ -82,7 +82,8 @@ class Beginnings:
     def in_order(self, micro_batch: Integers) -> Integers:
         """int64 [n]: the sequences by group, then by micro-batch, then in the order of the group's tree."""
         order = np.arange(len(self.group)) if self.depths is None else self.depths.order
-        return np.lexsort((order, micro_batch, self.group))
+        rows: Integers = np.lexsort((order, micro_batch, self.group))
+        return rows
 
     def _again(self, micro_batch: Integers) -> NDArray[np.bool_]:
         """Whether a sequence is not the first of its group in its micro-batch."""

@@ -153,7 +153,7 @@ BALANCE = (
     Declaration(
         "balance/shared_tokens",
         "share",
-        "Share of tokens of prompts that the plan counts with another sequence's; rows may share more.",
+        "Share of tokens that another sequence of the micro-batch computes, as planned; rows may share a few more.",
     ),
     Declaration("balance/padding_share", "share", "Share of computed tokens that are no real ones."),
     Declaration(

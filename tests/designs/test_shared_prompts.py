@@ -14,6 +14,7 @@ from tests.workers.model.tiny import random_sequences
 from workers.model.packing import Sequences, pack
 from workers.model.shared_prefixes import pack_shared
 from workers.remote_batch import RemoteBatch
+from workers.rollout.prefix_hashes import prefix_hashes
 
 ULYSSES, TENSOR = ("policy.parallel.context_parallel=2",), ("policy.parallel.tensor_parallel=2",)
 RING = (*ULYSSES, "policy.parallel.context_parallel_method=ring")
@@ -44,6 +45,27 @@ def test_a_run_plans_a_prompt_once_in_a_micro_batch(file: str, of: str) -> None:
     assert plan.mini_batches[0].steps == 1
     assert plan.shared is not None
     assert plan.shared.sum() == 7 * (100 + 30)
+
+
+@pytest.mark.parametrize("of", ["policy.update", "policy.log_probs"])
+def test_a_run_plans_once_what_responses_begin_with_alike(file: str, of: str) -> None:
+    """Three prompts of 30 tokens with eight responses: 20 tokens of all, 20 more of every second one, a last one."""
+    config = configuration(file, *up_to(130), "policy.ranks=1", "policy.max_tokens=500", "batch.mini_batches=1")
+    ids = [
+        np.array([group] * 30 + [7] * 20 + [8] * 20 * (sample % 2) + [100 + sample], np.int32)
+        for group in range(3)
+        for sample in range(8)
+    ]
+    batch = light_batch([len(each) for each in ids], np.repeat(["a", "b", "c"], 8).tolist()).with_columns(
+        prompt_tokens=np.full(24, 30),
+        prompt_hash=np.repeat([7, -3, 12], 8),
+        prefix_hashes=np.array([prefix_hashes(each, 30) for each in ids], dtype=object),
+    )
+    plan = Planner(config, CostModel.tokens()).whole(batch, of)
+    less = config.model.min_shared_tokens - 1  # a row may share as many fewer of what follows a prompt
+    assert plan.mini_batches[0].steps == 1
+    assert plan.shared is not None
+    assert plan.shared.sum() == 3 * (3 * (70 - less) + 4 * (50 - less))
 
 
 @pytest.mark.parametrize("overrides", [("model.share_prefixes=never",), ("model.layout=padded",)])

@@ -1,6 +1,7 @@
 """Three steps with real vLLM, two policy ranks over gloo and a reference; nothing stands in for anything."""
 
 import json
+import operator
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -164,6 +165,9 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(finished
     steps = [json.loads(line) for line in (finished.folder / "lengths.jsonl").read_text().splitlines()]
     total, prompts = (sum(sum(step[name]) for step in steps) for name in ("lengths", "prefix_lengths"))
     assert total - prompts < tokens < total, "groups share their prompts"
+    for step in steps:
+        assert sorted(step["tree_order"]) == list(range(len(step["lengths"])))
+        assert all(map(operator.ge, step["tree_depths"], step["prefix_lengths"]))
 
 
 def test_what_is_recorded_is_what_is_declared(finished: Run) -> None:
