@@ -7,8 +7,9 @@ A bundle has the tokens and the workload that its sequences have together; what 
 Where a bundle would be too heavy to balance with, it is divided where its sequences share least.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from balancing.dealing import Request, Schedule
 from balancing.errors import CountError
 from balancing.grouping import Floats, Grouping, Integers
 
-LARGEST = 1 / 4
-"""A bundle has at most this share of a rank's workload and of the cap on tokens."""
+LARGEST = (1.0, 1 / 4)
+"""A bundle has at most such a share of a rank's workload and of the cap on tokens."""
 
 Planned = Callable[[Integers, Floats, Beginnings, Request], Schedule]
 
@@ -44,36 +45,34 @@ class Bundles:
         return replace(found, grouping=Grouping(found.grouping.group_of[self.of], found.grouping.count))
 
 
-def bundles(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Bundles | None:
-    """Bundles of sequences; None if there are none of several sequences.
+def bundles(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Iterator[Bundles]:
+    """Bundles of sequences, first large ones; nothing where no two of them are worth keeping together.
 
-    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. A cap on sequences counts bundles as such,
+    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. A cap on sequences counts a bundle as one,
     so that with a cap below n there are none.
     """
     depths = beginnings.depths
     if depths is None or request.caps.max_sequences < len(sizes):
-        return None
+        return
     rows = beginnings.in_order(np.zeros_like(beginnings.group))
     deeper = depths.tokens[rows] > beginnings.tokens[rows]
     if not deeper.any():
-        return None
+        return
     in_tree = _InTree(sizes[rows], weights[rows], depths.tokens[rows], depths.workloads[rows])
     least = float((weights - depths.workloads).sum() + beginnings.workloads[rows[~deeper]].sum())
-    limits = int(request.caps.max_tokens * LARGEST), least * LARGEST / request.ranks
-    starts = [
-        start
-        for first, stop in zip(*_runs(deeper), strict=True)
-        for start in in_tree.divided(int(first), int(stop), *limits)
-    ]
-    if len(starts) == len(rows):
-        return None
-    return in_tree.joined(np.array(sorted(starts)), rows, beginnings)
+    before: list[int] = []
+    for share in LARGEST:
+        limits = int(request.caps.max_tokens * share), least * share / request.ranks
+        starts = sorted(start for run in _runs(deeper) for start in in_tree.divided(*run, *limits))
+        if len(starts) < len(rows) and starts != before:
+            yield in_tree.joined(np.array(starts), rows, beginnings)
+        before = starts
 
 
-def _runs(deeper: np.ndarray) -> tuple[Integers, Integers]:
+def _runs(deeper: np.ndarray) -> list[tuple[int, int]]:
     """First and end of each run of neighbours that share more than their group's prefix, single ones included."""
-    first = np.flatnonzero(~deeper)
-    return first, np.append(first[1:], len(deeper))
+    first = np.flatnonzero(~deeper).tolist()
+    return list(pairwise([*first, len(deeper)]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +92,9 @@ class _InTree:
             if stop - first == 1 or (self._size(first, stop) <= tokens and self._weight(first, stop) <= weight):
                 found.append(first)
             else:
-                middle = first + 1 + int(np.argmin(self.depths[first + 1 : stop]))
+                depths = self.depths[first + 1 : stop]
+                least = first + 1 + np.flatnonzero(depths == depths.min())
+                middle = int(least[np.argmin(np.abs(2 * least - first - stop))])
                 parts += [(first, middle), (middle, stop)]
         return found
 

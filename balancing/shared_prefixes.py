@@ -28,7 +28,7 @@ costs about as much as 1 / MOST_OWN of these."""
 
 
 NEAR_THE_LEAST = 1e-2
-"""A schedule of bundles is final within this share of computing every token once, spread evenly."""
+"""Other bundles are not tried within this share of computing every token once, spread evenly."""
 
 
 def fewest_worth_sharing(own: Any) -> Any:
@@ -41,18 +41,24 @@ def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, re
 
     sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone, descending.
     """
-    together = bundles(sizes, weights, beginnings, request)
-    found = None if together is None else together.schedule(_of_groups, request)
-    if found is not None:
-        time = found.time(beginnings.computed(weights, found.grouping.group_of))
-        in_one = np.zeros_like(beginnings.group)
-        least = float(beginnings.computed(weights, in_one).sum()) / request.ranks
+    best, time = None, np.inf
+    least, of_prompts = (
+        float(each.computed(weights, np.zeros_like(each.group)).sum()) / request.ranks
+        for each in (beginnings, beginnings.of_groups)
+    )
+    for together in bundles(sizes, weights, beginnings, request):
+        found = together.schedule(_of_groups, request)
+        found_time = np.inf if found is None else found.time(beginnings.computed(weights, found.grouping.group_of))
+        if found_time < time:
+            best, time = found, found_time
         if time <= least * (1 + NEAR_THE_LEAST):
-            return found
-    best = _of_groups(sizes, weights, beginnings.of_groups, request)
-    if found is None or best.time(beginnings.computed(weights, best.grouping.group_of)) <= time:
+            break
+    if best is not None and time <= of_prompts:  # single sequences would have to meet by chance
         return best
-    return found
+    alone = _of_groups(sizes, weights, beginnings.of_groups, request)
+    if best is None or alone.time(beginnings.computed(weights, alone.grouping.group_of)) < time:
+        return alone
+    return best
 
 
 def _of_groups(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Schedule:

@@ -1,8 +1,8 @@
 """Three steps with real vLLM, two policy ranks over gloo and a reference; nothing stands in for anything."""
 
 import json
-import operator
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
