@@ -4,7 +4,7 @@
 
 A whole group computes its beginning once. A part of a group computes it again, but parts fill micro-batches better and
 fit under the cap. Parts that meet in one micro-batch share the beginning after all. Sequences of a group that share
-more than its beginning are planned as bundles (bundles.py), too, and the faster of both plans is taken.
+more than its beginning are planned as branches (branches.py), too, and the faster of both plans is taken.
 
     workload of a group of lengths L_i, the first P tokens shared:    W(P) + sum_i (W(L_i) - W(P)),  W(L) = a L + b L^2
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from balancing.beginnings import Beginnings
-from balancing.bundles import bundles
+from balancing.branches import branches
 from balancing.dealing import Request, Schedule
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.schedule import arranged, schedule_evenly
@@ -25,10 +25,8 @@ from balancing.shared_search import fastest_of_groups
 MOST_OWN = 16
 """A beginning is worth sharing by a sequence of up to this many times as many tokens of its own: merging its attention
 costs about as much as 1 / MOST_OWN of these."""
-
-
 NEAR_THE_LEAST = 1e-2
-"""Other bundles are not tried within this share of computing every token once, spread evenly."""
+"""Other branches are not tried within this share of computing every token once, spread evenly."""
 
 
 def fewest_worth_sharing(own: Any) -> Any:
@@ -46,7 +44,7 @@ def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, re
         float(each.computed(weights, np.zeros_like(each.group)).sum()) / request.ranks
         for each in (beginnings, beginnings.of_groups)
     )
-    for together in bundles(sizes, weights, beginnings, request):
+    for together in branches(sizes, weights, beginnings, request, least):
         found = together.schedule(_of_groups, request)
         found_time = np.inf if found is None else found.time(beginnings.computed(weights, found.grouping.group_of))
         if found_time < time:

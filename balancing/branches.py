@@ -1,10 +1,10 @@
 """Neighbours in a tree that a plan keeps together, so that a micro-batch computes once what they share.
 
     group, in the order of its tree   a b c d | e f | g      depths 3 9 8 9 | 3 9 | 3, prefix 3, limit 4 sequences' work
-    bundles                           [a b c d] [e f] [g]    to a schedule each is one sequence of the group
+    branches                          [a b c d] [e f] [g]    to a schedule each is one sequence of the group
 
-A bundle has the tokens and the workload that its sequences have together; what bundles of a group share is the prefix.
-Where a bundle would be too heavy to balance with, it is divided where its sequences share least.
+A branch has the tokens and the workload that its sequences have together; what branches of a group share is the prefix.
+Where a branch would be too heavy to balance with, it is divided where its sequences share least.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,16 +19,16 @@ from balancing.errors import CountError
 from balancing.grouping import Floats, Grouping, Integers
 
 LARGEST = (1.0, 1 / 4)
-"""A bundle has at most such a share of a rank's workload and of the cap on tokens."""
+"""A branch has at most such a share of a rank's workload and of the cap on tokens."""
 
 Planned = Callable[[Integers, Floats, Beginnings, Request], Schedule]
 
 
 @dataclass(frozen=True, eq=False)
-class Bundles:
-    """of: int64 [n], the bundle of each sequence, 0, 1, ..., and for each bundle its size and weight, and beginnings.
+class Branches:
+    """of: int64 [n], the branch of each sequence, 0, 1, ..., and for each branch its size and weight, and beginnings.
 
-    Bundles are in descending order of weight, then of size.
+    Branches are in descending order of weight, then of size.
     """
 
     of: Integers
@@ -37,7 +37,7 @@ class Bundles:
     beginnings: Beginnings
 
     def schedule(self, plan: Planned, request: Request) -> Schedule | None:
-        """That of `plan`, in which bundles are sequences; None if there are too few for the counts of `request`."""
+        """That of `plan`, in which branches are sequences; None if there are too few for the counts of `request`."""
         try:
             found = plan(self.sizes, self.weights, self.beginnings, request)
         except CountError:
@@ -45,11 +45,13 @@ class Bundles:
         return replace(found, grouping=Grouping(found.grouping.group_of[self.of], found.grouping.count))
 
 
-def bundles(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Iterator[Bundles]:
-    """Bundles of sequences, first large ones; nothing where no two of them are worth keeping together.
+def branches(
+    sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request, of_a_rank: float
+) -> Iterator[Branches]:
+    """Branches of sequences, first large ones; nothing where no two share more than their group's prefix.
 
-    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. A cap on sequences counts a bundle as one,
-    so that with a cap below n there are none.
+    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. of_a_rank: the least work of a rank. A cap
+    on sequences would count a branch as one, so that with a cap below n there are none.
     """
     depths = beginnings.depths
     if depths is None or request.caps.max_sequences < len(sizes):
@@ -59,10 +61,9 @@ def bundles(sizes: Integers, weights: Floats, beginnings: Beginnings, request: R
     if not deeper.any():
         return
     in_tree = _InTree(sizes[rows], weights[rows], depths.tokens[rows], depths.workloads[rows])
-    least = float((weights - depths.workloads).sum() + beginnings.workloads[rows[~deeper]].sum())
     before: list[int] = []
     for share in LARGEST:
-        limits = int(request.caps.max_tokens * share), least * share / request.ranks
+        limits = int(request.caps.max_tokens * share), of_a_rank * share
         starts = sorted(start for run in _runs(deeper) for start in in_tree.divided(*run, *limits))
         if len(starts) < len(rows) and starts != before:
             yield in_tree.joined(np.array(starts), rows, beginnings)
@@ -85,7 +86,7 @@ class _InTree:
     depth_weights: Floats
 
     def divided(self, first: int, stop: int, tokens: int, weight: float) -> list[int]:
-        """Where the bundles of neighbours `first` to `stop` begin, each of at most so many tokens and so much work."""
+        """Where the branches of neighbours `first` to `stop` begin, each of at most so many tokens and so much work."""
         parts, found = [(first, stop)], []
         while parts:
             first, stop = parts.pop()
@@ -98,8 +99,8 @@ class _InTree:
                 parts += [(first, middle), (middle, stop)]
         return found
 
-    def joined(self, starts: Integers, rows: Integers, beginnings: Beginnings) -> Bundles:
-        """The bundles that begin at `starts`, ascending; `rows`: the sequence at each place."""
+    def joined(self, starts: Integers, rows: Integers, beginnings: Beginnings) -> Branches:
+        """The branches that begin at `starts`, ascending; `rows`: the sequence at each place."""
         ends = np.append(starts[1:], len(rows))
         sizes = np.array([self._size(*each) for each in zip(starts, ends, strict=True)])
         weights = np.array([self._weight(*each) for each in zip(starts, ends, strict=True)])
@@ -108,7 +109,7 @@ class _InTree:
         number[order] = np.arange(len(starts))
         of = np.empty(len(rows), np.int64)
         of[rows] = number[np.repeat(np.arange(len(starts)), ends - starts)]
-        return Bundles(of, sizes[order], weights[order], beginnings.of_groups.select(rows[starts[order]]))
+        return Branches(of, sizes[order], weights[order], beginnings.of_groups.select(rows[starts[order]]))
 
     def _size(self, first: int, stop: int) -> int:
         return int(self.sizes[first:stop].sum() - self.depths[first + 1 : stop].sum())
