@@ -18,8 +18,9 @@ from balancing.dealing import Request, Schedule
 from balancing.errors import CountError
 from balancing.grouping import Floats, Grouping, Integers
 
-LARGEST = (1.0, 1 / 4)
-"""A branch has at most such a share of a rank's workload and of the cap on tokens."""
+LARGEST = (1.0, 0.5)
+"""A branch has at most such a share of a rank's workload and of the cap on tokens: smaller ones share less than they
+fill micro-batches better."""
 
 Planned = Callable[[Integers, Floats, Beginnings, Request], Schedule]
 

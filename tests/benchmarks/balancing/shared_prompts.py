@@ -1,7 +1,7 @@
 """Plans of groups that share prompts: time and heaviest rank over their lower bounds, caps, planning time."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import process_time
 
@@ -20,6 +20,8 @@ PROMPTS = ((16, 256), (256, 2048))
 MINI_BATCHES = ("1", "4 by sequence", "4 by group")
 CAPS = (4.0, 2.0)
 """Caps of a micro-batch / the longest sequence."""
+SHARES_ALIKE = (0.25, 0.75)
+"""Neighbours begin alike for up to these shares of the shorter response."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +45,7 @@ class Batch:
         members = _mini_batches(mini_batches, groups, generator)
         return cls(lengths, groups, each[groups], members, int(cap * lengths.max()))
 
-    def plan(self) -> Plan:
+    def plan(self, **tree: NDArray[np.int64]) -> Plan:
         return plan_batch(
             self.lengths,
             ranks=RANKS,
@@ -52,7 +54,15 @@ class Batch:
             cost_model=COST_MODEL,
             prefix_groups=self.groups,
             prefix_lengths=self.prompts,
+            **tree,  # type: ignore[arg-type]
         )
+
+    def tree(self, share: float, seed: int = 0) -> dict[str, NDArray[np.int64]]:
+        """Each response begins like the one before it with up to `share` of the shorter one's tokens, evenly drawn."""
+        own = self.lengths - self.prompts
+        shorter = np.minimum(own, np.append(own[:1], own[:-1])) - 1
+        depths = np.random.default_rng(seed).uniform(0, share, len(own)) * shorter
+        return {"tree_order": np.arange(len(own)), "tree_depths": self.prompts + depths.astype(np.int64)}
 
 
 def _responses(name: str, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -79,8 +89,8 @@ def _mini_batches(name: str, groups: NDArray[np.int64], generator: np.random.Gen
 
 
 def tables() -> list[Table]:
-    """One for each cap."""
-    return [_table(cap) for cap in CAPS]
+    """One for each cap, and one of responses that begin alike."""
+    return [*(_table(cap) for cap in CAPS), _table_of_trees()]
 
 
 def _table(cap: float) -> Table:
@@ -119,6 +129,49 @@ def _row(responses: str, prompts: tuple[int, int], mini_batches: str, cap: float
         *figures,
         f"{1e3 * _cpu_seconds(batch.plan):.0f} ms",
     ]
+
+
+def _table_of_trees() -> Table:
+    rows = [_row_of_tree(name, share, cap) for name in RESPONSES for share in SHARES_ALIKE for cap in CAPS]
+    return Table(
+        "Responses that begin alike",
+        ["responses", "alike", "cap", "shared, prompts known", "trees known", "time", "above the cap", "plan_batch"],
+        rows,
+        f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks, prompts of {PROMPTS[0][0]} to {PROMPTS[0][1]} tokens, one "
+        "mini-batch. Neighbours in a group begin alike for up to such a share of the shorter response. Cap: times the "
+        "longest sequence. Shared: tokens that another sequence of the micro-batch computes, as a plan counts them that "
+        "knows prompts alone, and one that knows trees. Time: of the second plan / the first, each with all that its "
+        "micro-batches share. Above the cap: micro-batches of the second. plan_batch: the second, CPU time of its one "
+        f"thread, median of {REPETITIONS}.",
+    )
+
+
+def _row_of_tree(responses: str, alike: float, cap: float) -> list[str]:
+    batch = Batch.draw(responses, PROMPTS[0], "1", cap)
+    tree = batch.tree(alike)
+    prompts, trees = batch.plan(), batch.plan(**tree)
+    times = [step_time(predicted_grids(_with_tree(plan, trees))) for plan in (prompts, trees)]
+    above = sum(int((part.sums(trees.sizes) > trees.max_tokens).sum()) for part in trees.mini_batches)
+    seconds = _cpu_seconds(lambda: batch.plan(**tree))
+    return [
+        responses,
+        f"{100 * alike:.0f} %",
+        f"{cap:g}",
+        *(f"{100 * (1 - plan.computed_lengths.sum() / plan.lengths.sum()):.1f} %" for plan in (prompts, trees)),
+        f"{times[1] / times[0]:.3f}",
+        str(above),
+        f"{1e3 * seconds:.0f} ms",
+    ]
+
+
+def _with_tree(plan: Plan, known: Plan) -> Plan:
+    """The plan with all that its micro-batches share, by the tree of another plan of the batch."""
+    beginnings = known.beginnings
+    assert beginnings is not None
+    shared = np.zeros_like(plan.lengths)
+    for part in plan.mini_batches:
+        shared[part.rows] = beginnings.select(part.rows).shared_tokens(part.micro_batch_of_rows())
+    return replace(plan, shared=shared)
 
 
 def _cpu_seconds(work: Callable[[], object]) -> float:
