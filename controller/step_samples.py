@@ -21,6 +21,7 @@ from controller.sample_files import as_bytes, from_bytes, named, packed, unpacke
 from controller.samples import SAMPLED_COLUMNS, Rollout, object_column
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+from workers.rollout.prefix_hashes import prefix_hashes
 from workers.score import Score
 
 
@@ -47,9 +48,15 @@ class StepSamples:
             for name in SAMPLED_COLUMNS
             if name in self.tokens.columns
         }
-        samples = RemoteBatch(self.columns, tokens)
+        samples = RemoteBatch(self.columns | {"prefix_hashes": self._prefix_hashes()}, tokens)
         rollout = Rollout(samples, dict(zip(_keys(samples), self.scores, strict=True)), dropped=0, retried=0)
         return Collected(rollout, rollout.batch.select(self.trained).with_columns(**self.added))
+
+    def _prefix_hashes(self) -> np.ndarray:
+        """Objects [B], bytes: they follow from the tokens, so that no file has them."""
+        prompts = self.columns["prompt_tokens"].tolist()
+        ids = [self.tokens.row(row)["input_ids"] for row in range(len(self.tokens))]
+        return object_column([prefix_hashes(*pair) for pair in zip(ids, prompts, strict=True)])
 
 
 def step_samples(collected: Collected) -> StepSamples:
@@ -58,7 +65,7 @@ def step_samples(collected: Collected) -> StepSamples:
     row_of = {key: row for row, key in enumerate(_keys(rollout.samples))}
     return StepSamples(
         _fetched(rollout.samples.tokens["input_ids"]),
-        rollout.samples.columns,
+        {name: column for name, column in rollout.samples.columns.items() if name != "prefix_hashes"},
         list(rollout.by_sample.values()),
         np.array([row_of[key] for key in _keys(batch)], dtype=np.int64),
         {name: column for name, column in batch.columns.items() if name not in rollout.batch.columns},

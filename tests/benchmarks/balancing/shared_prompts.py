@@ -139,7 +139,7 @@ def _table_of_trees() -> Table:
         rows,
         f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks, prompts of {PROMPTS[0][0]} to {PROMPTS[0][1]} tokens, one "
         "mini-batch. Neighbours in a group begin alike for up to such a share of the shorter response. Cap: times the "
-        "longest sequence. Shared: tokens that another sequence of the micro-batch computes, by the count of a plan that "
+        "longest sequence. Shared: tokens that another sequence of the micro-batch computes, as a plan counts that "
         "knows prompts alone, and one that knows trees. Time: of the second plan / the first, each with all that its "
         "micro-batches share. Above the cap: micro-batches of the second. plan_batch: the second, CPU time of its one "
         f"thread, median of {REPETITIONS}.",
