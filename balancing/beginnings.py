@@ -10,7 +10,6 @@ depth between them (Kasai et al. 2001, "Linear-Time Longest-Common-Prefix Comput
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balancing.grouping import Floats, Integers
 
@@ -52,14 +51,15 @@ class Beginnings:
 
     def select(self, rows: Integers) -> "Beginnings":
         """Those of the sequences `rows`, with groups numbered anew."""
-        chosen = np.zeros(len(self.group), np.int64)
-        chosen[rows] = 1
-        tokens, workloads = self._with_the_one_before(chosen)
-        found = Beginnings(np.unique(self.group[rows], return_inverse=True)[1], self.tokens[rows], self.workloads[rows])
+        numbers = np.unique(self.group[rows], return_inverse=True)[1]
+        found = Beginnings(numbers, self.tokens[rows], self.workloads[rows])
         if self.depths is None:
             return found
-        first = ~self._again(chosen)[rows]
-        deep = np.where(first, found.tokens, tokens[rows]), np.where(first, found.workloads, workloads[rows])
+        chosen = np.zeros(len(self.group), np.int64)
+        chosen[rows] = 1
+        tokens, workloads = self._shared(chosen)
+        # The first of a group has none before it; the prefix stands for it.
+        deep = np.maximum(found.tokens, tokens[rows]), np.maximum(found.workloads, workloads[rows])
         return replace(found, depths=Depths(self.depths.order[rows], *deep))
 
     def shared_tokens(self, micro_batch: Integers) -> Integers:
@@ -68,36 +68,38 @@ class Beginnings:
         All but the first of a group share their beginning, or what they begin with like the one before them.
         micro_batch: int64 [n], that of each sequence.
         """
-        shared: Integers = np.where(self._again(micro_batch), self._with_the_one_before(micro_batch)[0], 0)
-        return shared
+        return self._shared(micro_batch)[0]
 
     def computed(self, weights: Floats, micro_batch: Integers) -> Floats:
         """float64 [n]: `weights` of sequences alone, less what another one of the micro-batch computes.
 
         micro_batch: int64 [n], that of each sequence.
         """
-        shared = self._with_the_one_before(micro_batch)[1]
-        return np.where(self._again(micro_batch), weights - shared, weights)
+        return weights - self._shared(micro_batch)[1]
 
-    def in_order(self, micro_batch: Integers) -> Integers:
-        """int64 [n]: the sequences by group, then by micro-batch, then in the order of the group's tree."""
+    def in_order(self, micro_batch: Integers | None = None) -> Integers:
+        """int64 [n]: the sequences by group, then by micro-batch, then in the order of the group's tree.
+
+        micro_batch: int64 [n]; None is one of all.
+        """
         order = np.arange(len(self.group)) if self.depths is None else self.depths.order
-        rows: Integers = np.lexsort((order, micro_batch, self.group))
+        keys = (order, self.group) if micro_batch is None else (order, micro_batch, self.group)
+        rows: Integers = np.lexsort(keys)
         return rows
 
-    def _again(self, micro_batch: Integers) -> NDArray[np.bool_]:
-        """Whether a sequence is not the first of its group in its micro-batch."""
+    def _shared(self, micro_batch: Integers) -> tuple[Integers, Floats]:
+        """Tokens that another sequence of the micro-batch computes, int64 [n], and their workload, float64 [n]."""
         rows = self.in_order(micro_batch)
-        again = np.zeros(len(rows), np.bool_)
+        again = np.zeros(len(rows), np.bool_)  # not the first of its group in its micro-batch
         again[rows[1:]] = (np.diff(self.group[rows]) == 0) & (np.diff(micro_batch[rows]) == 0)
-        return again
+        tokens, workloads = (self.tokens, self.workloads) if self.depths is None else self._least_depths(rows)
+        return np.where(again, tokens, 0), np.where(again, workloads, 0.0)
 
-    def _with_the_one_before(self, micro_batch: Integers) -> tuple[Integers, Floats]:
-        """Tokens, and their workload, that each sequence shares with the one before it; of no meaning for the first of
-        a group."""
-        if self.depths is None:
-            return self.tokens, self.workloads
-        neighbours, rows = self.in_order(np.zeros_like(self.group)), self.in_order(micro_batch)
+    def _least_depths(self, rows: Integers) -> tuple[Integers, Floats]:
+        """What each sequence shares with the one before it in `rows`, all sequences in an order of `in_order`; of no
+        meaning where that is of another group or micro-batch."""
+        assert self.depths is not None
+        neighbours = self.in_order()
         place = np.empty(len(rows), np.int64)
         place[neighbours] = np.arange(len(rows))
         # From the neighbour after the one before, to the sequence itself; the pieces between these are not wanted.

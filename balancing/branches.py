@@ -7,7 +7,7 @@ A branch has the tokens and the workload that its sequences have together; what 
 Where a branch would be too heavy to balance with, it is divided where its sequences share least.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -15,14 +15,11 @@ import numpy as np
 
 from balancing.beginnings import Beginnings
 from balancing.dealing import Request, Schedule
-from balancing.errors import CountError
 from balancing.grouping import Floats, Grouping, Integers
 
 LARGEST = (1.0, 0.5)
 """A branch has at most such a share of a rank's workload and of the cap on tokens: smaller ones share less than they
 fill micro-batches better."""
-
-Planned = Callable[[Integers, Floats, Beginnings, Request], Schedule]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +34,9 @@ class Branches:
     weights: Floats
     beginnings: Beginnings
 
-    def schedule(self, plan: Planned, request: Request) -> Schedule | None:
-        """That of `plan`, in which branches are sequences; None if there are too few for the counts of `request`."""
-        try:
-            found = plan(self.sizes, self.weights, self.beginnings, request)
-        except CountError:
-            return None
-        return replace(found, grouping=Grouping(found.grouping.group_of[self.of], found.grouping.count))
+    def of_sequences(self, schedule: Schedule) -> Schedule:
+        """The schedule of sequences, from one of branches."""
+        return replace(schedule, grouping=Grouping(schedule.grouping.group_of[self.of], schedule.grouping.count))
 
 
 def branches(
@@ -57,7 +50,7 @@ def branches(
     depths = beginnings.depths
     if depths is None or request.caps.max_sequences < len(sizes):
         return
-    rows = beginnings.in_order(np.zeros_like(beginnings.group))
+    rows = beginnings.in_order()
     deeper = depths.tokens[rows] > beginnings.tokens[rows]
     if not deeper.any():
         return

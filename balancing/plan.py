@@ -380,10 +380,7 @@ def _beginnings(
     if settings.layout == "padded":
         raise OptionError("prefix_lengths are shared with layout='packed' only")
     names = group_names(groups, "prefix_groups", len(tokens))
-    shared = group_names(lengths, "prefix_lengths", len(tokens))
-    if (shared >= tokens).any():
-        index = int(np.argmax(shared >= tokens))
-        raise LengthError(f"prefix_lengths[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
+    shared = _shorter(lengths, "prefix_lengths", tokens)
     largest = np.zeros(names.max() + 1, np.int64)
     np.maximum.at(largest, names, shared)
     differs = (largest[names] != shared) & (shared > 0)
@@ -407,12 +404,18 @@ def _depths(
     if order is None or depths is None:
         raise OptionError("tree_order and tree_depths go together; pass both, or neither")
     places = group_names(order, "tree_order", len(tokens))
-    shared = group_names(depths, "tree_depths", len(tokens))
-    if (shared >= tokens).any():
-        index = int(np.argmax(shared >= tokens))
-        raise LengthError(f"tree_depths[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
+    shared = _shorter(depths, "tree_depths", tokens)
     shared = np.maximum(shared - shared % settings.length_multiple, prefixes)
     return Depths(places, shared, settings.cost_model.workload(shared))
+
+
+def _shorter(beginnings: ArrayLike, name: str, tokens: Integers) -> Integers:
+    """int64 [n], tokens at the beginning of each sequence; LengthError for one that is all of it."""
+    shared = group_names(beginnings, name, len(tokens))
+    if (shared >= tokens).any():
+        index = int(np.argmax(shared >= tokens))
+        raise LengthError(f"{name}[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
+    return shared
 
 
 def _mini_batch(rows: Integers, batch: _Batch, settings: Settings) -> MiniBatch:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from balancing.beginnings import Beginnings
-from balancing.branches import branches
+from balancing.branches import Branches, branches
 from balancing.dealing import Request, Schedule
+from balancing.errors import CountError
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.schedule import arranged, schedule_evenly
 from balancing.shared_filling import Groups
@@ -44,8 +45,8 @@ def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, re
         float(each.computed(weights, np.zeros_like(each.group)).sum()) / request.ranks
         for each in (beginnings, beginnings.of_groups)
     )
-    for together in branches(sizes, weights, beginnings, request, least):
-        found = together.schedule(_of_groups, request)
+    for each in branches(sizes, weights, beginnings, request, least):
+        found = _of_branches(each, request)
         found_time = np.inf if found is None else found.time(beginnings.computed(weights, found.grouping.group_of))
         if found_time < time:
             best, time = found, found_time
@@ -57,6 +58,14 @@ def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, re
     if best is None or alone.time(beginnings.computed(weights, alone.grouping.group_of)) < time:
         return alone
     return best
+
+
+def _of_branches(kept: Branches, request: Request) -> Schedule | None:
+    """That of branches; None if they are too few for the counts of `request`."""
+    try:
+        return kept.of_sequences(_of_groups(kept.sizes, kept.weights, kept.beginnings, request))
+    except CountError:
+        return None
 
 
 def _of_groups(sizes: Integers, weights: Floats, beginnings: Beginnings, request: Request) -> Schedule:

@@ -237,7 +237,7 @@ def assemble(
         "uid": np.array([result.uid for result in found]),
         "sample": np.array([result.sample for result in found], dtype=np.int64),
         **{name: np.array([getattr(result, name) for result in found], dtype=np.int64) for name in COUNTS},
-        "prefix_hashes": np.array([result.prefix_hashes for result in found], dtype=object),
+        "prefix_hashes": object_column([result.prefix_hashes for result in found]),
         "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
         "seconds": np.array([result.seconds for result in found]),
     }
