@@ -3,12 +3,11 @@
     python -m tests.benchmarks.prefixes [--repeats 3] [--output docs/prefixes-benchmark.md]                or make bench
 
 One micro-batch through a 20M model, forward and backward, with model.share_prefixes=never and auto in turns. Times are
-medians of CPU seconds. The ratio of FLOPs is that of the plan's cost model; that of memory is of what a process of its
-own holds at most, beyond what it held before the first pass.
+medians of CPU seconds. The ratio of FLOPs is that of the plan's cost model; that of memory is of the bytes that tensors
+hold at most during a pass, beyond the parameters.
 """
 
 import argparse
-import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +17,7 @@ import torch
 
 from balancing import CostModel
 from tests.benchmarks.engine import CPU, VOCABULARY, model_of_20m
+from tests.tensor_memory import peak_tensor_bytes
 from workers.config import ModelConfig
 from workers.model.layout import RowLayout
 from workers.model.packing import Sequences
@@ -26,6 +26,7 @@ HEADER = """# Shared prompts
 
 Written by `python -m tests.benchmarks.prefixes`: one micro-batch of a group, or of several, forward and backward
 through a 20M model in float32 on one core, without and with `model.share_prefixes`, in turns; medians of CPU seconds.
+Memory: bytes that tensors hold at most, beyond the parameters.
 
 | prompt / response / samples x groups | tokens | FLOPs | seconds without | with | faster | memory |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -98,35 +99,14 @@ class Passes:
         return process_time() - start
 
 
-def peak_memory(workload: Workload, share_prefixes: str, threads: int) -> float:
-    """Bytes of a process that makes one pass, beyond what it held before."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-        return float(pool.apply(_peak, (workload, share_prefixes)))
-
-
-def _peak(workload: Workload, share_prefixes: str) -> float:
-    Passes(Workload(4, 4, 2), share_prefixes).run()
-    passes = Passes(workload, share_prefixes)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is from here on
-    before = _kib("VmRSS")
-    passes.run()
-    return 1024.0 * (_kib("VmHWM") - before)
-
-
-def _kib(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1])
-
-
-def measured(workload: Workload, repeats: int, threads: int) -> str:
+def measured(workload: Workload, repeats: int) -> str:
     """A line of the table."""
     ways = {share: Passes(workload, share) for share in ("never", "auto")}
     for passes in ways.values():
         passes.run()
     turns = [{share: passes.run() for share, passes in ways.items()} for _ in range(repeats)]
     without, shared = (median(turn[share] for turn in turns) for share in ways)
-    before, after = (peak_memory(workload, share, threads) for share in ways)
+    before, after = (peak_tensor_bytes(passes.run) for passes in ways.values())
     tokens, work = workload.saved
     return (
         f"| {workload} | {tokens:.2f}x | {work:.2f}x | {without:.3f} | {shared:.3f} | {without / shared:.2f}x | "
@@ -144,7 +124,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     lines = []
     for workload in WORKLOADS:
-        lines.append(measured(workload, arguments.repeats, arguments.threads))
+        lines.append(measured(workload, arguments.repeats))
         print(lines[-1], flush=True)
     if arguments.output:
         arguments.output.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")

@@ -37,7 +37,7 @@ def linear_log_probs(
 
     hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in nats), in
     float32 (float64 for float64 input); both carry gradients to hidden, weight and bias. Memory beyond the inputs and
-    their gradients is that of `chunk_tokens` rows of logits.
+    their gradients is that of `chunk_tokens` rows of logits, twice.
 
     group: the ranks that share the vocabulary; None where this process has all of it. Rank by rank, weight and bias are
     the rows from `first_id` on; hidden and targets are the same on all, and so are the results and the gradient of
@@ -65,11 +65,11 @@ class _Head:
             logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Derivative of `logits` by those before factor, cap and temperature."""
+    def slope(self, logits: Tensor) -> Tensor | float | None:
+        """Derivative of `logits` by those before factor, cap and temperature; None is 1."""
         slope = self.factor / self.temperature
         if self.softcap is None:
-            return slope
+            return None if slope == 1.0 else slope
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(slope)
 
     def logsumexp(self, logits: Tensor) -> Tensor:
@@ -119,6 +119,7 @@ class _LinearLogProbs(torch.autograd.Function):
             ids, mine = head.own(targets[rows], len(weight))
             results[0, rows] = all_log_probs.gather(-1, ids[:, None]).squeeze(-1).where(mine, 0.0)
             results[1, rows] = all_log_probs.exp().mul_(all_log_probs).sum(-1).neg_()
+            del logits, all_log_probs  # before there are those of the next chunk
         log_probs, entropy = head.sum(results).unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.head, ctx.chunk_tokens = head, chunk_tokens
@@ -145,7 +146,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 entropy[rows],
                 None if grad_log_probs is None else grad_log_probs[rows],
                 None if grad_entropy is None else grad_entropy[rows],
-            ).mul_(slope)
+            )
+            if slope is not None:
+                grad_logits.mul_(slope)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             # In the compute type from here on: the two products below are most of the cost.
@@ -153,7 +156,8 @@ class _LinearLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows]
+                _add_product(grad_weight, grad_logits.T, hidden[rows])
+            del logits, slope, grad_logits  # before there are those of the next chunk
         if grad_hidden is not None:
             head.sum(grad_hidden)
         return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None
@@ -167,16 +171,26 @@ def _grad_logits(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the scaled logits [n, V] from log_probs [n, V], the targets of `_Head.own`, and gradients [n]."""
-    probs = log_probs.exp()
+    """Gradient of the scaled logits [n, V] from log_probs [n, V], the targets of `_Head.own`, and gradients [n].
+
+    In place of log_probs, or with a gradient of the entropy beside it.
+    """
+    if grad_log_probs is None:
+        grad_log_probs = torch.zeros_like(entropy)
     if grad_entropy is None:
-        grad = torch.zeros_like(probs)
+        grad = log_probs.exp_().mul_(-grad_log_probs[:, None])
     else:
-        grad = log_probs.add_(entropy[:, None]).mul_(probs).mul_(-grad_entropy[:, None])
-    if grad_log_probs is not None:
-        grad -= probs.mul_(grad_log_probs[:, None])
-        grad.scatter_add_(-1, ids[:, None], grad_log_probs.where(mine, 0.0)[:, None])
-    return grad
+        grad = log_probs.exp()
+        grad.mul_(log_probs.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_log_probs[:, None]))
+    return grad.scatter_add_(-1, ids[:, None], grad_log_probs.where(mine, 0.0)[:, None])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; without a matrix for the product where all have one type."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _chunks(size: int, chunk: int) -> list[slice]:

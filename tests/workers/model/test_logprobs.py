@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.tensor_memory import peak_tensor_bytes
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import relative_error
 from workers.model.logprobs import linear_log_probs
@@ -60,6 +61,19 @@ def test_gradient_of_either_output_alone(output):
         lambda *leaves: linear_log_probs(*leaves, targets, temperature=0.7, chunk_tokens=4)[output],
         (hidden, weight, bias),
     )
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_memory_is_that_of_gradients_and_two_chunks_of_logits(with_entropy: bool):
+    count, size, vocabulary, chunk = 512, 8, 2000, 64
+    hidden, weight, _, targets = inputs(count, size, vocabulary)
+
+    def forward_and_backward() -> None:
+        log_probs, entropy = linear_log_probs(hidden, weight, None, targets, chunk_tokens=chunk)
+        (log_probs.sum() + entropy.sum() if with_entropy else log_probs.sum()).backward()
+
+    gradients, logits = 8 * (vocabulary + count) * size, 8 * chunk * vocabulary
+    assert peak_tensor_bytes(forward_and_backward) < gradients + 2.1 * logits
 
 
 def test_a_frozen_weight_gets_no_gradient():
