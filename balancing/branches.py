@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balancing.beginnings import Beginnings
 from balancing.dealing import Request, Schedule
@@ -54,59 +55,60 @@ def branches(
     deeper = depths.tokens[rows] > beginnings.tokens[rows]
     if not deeper.any():
         return
-    in_tree = _InTree(sizes[rows], weights[rows], depths.tokens[rows], depths.workloads[rows])
+    in_tree = _InTree(sizes[rows], weights[rows], depths.tokens[rows], depths.workloads[rows], deeper)
     before: list[int] = []
     for share in LARGEST:
-        limits = int(request.caps.max_tokens * share), of_a_rank * share
-        starts = sorted(start for run in _runs(deeper) for start in in_tree.divided(*run, *limits))
+        starts = in_tree.divided(int(request.caps.max_tokens * share), of_a_rank * share)
         if len(starts) < len(rows) and starts != before:
             yield in_tree.joined(np.array(starts), rows, beginnings)
         before = starts
 
 
-def _runs(deeper: np.ndarray) -> list[tuple[int, int]]:
-    """First and end of each run of neighbours that share more than their group's prefix, single ones included."""
-    first = np.flatnonzero(~deeper).tolist()
-    return list(pairwise([*first, len(deeper)]))
-
-
 @dataclass(frozen=True, eq=False)
 class _InTree:
-    """Sequences in the order of their groups' trees: sizes, weights, and what each shares with the one before it."""
+    """Sequences in the order of their groups' trees: sizes, weights, and what each shares with the one before it.
+
+    deeper: bool [n], whether that is more than their group's prefix.
+    """
 
     sizes: Integers
     weights: Floats
     depths: Integers
     depth_weights: Floats
+    deeper: NDArray[np.bool_]
 
-    def divided(self, first: int, stop: int, tokens: int, weight: float) -> list[int]:
-        """Where the branches of neighbours `first` to `stop` begin, each of at most so many tokens and so much work."""
-        parts, found = [(first, stop)], []
+    def divided(self, tokens: int, weight: float) -> list[int]:
+        """Where branches begin, each of at most so many tokens and so much work, or of one sequence."""
+        # Sums up to each sequence, of what it adds to the one before it.
+        size = np.append(0, np.cumsum(self.sizes - self.depths)).tolist()
+        work = np.append(0.0, np.cumsum(self.weights - self.depth_weights)).tolist()
+        depths, depth_weights = self.depths.tolist(), self.depth_weights.tolist()
+        parts, found = self._runs(), []
         while parts:
             first, stop = parts.pop()
-            if stop - first == 1 or (self._size(first, stop) <= tokens and self._weight(first, stop) <= weight):
+            fits = size[stop] - size[first] + depths[first] <= tokens
+            if stop - first == 1 or (fits and work[stop] - work[first] + depth_weights[first] <= weight):
                 found.append(first)
             else:
-                depths = self.depths[first + 1 : stop]
-                least = first + 1 + np.flatnonzero(depths == depths.min())
-                middle = int(least[np.argmin(np.abs(2 * least - first - stop))])
+                least = min(depths[first + 1 : stop])
+                places = (place for place in range(first + 1, stop) if depths[place] == least)
+                middle = min(places, key=lambda place: abs(2 * place - first - stop))
                 parts += [(first, middle), (middle, stop)]
-        return found
+        return sorted(found)
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """First and end of each run of neighbours that share more than their group's prefix, single ones included."""
+        return list(pairwise([*np.flatnonzero(~self.deeper).tolist(), len(self.deeper)]))
 
     def joined(self, starts: Integers, rows: Integers, beginnings: Beginnings) -> Branches:
         """The branches that begin at `starts`, ascending; `rows`: the sequence at each place."""
-        ends = np.append(starts[1:], len(rows))
-        sizes = np.array([self._size(*each) for each in zip(starts, ends, strict=True)])
-        weights = np.array([self._weight(*each) for each in zip(starts, ends, strict=True)])
+        first = np.zeros(len(rows), np.bool_)
+        first[starts] = True
+        sizes = np.add.reduceat(self.sizes - np.where(first, 0, self.depths), starts)
+        weights = np.add.reduceat(self.weights - np.where(first, 0.0, self.depth_weights), starts)
         order = np.lexsort((-sizes, -weights))
         number = np.empty(len(starts), np.int64)
         number[order] = np.arange(len(starts))
         of = np.empty(len(rows), np.int64)
-        of[rows] = number[np.repeat(np.arange(len(starts)), ends - starts)]
+        of[rows] = number[np.cumsum(first) - 1]
         return Branches(of, sizes[order], weights[order], beginnings.of_groups.select(rows[starts[order]]))
-
-    def _size(self, first: int, stop: int) -> int:
-        return int(self.sizes[first:stop].sum() - self.depths[first + 1 : stop].sum())
-
-    def _weight(self, first: int, stop: int) -> float:
-        return float(self.weights[first:stop].sum() - self.depth_weights[first + 1 : stop].sum())

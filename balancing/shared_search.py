@@ -63,7 +63,7 @@ class _Search:
         self._time = self._filled_time = np.inf  # of the best schedule, and of the lowest level of any filling
 
     def fastest(self) -> Schedule | None:
-        for steps in self._steps():
+        for attempt, steps in enumerate(self._steps()):
             bound = shared_step_time_bound(self._groups, self._request.ranks, steps, self._request.caps).time
             if self._time <= bound * (1 + FAR):
                 break
@@ -74,6 +74,8 @@ class _Search:
                     return self._best
             for order in self._orders():
                 self._try(order, forced, bound)
+                if attempt and not np.isfinite(self._filled_time):  # nor do others fit, most often, and they take long
+                    break
                 if self._time <= bound * (1 + NEAR) or self._effort <= 0:
                     return self._best
         return self._best
