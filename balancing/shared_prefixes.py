@@ -41,11 +41,10 @@ def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, re
     sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone, descending.
     """
     best, time = None, np.inf
-    least, of_prompts = (
-        float(each.computed(weights, np.zeros_like(each.group)).sum()) / request.ranks
-        for each in (beginnings, beginnings.of_groups)
-    )
+    least, of_prompts = (_least(weights, each, request) for each in (beginnings, beginnings.of_groups))
     for each in branches(sizes, weights, beginnings, request, least):
+        if time <= _least(each.weights, each.beginnings, request):
+            break
         found = _of_branches(each, request)
         found_time = np.inf if found is None else found.time(beginnings.computed(weights, found.grouping.group_of))
         if found_time < time:
@@ -58,6 +57,11 @@ def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, re
     if best is None or alone.time(beginnings.computed(weights, alone.grouping.group_of)) < time:
         return alone
     return best
+
+
+def _least(weights: Floats, beginnings: Beginnings, request: Request) -> float:
+    """The work of a rank if all sequences were in one micro-batch, spread evenly over the ranks."""
+    return float(beginnings.computed(weights, np.zeros_like(beginnings.group)).sum()) / request.ranks
 
 
 def _of_branches(kept: Branches, request: Request) -> Schedule | None:

@@ -74,7 +74,8 @@ class _Search:
                     return self._best
             for order in self._orders():
                 self._try(order, forced, bound)
-                if attempt and not np.isfinite(self._filled_time):  # nor do others fit, most often, and they take long
+                hopeless = attempt > 0 or self._effort <= 0  # others fit neither, most often, and they take long
+                if hopeless and not np.isfinite(self._filled_time):
                     break
                 if self._time <= bound * (1 + NEAR) or self._effort <= 0:
                     return self._best
