@@ -169,7 +169,8 @@ def _best(
 ) -> tuple[int, Integers, Integers, int]:
     """The partner (-1 for none) of the best exchange of `heavy`, the rows that go there, those that come back; effort.
 
-    The best makes the higher of both excesses over the level least.
+    The best makes least of the higher of both excesses over the level, and the work that is added: beginnings that are
+    computed again.
     """
     spent, partner, given, returned = (
         len(levels) * PARTNERS,
@@ -177,13 +178,13 @@ def _best(
         levels.astype(np.int64)[:0],
         levels.astype(np.int64)[:0],
     )
-    lowest = filled.loads[heavy] * (1 - LEAST_GAIN) - levels[heavy]
+    below, least = filled.loads[heavy] * (1 - LEAST_GAIN) - levels[heavy], np.inf
     for light in _partners(groups, filled, heavy, levels):
         give, take = _bundles(groups, filled, heavy, light), _bundles(groups, filled, light, heavy)
         spent += len(give.own) * len(take.own)
-        found, i, j = _lowest(filled, heavy, light, give, take, levels, lowest, max_tokens, max_sequences)
+        found, i, j = _least(filled, heavy, light, give, take, levels, below, least, max_tokens, max_sequences)
         if i >= 0:
-            lowest, partner = found, light
+            least, partner = found, light
             given, returned = _rows(groups, filled, heavy, give, i), _rows(groups, filled, light, take, j)
     return partner, given, returned, spent
 
@@ -252,18 +253,22 @@ def _priced(
 
 
 @compiled
-def _lowest(
+def _least(
     filled: Filled,
     heavy: int,
     light: int,
     give: Bundles,
     take: Bundles,
     levels: Floats,
-    lowest: float,
+    below: float,
+    least: float,
     max_tokens: int,
     max_sequences: int,
 ) -> tuple[float, int, int]:
-    """The exchange that makes the higher of both excesses least, if below `lowest`: this, and both bundles; else -1."""
+    """The best exchange, as `_best` says, with both excesses under `below`, and better than `least`.
+
+    Returns the figure that is to be least, and both bundles; else -1.
+    """
     best_i, best_j = -1, -1
     one, other = filled.loads[heavy] - levels[heavy], filled.loads[light] - levels[light]
     room_heavy, room_light = max_tokens - filled.tokens[heavy], max_tokens - filled.tokens[light]
@@ -273,7 +278,8 @@ def _lowest(
                 less = more = give.own[i] - take.own[j]
             else:
                 less, more = give.leaving[i] - take.entering[j], give.entering[i] - take.leaving[j]
-            if one - less >= lowest or other + more >= lowest:
+            higher = max(one - less, other + more)
+            if higher >= below or higher + more - less >= least:
                 continue
             if give.group[i] == take.group[j]:
                 less_tokens = more_tokens = give.own_tokens[i] - take.own_tokens[j]
@@ -287,8 +293,8 @@ def _lowest(
                 and more_tokens <= room_light
                 and 1 <= counts[0] <= max_sequences >= counts[1]
             ):
-                lowest, best_i, best_j = max(one - less, other + more), i, j
-    return lowest, best_i, best_j
+                least, best_i, best_j = higher + more - less, i, j
+    return least, best_i, best_j
 
 
 @compiled

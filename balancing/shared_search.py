@@ -30,7 +30,7 @@ FINE = 3e-3
 RELATIVE = 0.125
 EFFORT = 500_000
 """Exchanges compare this many pairs of bundles over all orders, about 2 ms of compiled code,"""
-EFFORT_EACH = 1_000
+EFFORT_EACH = 2_000
 """and this many more for each sequence;"""
 FIRST = 4
 """of which Karmarkar-Karp's schedule gets one in so many."""
