@@ -169,8 +169,8 @@ def _best(
 ) -> tuple[int, Integers, Integers, int]:
     """The partner (-1 for none) of the best exchange of `heavy`, the rows that go there, those that come back; effort.
 
-    The best makes least of the higher of both excesses over the level, and the work that is added: beginnings that are
-    computed again.
+    The best has the least sum of the higher of both excesses over the level, and of the work that it adds, which is
+    that of beginnings computed again.
     """
     spent, partner, given, returned = (
         len(levels) * PARTNERS,
@@ -265,9 +265,9 @@ def _least(
     max_tokens: int,
     max_sequences: int,
 ) -> tuple[float, int, int]:
-    """The best exchange, as `_best` says, with both excesses under `below`, and better than `least`.
+    """The best exchange with both excesses under `below` and a sum, see `_best`, under `least`.
 
-    Returns the figure that is to be least, and both bundles; else -1.
+    Returns the sum and both bundles, -1 for none.
     """
     best_i, best_j = -1, -1
     one, other = filled.loads[heavy] - levels[heavy], filled.loads[light] - levels[light]

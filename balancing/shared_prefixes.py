@@ -43,7 +43,7 @@ def schedule_shared(sizes: Integers, weights: Floats, beginnings: Beginnings, re
     best, time = None, np.inf
     least, of_prompts = (_least(weights, each, request) for each in (beginnings, beginnings.of_groups))
     for each in branches(sizes, weights, beginnings, request, least):
-        if time <= _least(each.weights, each.beginnings, request):
+        if time <= _least(each.weights, each.beginnings, request):  # as a rule: branches that meet share more
             break
         found = _of_branches(each, request)
         found_time = np.inf if found is None else found.time(beginnings.computed(weights, found.grouping.group_of))

@@ -74,9 +74,8 @@ class _Search:
                     return self._best
             for order in self._orders():
                 self._try(order, forced, bound)
-                hopeless = attempt > 0 or self._effort <= 0  # others fit neither, most often, and they take long
-                if hopeless and not np.isfinite(self._filled_time):
-                    break
+                if not np.isfinite(self._filled_time) and (attempt > 0 or self._effort <= 0):
+                    break  # where one order does not fit, others seldom do, and each takes long
                 if self._time <= bound * (1 + NEAR) or self._effort <= 0:
                     return self._best
         return self._best

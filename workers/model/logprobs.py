@@ -37,7 +37,7 @@ def linear_log_probs(
 
     hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in nats), in
     float32 (float64 for float64 input); both carry gradients to hidden, weight and bias. Memory beyond the inputs and
-    their gradients is that of `chunk_tokens` rows of logits, twice.
+    their gradients is that of `chunk_tokens` rows of logits: twice in float32, more with a softcap or half precision.
 
     group: the ranks that share the vocabulary; None where this process has all of it. Rank by rank, weight and bias are
     the rows from `first_id` on; hidden and targets are the same on all, and so are the results and the gradient of
