@@ -1,23 +1,27 @@
 """Training speed on one GPU: model FLOP utilisation, peak memory, tokens/s of Qwen architectures with random weights.
 
-    python -m tests.gpu.benchmark [--sizes 1.5B 4B] [--contexts 16384 65536] [--run RUN_FOLDER] [--output PAGE]
+    python -m tests.gpu.benchmark [--sizes 1.5B 4B] [--rows tail context prompt] [--contexts 16384 65536]
+                                  [--run RUN_FOLDER] [--output PAGE]
     python -m tests.gpu.benchmark --tiny --device cpu        the same program in a minute on a CPU, to see that it runs
 
 It needs torch, transformers and NumPy, and of this project `workers.model` and `balancing`; rows with LoRA need peft.
 
-A step is one mini-batch: forward and backward of its micro-batches, then AdamW. Two kinds of rows:
+A step is one mini-batch: forward and backward of its micro-batches, then AdamW. Three kinds of rows:
 
     long tail     packed or padded (rows of like length together), times log-probs in chunks or in one piece; padded
                   micro-batches keep the same cap, counted in cells
     one context   sequences of that many tokens, packed, with gradient checkpointing: the whole model or adapters, as it
                   is or compiled, activations on the device or offloaded
+    one prompt    a group's samples in one micro-batch, with gradient checkpointing: the prompt computed for every
+                  sample, or once
 
 and with --run, from the metrics.jsonl of a run of `controller.fit`, what sending weights takes and how far sampler and
 trainer are apart. Model FLOPs of a step (Chowdhery et al. 2022, appendix B; Q heads times head dimension):
 
     6 N tokens + 6 layers Q sum_i L_i^2       N weights in matrix products, L_i^2 halved by causality
 
-With adapters 4 N tokens: frozen matrices get no gradient. Neither padding nor recomputation counts as model FLOPs.
+With adapters 4 N tokens: frozen matrices get no gradient. Neither padding nor recomputation counts as model FLOPs, and
+a prompt that is computed once counts once; tokens/s are of the samples, prompts included.
 """
 
 import argparse
@@ -63,8 +67,27 @@ ALL_AT_ONCE = 2**40  # more tokens than any micro-batch: all its logits exist at
 
 
 @dataclass(frozen=True)
+class Group:
+    """Samples of one prompt; lengths in tokens."""
+
+    prompt: int
+    response: int
+    samples: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.prompt + self.response] * self.samples
+
+
+GROUPS = (Group(512, 64, 16), Group(1024, 1024, 8), Group(8192, 1024, 8))
+
+
+@dataclass(frozen=True)
 class Way:
-    """lora_rank: 0 trains the whole model. context: tokens of every sequence; 0 is the long tail."""
+    """lora_rank: 0 trains the whole model. context: tokens of every sequence; 0 is the long tail, or a group's.
+
+    shares: the group's prompt is computed once.
+    """
 
     layout: str = "packed"
     chunk_tokens: int = 2048
@@ -72,9 +95,14 @@ class Way:
     compiled: bool = False
     offloaded: bool = False
     context: int = 0
+    group: Group | None = None
+    shares: bool = False
 
     @property
     def name(self) -> str:
+        if group := self.group:
+            shape = f"prompt {group.prompt:,}, {group.samples} responses of {group.response:,}"
+            return f"{shape}, computed {'once' if self.shares else f'{group.samples} times'}"
         if not self.context:
             return f"{self.layout}, log-probs {'at once' if self.chunk_tokens == ALL_AT_ONCE else 'in chunks'}"
         parts = [f"{self.context:,} tokens", f"LoRA {self.lora_rank}" if self.lora_rank else "whole model"]
@@ -112,17 +140,14 @@ def long_tail_lengths(count: int, median_length: int, longest: int) -> list[int]
     return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist()
 
 
-def random_batch(lengths: list[int], vocabulary: int) -> Sequences:
-    """Every token but the first of a sequence is predicted."""
+def random_batch(lengths: list[int], vocabulary: int, prompt: int = 0) -> Sequences:
+    """Every token is predicted, but the first of a sequence and those of the prompt that all begin with."""
     generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
+    for row in rows:
+        row[:prompt] = rows[0][:prompt]
     return Sequences.from_list(
-        [
-            {
-                "input_ids": torch.randint(0, vocabulary, (length,), generator=generator),
-                "loss_mask": torch.arange(length) > 0,
-            }
-            for length in lengths
-        ]
+        [{"input_ids": row, "loss_mask": torch.arange(len(row)) >= max(1, prompt)} for row in rows]
     )
 
 
@@ -142,15 +167,17 @@ def save_random_model(size: str, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
 
 
-def model_flops(engine: TrainingEngine, lengths: list[int]) -> float:
+def model_flops(engine: TrainingEngine, way: Way, lengths: list[int]) -> float:
     """Of forward and backward; the tied embedding counts once, as the output layer that it also is."""
     config = engine.module.model.config
     width = config.num_attention_heads * (
         getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
     )
-    squares = sum(length**2 for length in lengths)
+    again = [way.group.prompt] * (way.group.samples - 1) if way.group and way.shares else []
+    tokens = sum(lengths) - sum(again)
+    squares = sum(length**2 for length in lengths) - sum(length**2 for length in again)
     passes = 4 if engine.has_adapters else 6
-    return passes * engine.num_parameters * sum(lengths) + 6 * config.num_hidden_layers * width * squares
+    return passes * engine.num_parameters * tokens + 6 * config.num_hidden_layers * width * squares
 
 
 def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> TrainingEngine:
@@ -158,7 +185,8 @@ def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> Tr
         path=str(folder),
         dtype="bfloat16",
         layout=way.layout,
-        gradient_checkpointing=checkpointing or way.context > 0,
+        gradient_checkpointing=checkpointing or way.context > 0 or way.group is not None,
+        share_prefixes="auto" if way.shares else "never",
         activation_offload=way.offloaded,
         compile=way.compiled,
         logprob_chunk_tokens=way.chunk_tokens,
@@ -167,7 +195,7 @@ def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> Tr
     return TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=100, device=device)
 
 
-def measure(engine: TrainingEngine, batch: Sequences, plan: RankPlan, repeats: int) -> Measurement:
+def measure(engine: TrainingEngine, way: Way, batch: Sequences, plan: RankPlan, repeats: int) -> Measurement:
     """`repeats` steps after one to warm up."""
     lengths, on_gpu = batch.lengths.tolist(), engine.device.type == "cuda"
     batch = Sequences.from_list([batch.slice(row, row + 1).tokens for row in plan.rows.tolist()])
@@ -180,19 +208,20 @@ def measure(engine: TrainingEngine, batch: Sequences, plan: RankPlan, repeats: i
             torch.cuda.synchronize()
         taken.append(perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-    return Measurement(median(taken[1:]), peak, sum(lengths), model_flops(engine, lengths))
+    return Measurement(median(taken[1:]), peak, sum(lengths), model_flops(engine, way, lengths))
 
 
 def measure_way(folder: Path, way: Way, lengths: list[int], arguments: argparse.Namespace) -> Measurement | None:
     """None where the GPU's memory does not suffice."""
-    max_tokens = max(arguments.max_tokens, max(lengths))
+    max_tokens = sum(lengths) if way.group else max(arguments.max_tokens, max(lengths))
     plan = plan_batch(lengths, ranks=1, max_tokens=max_tokens, layout=way.layout).for_rank(0)
     if arguments.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
         engine = build_engine(folder, way, arguments.device, arguments.gradient_checkpointing)
-        return measure(engine, random_batch(lengths, engine.vocabulary), plan, arguments.repeats)
+        batch = random_batch(lengths, engine.vocabulary, way.group.prompt if way.group else 0)
+        return measure(engine, way, batch, plan, arguments.repeats)
     except torch.cuda.OutOfMemoryError:
         return None
 
@@ -230,6 +259,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--contexts", nargs="*", type=int, default=[16_384, 65_536], help="tokens of rows with one context"
     )
+    parser.add_argument(
+        "--rows", nargs="+", choices=("tail", "context", "prompt"), default=["tail", "context", "prompt"]
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short sequences, to see that it runs")
     parser.add_argument("--sequences", type=int, default=64)
@@ -257,7 +289,7 @@ def main() -> None:
         f"# {card}, torch {torch.__version__}, transformers {transformers.__version__}\n",
         f"{arguments.sequences} sequences of {min(lengths):,} to {max(lengths):,} tokens, {sum(lengths):,} in all; "
         f"micro-batches of at most {arguments.max_tokens:,}; bf16 over float32 parameters; gradient checkpointing "
-        f"{'on' if arguments.gradient_checkpointing else 'off'}, in rows of one context on; "
+        f"{'on' if arguments.gradient_checkpointing else 'off'}, in rows of one context or prompt on; "
         f"dense bf16 peak {peak_tflops or 'unknown'} TFLOP/s.\n",
         "| size | way | tokens/s | model FLOP utilisation | peak GiB |",
         "| --- | --- | --- | --- | --- |",
@@ -278,11 +310,17 @@ def main() -> None:
 
 def batches(arguments: argparse.Namespace, long_tail: list[int]) -> Iterator[tuple[Way, list[int]]]:
     """Each way, and the lengths of the sequences that it is measured with."""
-    for way in long_tail_ways():
-        yield way, long_tail
-    for context in arguments.contexts:
-        for way in context_ways(context, arguments.device):
-            yield way, [context] * CONTEXT_SEQUENCES
+    if "tail" in arguments.rows:
+        for way in long_tail_ways():
+            yield way, long_tail
+    if "context" in arguments.rows:
+        for context in arguments.contexts:
+            for way in context_ways(context, arguments.device):
+                yield way, [context] * CONTEXT_SEQUENCES
+    if "prompt" in arguments.rows:
+        for group in (Group(64, 32, 4),) if arguments.tiny else GROUPS:
+            for shares in (False, True):
+                yield Way(group=group, shares=shares), group.lengths
 
 
 if __name__ == "__main__":
