@@ -25,6 +25,7 @@ a prompt that is computed once counts once; tokens/s are of the samples, prompts
 """
 
 import argparse
+import gc
 import json
 import tempfile
 from collections.abc import Iterator
@@ -215,6 +216,7 @@ def measure_way(folder: Path, way: Way, lengths: list[int], arguments: argparse.
     """None where the GPU's memory does not suffice."""
     max_tokens = sum(lengths) if way.group else max(arguments.max_tokens, max(lengths))
     plan = plan_batch(lengths, ranks=1, max_tokens=max_tokens, layout=way.layout).for_rank(0)
+    gc.collect()  # the engine before this one refers to itself
     if arguments.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -3,6 +3,7 @@
 It needs torch, transformers and pytest; the comparison with the estimate also `controller` and OmegaConf.
 """
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
 
 def update_peak(path: str, device: torch.device, micro_batches: int, length: int, **model: object) -> float:
     """GiB allocated at the fullest moment of a whole update with so many micro-batches; 0 on a CPU."""
+    gc.collect()  # an engine before this one refers to itself and would be counted
     config = ModelConfig(path=path, gradient_checkpointing=True, **model)
     engine = TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device=device)
     one = {"input_ids": torch.arange(length) % 500, "loss_mask": torch.arange(length) > 0}
