@@ -28,4 +28,6 @@ def test_training_steps_in_both_layouts_without_the_other_dependencies():
         "padded, log-probs at once",
         "256 tokens, whole model",
         "256 tokens, whole model, offloaded",
+        "prompt 64, 4 responses of 32, computed 4 times",
+        "prompt 64, 4 responses of 32, computed once",
     ]
