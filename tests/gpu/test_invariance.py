@@ -80,11 +80,17 @@ def path(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", head_dim=16)
 
 
-def learned(path: str, micro_batches: list[tuple[int, int]], **model: object) -> tuple[dict, dict[str, Tensor]]:
-    """Metrics and gradients of one mini-batch through the engine."""
+def learned(
+    path: str,
+    micro_batches: list[tuple[int, int]],
+    device: torch.device = CUDA,
+    branching: bool = False,
+    **model: object,
+) -> tuple[dict, dict[str, Tensor]]:
+    """Metrics and gradients of one mini-batch through the engine. branching: sequences begin alike."""
     config = ModelConfig(path=path, **model)
-    engine = TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device="cuda")
-    sequences = random_sequences(dtype=torch.float32)
+    engine = TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device=device)
+    sequences = random_sequences(dtype=torch.float32, branching=branching)
     loss = make_policy_loss(LossConfig(entropy_coefficient=0.02, kl_coefficient=0.1))
     metrics = engine.forward_backward(sequences, micro_batches, loss, Denominators.of(sequences))
     return results(metrics), {name: full_tensor(p.grad) for name, p in engine.module.named_parameters()}

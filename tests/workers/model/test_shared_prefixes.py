@@ -145,15 +145,15 @@ def visible(row: SharedRow) -> Tensor:
     return seen
 
 
-def random_inputs(row: SharedRow, heads: tuple[int, int], seed: int) -> list[Tensor]:
+def random_inputs(row: SharedRow, heads: tuple[int, int], seed: int, dim: int = 8) -> list[Tensor]:
     """query, key, value and the gradient of the output, for the whole row."""
     generator = torch.Generator().manual_seed(seed)
     width, (query_heads, key_heads) = row.input_ids.shape[1], heads
     shapes = [
-        (1, query_heads, width, 8),
-        (1, key_heads, width, 8),
-        (1, key_heads, width, 8),
-        (1, width, query_heads, 8),
+        (1, query_heads, width, dim),
+        (1, key_heads, width, dim),
+        (1, key_heads, width, dim),
+        (1, width, query_heads, dim),
     ]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
