@@ -4,8 +4,9 @@
                          <-- b ---
 
 A sequence that meets others of its group costs its own tokens only; the last one of a group takes the beginning along.
-Partners are the lightest micro-batches, and those that hold sequences of the same groups. Each exchange makes the
-heavier of two micro-batches lighter, and none heavier than that one was, so the search ends.
+Partners are the lightest micro-batches, and those that hold sequences of the same groups; with all others, whole groups
+trade places (shared_swaps.py). Each exchange makes the heavier of two micro-batches lighter, and none heavier than that
+one was, so the search ends.
 
 n sequences, G groups, M micro-batches, as in shared_filling.py.
 """
@@ -19,6 +20,8 @@ from balancing.compiled import compiled
 from balancing.grouping import Floats, Integers
 from balancing.linked_lists import next_lightest
 from balancing.shared_filling import Groups
+from balancing.shared_loads import Filled, filled_by, members_in, move
+from balancing.shared_swaps import COST, best_swap
 
 PARTNERS = 6
 """A heavy micro-batch tries this many of the lightest ones."""
@@ -26,21 +29,6 @@ LEAST_GAIN = 3e-4
 """An exchange is made if it makes the heavier micro-batch lighter by this share."""
 FAILURES = 64
 """The search ends after this many micro-batches that no exchange makes lighter."""
-
-
-class Filled(NamedTuple):
-    """The state of the search. micro_batch_of: int64 [n]. loads: float64 [M]. tokens, counts (sequences): int64 [M].
-
-    first: int64 [M]; following, before: int64 [n]: the members of each micro-batch as lists that end with -1.
-    """
-
-    micro_batch_of: Integers
-    loads: Floats
-    tokens: Integers
-    counts: Integers
-    first: Integers
-    following: Integers
-    before: Integers
 
 
 class Bundles(NamedTuple):
@@ -75,7 +63,7 @@ def exchange_shared(
     micro_batch_of: int64 [n], none empty, within the caps, which hold afterwards, too. levels: float64 [M].
     Returns a new int64 [n], and the effort that is left.
     """
-    filled = _filled(groups, micro_batch_of, len(levels))
+    filled = filled_by(groups, micro_batch_of, len(levels))
     is_open, failures = np.ones(len(levels), np.bool_), 0
     while effort > 0 and failures < FAILURES:
         heavy = _furthest(filled.loads - levels, is_open)
@@ -87,9 +75,9 @@ def exchange_shared(
             is_open[heavy] = False
             failures += 1
         for row in given:
-            _move(groups, filled, row, light)
+            move(groups, filled, row, light)
         for row in returned:
-            _move(groups, filled, row, heavy)
+            move(groups, filled, row, heavy)
     return filled.micro_batch_of, effort
 
 
@@ -104,66 +92,6 @@ def _furthest(excess: Floats, is_open: NDArray[np.bool_]) -> int:
 
 
 @compiled
-def _filled(groups: Groups, micro_batch_of: Integers, count: int) -> Filled:
-    rows = len(micro_batch_of)
-    filled = Filled(
-        np.full(rows, -1),
-        np.zeros(count),
-        np.zeros(count, np.int64),
-        np.zeros(count, np.int64),
-        np.full(count, -1),
-        np.full(rows, -1),
-        np.full(rows, -1),
-    )
-    for row in range(rows):
-        _add(groups, filled, row, micro_batch_of[row])
-    return filled
-
-
-@compiled
-def _members(groups: Groups, filled: Filled, group: int, place: int) -> int:
-    """The number of sequences of a group in a micro-batch."""
-    found = 0
-    for row in range(groups.start[group], groups.start[group + 1]):
-        found += filled.micro_batch_of[row] == place
-    return found
-
-
-@compiled
-def _count(groups: Groups, filled: Filled, row: int, place: int, sign: int) -> None:
-    """Add a sequence (sign 1) to the sums of a micro-batch, or take it out (-1), while it is in none itself."""
-    group = groups.group[row]
-    alone = _members(groups, filled, group, place) == 0
-    filled.loads[place] += sign * (groups.own[row] + (groups.shared[group] if alone else 0.0))
-    filled.tokens[place] += sign * (groups.own_tokens[row] + (groups.shared_tokens[group] if alone else 0))
-    filled.counts[place] += sign
-
-
-@compiled
-def _add(groups: Groups, filled: Filled, row: int, place: int) -> None:
-    _count(groups, filled, row, place, 1)
-    head = filled.first[place]
-    filled.following[row], filled.before[row], filled.first[place] = head, -1, row
-    if head >= 0:
-        filled.before[head] = row
-    filled.micro_batch_of[row] = place
-
-
-@compiled
-def _move(groups: Groups, filled: Filled, row: int, place: int) -> None:
-    old, after, before = filled.micro_batch_of[row], filled.following[row], filled.before[row]
-    if before >= 0:
-        filled.following[before] = after
-    else:
-        filled.first[old] = after
-    if after >= 0:
-        filled.before[after] = before
-    filled.micro_batch_of[row] = -1
-    _count(groups, filled, row, old, -1)
-    _add(groups, filled, row, place)
-
-
-@compiled
 def _best(
     groups: Groups, filled: Filled, heavy: int, levels: Floats, max_tokens: int, max_sequences: int
 ) -> tuple[int, Integers, Integers, int]:
@@ -172,21 +100,25 @@ def _best(
     The best has the least sum of the higher of both excesses over the level, and of the work that it adds, which is
     that of beginnings computed again.
     """
-    spent, partner, given, returned = (
-        len(levels) * PARTNERS,
-        -1,
-        levels.astype(np.int64)[:0],
-        levels.astype(np.int64)[:0],
-    )
+    nothing = filled.micro_batch_of[:0]
+    spent, partner, given, returned = len(levels) * PARTNERS, -1, nothing, nothing
     below, least = filled.loads[heavy] * (1 - LEAST_GAIN) - levels[heavy], np.inf
-    for light in _partners(groups, filled, heavy, levels):
+    partners = _partners(groups, filled, heavy, levels)
+    for light in partners:
         give, take = _bundles(groups, filled, heavy, light), _bundles(groups, filled, light, heavy)
         spent += len(give.own) * len(take.own)
         found, i, j = _least(filled, heavy, light, give, take, levels, below, least, max_tokens, max_sequences)
         if i >= 0:
             least, partner = found, light
             given, returned = _rows(groups, filled, heavy, give, i), _rows(groups, filled, light, take, j)
-    return partner, given, returned, spent
+    related = np.zeros(len(levels), np.bool_)
+    related[heavy] = True
+    related[partners] = True
+    swap = best_swap(groups, filled, heavy, related, levels, min(below, least), max_tokens, max_sequences)
+    if swap.light >= 0:
+        partner, given = swap.light, _of_group(groups, filled, heavy, swap.given)
+        returned = nothing if swap.returned < 0 else _of_group(groups, filled, partner, swap.returned)
+    return partner, given, returned, spent + len(levels) * COST
 
 
 @compiled
@@ -243,10 +175,10 @@ def _priced(
     leaving, entering = own.copy(), own.copy()
     leaving_tokens, entering_tokens = own_tokens.copy(), own_tokens.copy()
     for i in range(1, len(own)):
-        if _members(groups, filled, group[i], place) == members[i]:
+        if members_in(groups, filled, group[i], place) == members[i]:
             leaving[i] += groups.shared[group[i]]
             leaving_tokens[i] += groups.shared_tokens[group[i]]
-        if _members(groups, filled, group[i], partner) == 0:
+        if members_in(groups, filled, group[i], partner) == 0:
             entering[i] += groups.shared[group[i]]
             entering_tokens[i] += groups.shared_tokens[group[i]]
     return Bundles(own, own_tokens, members, group, row, leaving, leaving_tokens, entering, entering_tokens)
@@ -304,6 +236,12 @@ def _rows(groups: Groups, filled: Filled, place: int, bundles: Bundles, position
         return bundles.row[position : position + 1].copy()
     if bundles.group[position] < 0:
         return bundles.row[:0].copy()
-    start, end = groups.start[bundles.group[position]], groups.start[bundles.group[position] + 1]
+    return _of_group(groups, filled, place, bundles.group[position])
+
+
+@compiled
+def _of_group(groups: Groups, filled: Filled, place: int, group: int) -> Integers:
+    """The sequences of a group in a micro-batch."""
+    start, end = groups.start[group], groups.start[group + 1]
     rows: Integers = start + np.flatnonzero(filled.micro_batch_of[start:end] == place)
     return rows

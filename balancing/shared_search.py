@@ -33,7 +33,7 @@ EFFORT = 500_000
 EFFORT_EACH = 2_000
 """and this many more for each sequence;"""
 FIRST = 4
-"""of which Karmarkar-Karp's schedule gets one in so many."""
+"""of which the schedule of pieces of groups (shared_dealing.py) gets one in so many."""
 
 
 def fastest_of_groups(groups: Groups, request: Request) -> Schedule | None:
@@ -72,7 +72,7 @@ class _Search:
                 self._begin(bound / steps)
                 if self._time <= bound * (1 + NEAR):
                     return self._best
-            for order in self._orders():
+            for order in self._orders(bound / steps):
                 self._try(order, forced, bound)
                 if not np.isfinite(self._filled_time) and (attempt > 0 or self._effort <= 0):
                     break  # where one order does not fit, others seldom do, and each takes long
@@ -91,7 +91,7 @@ class _Search:
         heaviest_first = np.argsort(np.argsort(-work, kind="stable"), kind="stable")[numbers]
         forced = self._forced(found.steps)
         bound = shared_step_time_bound(self._groups, self._request.ranks, found.steps, self._request.caps).time
-        self._exchange(heaviest_first, forced, bound, found.start)
+        self._exchange(heaviest_first, forced, bound, found.start, self._effort // FIRST)
 
     def _steps(self) -> Iterator[int]:
         """Numbers of micro-steps, upwards from a lower bound; none that the counts do not allow."""
@@ -110,9 +110,14 @@ class _Search:
         found = least_step_times(self._groups, self._request.ranks, steps, self._request.caps)
         return np.pad(found, (0, steps - len(found)))
 
-    def _orders(self) -> Iterator[Integers]:
-        """int64 [G]: heaviest groups first, but the cheapest beginnings last."""
+    def _orders(self, level: float) -> Iterator[Integers]:
+        """int64 [G]: the largest remainders first, then heaviest groups first, but the cheapest beginnings last.
+
+        Remainder: what a group has left when it has filled as many micro-batches of this level as it can.
+        """
         shared, own = self._groups.shared, work_of_groups(self._groups)
+        room = np.maximum(level - shared, 1e-9 * level)
+        yield np.argsort(-np.fmod(own, room) - shared, kind="stable")
         ascending = np.argsort(shared, kind="stable")
         for share in CHEAPEST:
             last = np.zeros(len(own), np.bool_)
@@ -124,13 +129,12 @@ class _Search:
         filled = self._lowest(order, forced, bound)
         if filled is None:
             return
-        self._exchange(filled, forced, bound, "shared_prefixes")
+        self._exchange(filled, forced, bound, "shared_prefixes", self._effort)
 
-    def _exchange(self, filled: Integers, forced: Floats, bound: float, start: Start) -> None:
+    def _exchange(self, filled: Integers, forced: Floats, bound: float, start: Start, effort: int) -> None:
         """Exchange, and keep the schedule if it is the fastest. filled: int64 [n], micro-batches, heaviest first."""
         caps, steps, aim = self._request.caps, len(forced), self._levels(forced, bound * (1 + NEAR / 2))
         filled = _spread(filled, steps if self._request.allow_empty else len(aim), len(aim))
-        effort = self._effort // FIRST if start == "karmarkar_karp" else self._effort
         filled, left = exchange_shared(self._groups, filled, aim, caps.max_tokens, caps.max_sequences, effort)
         self._effort -= effort - left
         self._keep(self._dealt(filled, steps, start))

@@ -11,6 +11,7 @@ from balancing.analysis.explain import explanation
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
 from balancing.errors import CountError, LengthError, OptionError
 from balancing.model_config import SEVEN_BILLION
+from tests.benchmarks.balancing.shared_prompts import Batch
 
 COSTS = CostModel(1.0, 0.001)
 SEVEN_B = CostModel.from_model_config(SEVEN_BILLION)
@@ -135,6 +136,14 @@ def test_512_groups_of_16_on_64_ranks_end_within_a_point_of_the_bound():
     lengths = own + np.repeat(prefixes, 16)
     plan = planned(lengths, prefixes, 16, ranks=64, max_tokens=4 * int(lengths.max()), cost_model=SEVEN_B)
     assert plan_statistics(plan)["over_bound"] <= 0.01
+    assert plan.mini_batches[0].sums(plan.sizes).max() <= plan.max_tokens
+
+
+def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_near_the_bound():
+    """Where groups are placed by their weight alone, or are exchanged with few micro-batches, it is 1.7 % above."""
+    plan = Batch.draw("geometric", (256, 2048), "1", cap=2.0).plan()
+    assert plan.mini_batches[0].steps * plan.ranks == 512
+    assert plan_statistics(plan)["over_bound"] <= 0.012
     assert plan.mini_batches[0].sums(plan.sizes).max() <= plan.max_tokens
 
 
