@@ -1,4 +1,4 @@
-"""Shared beginnings with the CUDA kernels: a call a level, merged by log-sum-exp, against a mask in float64.
+"""Shared beginnings with the CUDA kernels, a call a level or over all paths, against a mask in float64.
 
 It needs torch, transformers, pytest and hypothesis, and of this project `workers` and `balancing`.
 """
@@ -9,24 +9,12 @@ import pytest
 import torch
 
 from tests.gpu.test_invariance import learned
-from tests.workers.model.test_shared_prefixes import by_mask, computed, random_inputs, stairs
+from tests.workers.model.test_shared_prefixes import by_mask, computed, groups, random_inputs, stairs
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
-from workers.model import shared_attention
-from workers.model.packing import Sequences
 from workers.model.shared_attention import SharedAttention
 from workers.model.shared_prefixes import pack_shared
 
 DIM, BFLOAT16_ERROR = 64, 2e-2
-
-
-def groups(*shapes: tuple[int, list[int]]) -> Sequences:
-    """Of each (prompt, responses), a sequence for every response; all in tokens."""
-    rows = []
-    for group, (prompt, responses) in enumerate(shapes):
-        for index, response in enumerate(responses):
-            ids = torch.cat([torch.full((prompt,), 1000 + group), torch.full((response,), index)])
-            rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= prompt})
-    return Sequences.from_list(rows)
 
 
 ROWS = {
@@ -37,10 +25,11 @@ ROWS = {
 }
 
 
+@pytest.mark.parametrize("way", ["level", "path"])
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
 @pytest.mark.parametrize("name", ROWS)
-def test_attention_over_levels_equals_that_of_a_mask(name, heads, device, monkeypatch):
-    monkeypatch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", 0)  # on a CPU as on CUDA
+def test_attention_by_levels_and_by_paths_equals_that_of_a_mask(name, heads, way, device, monkeypatch):
+    monkeypatch.setattr(SharedAttention, "_way", lambda *_: way)
     row = pack_shared(ROWS[name], 8)
     inputs = [tensor.bfloat16().double() for tensor in random_inputs(row, heads, seed=0, dim=DIM)]
     found = computed(SharedAttention(row, device), [tensor.to(device, torch.bfloat16) for tensor in inputs])

@@ -42,9 +42,11 @@ def flash_forward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention segment by segment; causal only for segments of as many queries as keys.
+    """Attention segment by segment; no segment has more queries than keys.
 
-    window: tokens that each token sees, itself included; only if causal. On the CPU it makes a mask of L x L.
+    causal: the last query of a segment sees all its keys, the one before it all but the last, and so on: the flash
+    kernels align their mask at the bottom right. window: tokens that each token sees, itself included; only if causal.
+    On the CPU a window, or fewer queries than keys, makes a mask of all their pairs.
     query [Q, H, D], key and value [T, K, D] -> (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]).
     """
     if query.is_cuda:
@@ -65,7 +67,7 @@ def flash_forward(
         return output, lse
     outputs, sums = [], []
     for q, k, v in _segments_on_cpu(query, key, value, query_segments, key_segments):
-        mask = _mask_on_cpu(q, window)
+        mask = _mask_on_cpu(q, k, causal, window)
         plain = causal and mask is None
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, plain, attn_mask=mask, scale=scale)
         outputs.append(out[0].transpose(0, 1))
@@ -114,7 +116,7 @@ def flash_backward(
     segments = _segments_on_cpu(query, key, value, query_segments, key_segments)
     for (q, k, v), (grad, out, sums) in zip(segments, of_queries, strict=True):
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        mask = _mask_on_cpu(q, window)
+        mask = _mask_on_cpu(q, k, causal, window)
         given = (grad, q, k, v, out, sums[None].contiguous())
         grads.append(backward(*given, 0.0, causal and mask is None, attn_mask=mask, scale=scale))
     grad_query, grad_key, grad_value = (
@@ -133,13 +135,14 @@ def window_size(causal: bool, window: int | None) -> tuple[int, int]:
     return -1 if window is None else window - 1, 0 if causal else -1
 
 
-def _mask_on_cpu(query: Tensor, window: int | None) -> Tensor | None:
-    """Additive mask [L, L] of a causal window for query [1, H, L, D], or None without a window."""
-    if window is None:
+def _mask_on_cpu(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor | None:
+    """Additive mask [queries, keys] for query and key [1, H, L, D]; None where the kernel needs none."""
+    queries, keys = query.shape[2], key.shape[2]
+    if not causal or (window is None and queries == keys):
         return None
-    place = torch.arange(query.shape[2])
-    distance = place[:, None] - place
-    return torch.zeros(distance.shape, dtype=query.dtype).masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    hidden = (distance < 0) | (distance >= (window or keys))
+    return torch.zeros(queries, keys, dtype=query.dtype).masked_fill(hidden, -torch.inf)
 
 
 def _segments_on_cpu(

@@ -24,8 +24,7 @@ from workers.model.flash_kernels import Segments, flash_backward, flash_forward
 class Block:
     """Which queries see which keys. queries, keys: int64 positions in the row, segment after segment; None is all.
 
-    A position may be several times in `keys`, but not in `queries`. causal: only for segments of as many queries as
-    keys.
+    A position may be several times in `keys`, but not in `queries`. causal: as in `flash_forward`.
     """
 
     queries: Tensor | None
@@ -37,43 +36,35 @@ class Block:
 
 def attend(query: Tensor, key_value: Tensor, scale: float, block: Block, output: Tensor, lse: Tensor) -> None:
     """Merge one block into `output` [T, H, D] and `lse` [H, T], in place."""
-    key, value = _take(key_value, block.keys, dim=1)
-    query = _take(query, block.queries, dim=0)
+    key, value = take(key_value, block.keys, dim=1)
+    query = take(query, block.queries, dim=0)
     part, part_lse = flash_forward(query, key, value, block.query_segments, block.key_segments, block.causal, scale)
-    before, before_lse = _take(output, block.queries, dim=0), _take(lse, block.queries, dim=1)
+    before, before_lse = take(output, block.queries, dim=0), take(lse, block.queries, dim=1)
     merged_lse = torch.logaddexp(before_lse, part_lse)
     merged = before * _weight(before_lse, merged_lse) + part * _weight(part_lse, merged_lse)
     _put(output, block.queries, merged, dim=0)
     _put(lse, block.queries, merged_lse, dim=1)
 
 
-def backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key_value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    scale: float,
-    block: Block,
-    grad_query: Tensor,
-) -> Tensor:
-    """Add one block's share to `grad_query` in place; returns that of its keys and values [2, keys, K, D]."""
-    key, value = _take(key_value, block.keys, dim=1)
-    rows = [_take(tensor, block.queries, dim=0) for tensor in (grad_output, query, output)]
+def gradients(
+    grad_output: Tensor, query: Tensor, key_value: Tensor, output: Tensor, lse: Tensor, scale: float, block: Block
+) -> tuple[Tensor, Tensor]:
+    """One block's share of the gradients of its queries [queries, H, D] and of its keys and values [2, keys, K, D]."""
+    key, value = take(key_value, block.keys, dim=1)
+    rows = [take(tensor, block.queries, dim=0) for tensor in (grad_output, query, output)]
     part_query, part_key, part_value = flash_backward(
         rows[0],
         rows[1],
         key,
         value,
         rows[2],
-        _take(lse, block.queries, dim=1),
+        take(lse, block.queries, dim=1),
         block.query_segments,
         block.key_segments,
         block.causal,
         scale,
     )
-    add(grad_query, block.queries, part_query, dim=0)
-    return torch.stack([part_key, part_value])
+    return part_query, torch.stack([part_key, part_value])
 
 
 def _weight(part_lse: Tensor, lse: Tensor) -> Tensor:
@@ -81,7 +72,8 @@ def _weight(part_lse: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(part_lse - lse).transpose(0, 1).unsqueeze(-1)
 
 
-def _take(tensor: Tensor, index: Tensor | None, dim: int) -> Tensor:
+def take(tensor: Tensor, index: Tensor | None, dim: int) -> Tensor:
+    """The positions `index` of a dimension; None is all."""
     return tensor if index is None else tensor.index_select(dim, index)
 
 
@@ -93,6 +85,7 @@ def _put(target: Tensor, index: Tensor | None, values: Tensor, dim: int) -> None
 
 
 def add(target: Tensor, index: Tensor | None, values: Tensor, dim: int) -> None:
+    """Add to the positions `index` of a dimension, in place; None is all."""
     values = values.to(target.dtype)
     if index is None:
         target.add_(values)

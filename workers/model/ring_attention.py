@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from workers.model.flash_kernels import Segments
-from workers.model.merged_attention import Block, add, attend, backward
+from workers.model.merged_attention import Block, add, attend, gradients
 from workers.model.packing import PackedRow
 from workers.model.shared_attention import ring_blocks
 from workers.model.shared_prefixes import SharedRow
@@ -136,10 +136,11 @@ class _RingAttention(torch.autograd.Function):
         held, wait_for_grad = key_value, None
         for step in range(ring.size):
             wait = ring.pass_on(held) if step + 1 < ring.size else None
-            parts = [
-                (block.keys, backward(grad_output, query, held, output, lse, ctx.scale, block, grad_query))
-                for block in ring.blocks[step]
-            ]
+            parts = []
+            for block in ring.blocks[step]:
+                part_query, part = gradients(grad_output, query, held, output, lse, ctx.scale, block)
+                add(grad_query, block.queries, part_query, dim=0)
+                parts.append((block.keys, part))
             # The gradient of the keys held now comes from the rank before, which held them one step earlier.
             grad_held = wait_for_grad() if wait_for_grad else grad_held
             for keys, part in parts:

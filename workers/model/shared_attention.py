@@ -2,10 +2,15 @@
 
     a call a level     level 0, every run causal over itself; level n, those who continue a beginning over it; merged by
                        their log-sum-exp (`merged_attention.py`)
+    a call a path      every run over what comes before it on its path and causal over itself: keys are copied, as many
+                       as the sequences have tokens
     a call a tree      a run and those that continue it, with a mask that hides from a cell what is not on its path
 
-On CUDA a level is one call of a flash kernel. On a CPU it is a call for each run, and where runs are short, as those of
-responses that are nearly alike, trees are faster, though the scores that their masks hide are computed all the same.
+On CUDA a level is one call of a flash kernel, and so are all paths of a row together. To merge a level takes many small
+kernels, to copy keys takes one: short rows, for which the host needs longer than the card, go by paths, others by
+levels.
+On a CPU a level is a call for each run. Where runs are short, as those of responses that are nearly alike, trees are
+faster, though the scores that their masks hide are computed all the same.
 
 Shapes: W cells of the row; H query heads, K key-value heads, D head dimension.
 """
@@ -13,7 +18,7 @@ Shapes: W cells of the row; H query heads, K key-value heads, D head dimension.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +26,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from workers.model.flash_kernels import Segments, flash_forward
-from workers.model.merged_attention import Block, add, attend, backward
+from workers.model.merged_attention import Block, add, attend, gradients, take
 from workers.model.shared_prefixes import Run, SharedRow, Stripe
 
 WHOLE = Stripe(0, 1)
 PRODUCTS_OF_A_CALL = 2**20
 """A call less is worth up to so many hidden products of a query's number by a key's in the forward pass. Measured on
 AVX-512, forward and backward: even at 2^20 to 2^22."""
+COPIES_OF_A_LEVEL = 2**23
+"""A level less to merge, on CUDA, is worth copying up to so many numbers of keys. An estimate, not yet measured: a
+level takes about 26 small kernels more, forward and backward, 0.13 to 0.26 ms of a host; so many numbers, and as many of
+the values, are copied and their gradients added in 0.15 ms at 3 TB/s. In half precision they take 32 MiB."""
 
 
 class SharedAttention:
@@ -38,8 +47,16 @@ class SharedAttention:
         self._masks: list[Tensor | None] = []
 
     @cached_property
-    def _blocks(self) -> tuple[Block, ...]:
+    def _levels(self) -> tuple[Block, ...]:
         return attention_blocks(self._row, WHOLE, WHOLE, self._device)
+
+    @cached_property
+    def _paths(self) -> tuple[Block, ...]:
+        return (path_block(self._row, self._device),)
+
+    @cached_property
+    def _widest_by_path(self) -> int:
+        return widest_by_path(self._row)
 
     @cached_property
     def _trees(self) -> list["Tree"]:
@@ -51,10 +68,17 @@ class SharedAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, H, W, D], key and value [1, K, W, D] -> [1, W, H, D]."""
-        if not query.is_cuda and query.shape[1] * query.shape[3] <= self._widest_by_tree:
+        way = self._way(query, key)
+        if way == "tree":
             return self._by_tree(query, key, value, scale)
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return _SharedAttention.apply(query, torch.stack([key, value]), scale, self._blocks)[None]
+        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        blocks = self._paths if way == "path" else self._levels
+        return _SharedAttention.apply(query, torch.stack([key, value]), scale, blocks)[None]
+
+    def _way(self, query: Tensor, key: Tensor) -> Literal["level", "path", "tree"]:
+        if query.is_cuda:
+            return "path" if key.shape[1] * key.shape[3] <= self._widest_by_path else "level"
+        return "tree" if query.shape[1] * query.shape[3] <= self._widest_by_tree else "level"
 
     def _by_tree(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         self._masks = self._masks or [tree.mask(query.dtype) for tree in self._trees]
@@ -115,6 +139,26 @@ def widest_by_tree(trees: Sequence[Tree]) -> int:
     """Heads times head dimension up to which a call a tree is faster than one a run, on a CPU."""
     fewer = sum(len(tree.runs) - 1 for tree in trees)
     return PRODUCTS_OF_A_CALL * fewer // max(1, sum(tree.hidden for tree in trees))
+
+
+def widest_by_path(row: SharedRow) -> int:
+    """Key heads times head dimension up to which a call a path is faster than one a level, on CUDA."""
+    levels = max(run.level for run in row.runs)
+    return COPIES_OF_A_LEVEL * levels // sum(run.depth + run.length for run in row.runs)
+
+
+def path_block(row: SharedRow, device: torch.device) -> Block:
+    """One causal block of all cells: a run sees what comes before it on its path, and itself; padding sees itself."""
+    seen: list[Tensor] = []  # by run, the cells of its path and its own
+    for run in row.runs:
+        before = seen[run.parent][: run.depth] if run.level else torch.empty(0, dtype=torch.int64)
+        seen.append(torch.cat([before, torch.arange(run.first, run.first + run.length)]))
+    queries = [run.length for run in row.runs]
+    if row.lengths[0] < row.padded_lengths[0]:
+        seen.append(torch.arange(row.lengths[0], row.padded_lengths[0]))
+        queries.append(len(seen[-1]))
+    keys = Segments.of([len(cells) for cells in seen], device)
+    return Block(None, torch.cat(seen).to(device), Segments.of(queries, device), keys, causal=True)
 
 
 def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
@@ -193,12 +237,13 @@ class _SharedAttention(torch.autograd.Function):
         """query [W, H, D], key_value [2, W, K, D] -> [W, H, D]."""
         query, key_value = query.contiguous(), key_value.contiguous()
         own, *levels = blocks
-        key, value = key_value.unbind()
+        key, value = take(key_value, own.keys, dim=1)
         output, lse = flash_forward(query, key, value, own.query_segments, own.key_segments, own.causal, scale)
-        output = output.to(torch.promote_types(query.dtype, torch.float32))
-        for block in levels:
-            attend(query, key_value, scale, block, output, lse)
-        output = output.to(query.dtype)
+        if levels:
+            merged = output.to(torch.promote_types(query.dtype, torch.float32))
+            for block in levels:
+                attend(query, key_value, scale, block, merged, lse)
+            output = merged.to(query.dtype)
         ctx.save_for_backward(query, key_value, output, lse)
         ctx.scale, ctx.blocks = scale, blocks
         return output
@@ -207,11 +252,15 @@ class _SharedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key_value, output, lse = ctx.saved_tensors
+        given = grad_output.contiguous(), query, key_value, output, lse, ctx.scale
         dtype = torch.promote_types(query.dtype, torch.float32)
-        grad_query = torch.zeros_like(query, dtype=dtype)
+        own, *levels = ctx.blocks
+        grad_query, part = gradients(*given, own)
+        grad_query = grad_query.to(dtype if levels else query.dtype)
         grad_key_value = torch.zeros_like(key_value, dtype=dtype)
-        grad_output = grad_output.contiguous()
-        for block in ctx.blocks:
-            part = backward(grad_output, query, key_value, output, lse, ctx.scale, block, grad_query)
+        add(grad_key_value, own.keys, part, dim=1)
+        for block in levels:
+            part_query, part = gradients(*given, block)
+            add(grad_query, block.queries, part_query, dim=0)
             add(grad_key_value, block.keys, part, dim=1)
         return grad_query.to(query.dtype), grad_key_value.to(key_value.dtype), None, None

@@ -36,11 +36,11 @@ from tests.workers.model.tiny import (
 )
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import Metrics, merge, results
-from workers.model import shared_attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, group_tokens, make_policy_loss, sft
 from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor
+from workers.model.shared_attention import SharedAttention
 
 CONSTANT_LENGTH = 40
 LOAD = "expert_load_max_over_mean"
@@ -63,7 +63,7 @@ class Case:
     layout: str = "packed"
     forward_layout: str = "same"
     share_prefixes: str = "never"
-    by_tree: bool = True  # attention of shared tokens as on a CPU; False is a call a level, as on GPUs
+    shared_by: str = "tree"  # attention of shared tokens: a call a tree as on CPUs, a level or a path as on GPUs
     layers: int = 2
     router_replay: str = "none"
     router_losses: tuple[float, float] = (0.0, 0.0)  # coefficients of load-balancing and z-loss
@@ -102,7 +102,7 @@ CASES = {
     "qwen3 untied": Case("qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7),
     "llama checkpointed": Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing=True),
     "mistral windowed": Case("mistral windowed"),
-    "qwen2 shared": Case(share_prefixes="always", by_tree=False),
+    "qwen2 shared": Case(share_prefixes="always", shared_by="level"),
     "qwen3 shared": Case(
         "qwen3", tied=False, aggregation="sequence_mean_token_mean", temperature=0.7, share_prefixes="always"
     ),
@@ -111,9 +111,11 @@ CASES = {
         aggregation="sequence_mean_token_sum",
         gradient_checkpointing=True,
         share_prefixes="always",
-        by_tree=False,
+        shared_by="level",
     ),
-    "qwen2 shared, by norm": Case(aggregation="sequence_mean_token_sum_norm", share_prefixes="always", by_tree=False),
+    "qwen2 shared, by norm": Case(
+        aggregation="sequence_mean_token_sum_norm", share_prefixes="always", shared_by="path"
+    ),
     "qwen2 shared, by group": Case(aggregation="group_mean_token_mean", share_prefixes="always"),
     "qwen3_moe shared": Case("qwen3_moe", tied=False, share_prefixes="always"),
     "mistral offloaded": Case("mistral", tied=False, gradient_checkpointing=True, activation_offload=True),
@@ -455,8 +457,7 @@ def reference_update(model: torch.nn.Module) -> None:
 def engine_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
     """On one rank: one optimiser step under a random plan. Whole gradients and weights, own log-probs and metrics."""
     with pytest.MonkeyPatch.context() as patch:
-        if not case.by_tree:
-            patch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", 0)
+        patch.setattr(SharedAttention, "_way", lambda *_: case.shared_by)
         return step_outcome(case, path, way, seed)
 
 

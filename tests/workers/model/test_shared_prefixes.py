@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from balancing import plan_batch
@@ -28,8 +29,9 @@ from tests.workers.model.tiny import (
 )
 from workers.config import ModelConfig
 from workers.errors import ConfigError, DataError, UnsupportedModelError
-from workers.model import ring_attention, shared_attention
+from workers.model import merged_attention, ring_attention, shared_attention
 from workers.model.attention import PackedAttention
+from workers.model.flash_kernels import flash_backward, flash_forward
 from workers.model.layout import RowLayout
 from workers.model.merged_attention import Block
 from workers.model.model import load_model
@@ -37,7 +39,7 @@ from workers.model.model_rules import shares_prefixes
 from workers.model.packing import Sequences, pack
 from workers.model.parity import check_parity
 from workers.model.ring_attention import RingAttention
-from workers.model.shared_attention import PRODUCTS_OF_A_CALL, SharedAttention, ring_blocks
+from workers.model.shared_attention import SharedAttention, ring_blocks
 from workers.model.shared_prefixes import Run, SharedRow, pack_shared
 from workers.model.timing import MicroStepClock
 from workers.model.values import last_cells, load_value_model
@@ -49,6 +51,16 @@ def sequences_of(*rows: str) -> Sequences:
     """A letter a token; the first is not predicted."""
     ids = [torch.tensor([ord(letter) for letter in row]) for row in rows]
     return Sequences.from_list([{"input_ids": part, "loss_mask": torch.arange(len(part)) > 0} for part in ids])
+
+
+def groups(*shapes: tuple[int, list[int]]) -> Sequences:
+    """Of each (prompt, responses), a sequence for every response; all in tokens."""
+    rows = []
+    for group, (prompt, responses) in enumerate(shapes):
+        for index, response in enumerate(responses):
+            ids = torch.cat([torch.full((prompt,), 1000 + group), torch.full((response,), index)])
+            rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= prompt})
+    return Sequences.from_list(rows)
 
 
 def letters(row: SharedRow) -> str:
@@ -180,7 +192,7 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 HEADS = st.sampled_from([(1, 1), (4, 2), (4, 1)])
-WAYS = (PRODUCTS_OF_A_CALL, 0)  # a call a tree, for rows as small as these; a call a run
+WAYS = ("tree", "level", "path")
 
 
 @given(st.integers(0, 2**31), st.integers(1, 9), HEADS, st.sampled_from([1, 8]))
@@ -189,9 +201,9 @@ def test_attention_equals_that_of_a_mask(seed, count, heads, multiple):
     """Outputs and gradients, in float64, for random trees of any depth."""
     row = pack_shared(random_sequences(count, seed, branching=True), multiple)
     inputs = random_inputs(row, heads, seed)
-    for products in WAYS:
+    for way in WAYS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", products)
+            patch.setattr(SharedAttention, "_way", lambda *_, way=way: way)
             assert_equal(computed(SharedAttention(row, CPU), inputs), by_mask(row, inputs))
 
 
@@ -214,6 +226,74 @@ def test_small_trees_are_a_call_each_and_others_are_computed_level_by_level(monk
         query, key = torch.randn(1, 8, row.lengths[0], 64), torch.randn(1, 2, row.lengths[0], 64)
         SharedAttention(row, CPU)(query, key, key, 0.1)
         assert len(calls) == expected
+
+
+class OnCuda(Tensor):
+    """A tensor on the CPU that says it is on CUDA."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("prompt", "responses", "causal"),
+    [(64, [4] * 16, [True]), (900, [300] * 8, [True, False])],
+    ids=["a short row is one call over all paths", "a long one is a call a level"],
+)
+def test_on_cuda_attention_is_one_call_where_that_copies_few_keys(prompt, responses, causal, monkeypatch):
+    """The flash kernels for CUDA are replaced by those for CPUs; the crossing is lowered to rows as small as these."""
+    row = pack_shared(groups((prompt, responses)))
+    calls: list[bool] = []
+
+    def forward(*arguments: object) -> tuple[Tensor, Tensor]:
+        calls.append(bool(arguments[5]))
+        return flash_forward(*map(plain, arguments))
+
+    monkeypatch.setattr(shared_attention, "COPIES_OF_A_LEVEL", 2**16)
+    for module in (shared_attention, merged_attention):
+        monkeypatch.setattr(module, "flash_forward", forward)
+    monkeypatch.setattr(merged_attention, "flash_backward", lambda *arguments: flash_backward(*map(plain, arguments)))
+    inputs = random_inputs(row, (4, 2), seed=0)
+    found = computed(SharedAttention(row, CPU), [tensor.as_subclass(OnCuda) for tensor in inputs])
+    assert calls == causal  # of each call; what a level sees of the level before is not
+    assert_equal([*map(plain, found)], by_mask(row, inputs))
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that compute: not views, nor what allocates without a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        without_kernel = operator.is_view or operator.name() in ("aten::empty_like", "aten::promote_types")
+        self.count += not without_kernel
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("way", "least", "most"), [("path", 7, 9), ("level", 32, 36)])
+def test_one_call_over_all_paths_takes_few_operators_more_than_none_shared(way, least, most, monkeypatch):
+    """As docs/gpu-benchmark.md says: on a layer's attention, forward and backward, besides the kernels themselves."""
+    row = pack_shared(groups((512, [64] * 16)))
+    sums = torch.zeros(8, row.lengths[0])
+    for module in (shared_attention, merged_attention):
+        monkeypatch.setattr(module, "flash_forward", lambda query, *_: (torch.empty_like(query), sums[:, : len(query)]))
+    monkeypatch.setattr(merged_attention, "flash_backward", lambda *given: tuple(map(torch.empty_like, given[1:4])))
+    monkeypatch.setattr(SharedAttention, "_way", lambda *_: way)
+    by_token = [torch.zeros(1, row.lengths[0], heads, 16, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    leaves = [tensor.transpose(1, 2).requires_grad_() for tensor in by_token]
+    attention = SharedAttention(row, CPU)
+    attention(*leaves, 0.4)  # makes the blocks
+    with Operators() as operators:
+        output = attention(*leaves, 0.4)
+    gradient = torch.zeros_like(output)
+    with operators:
+        torch.autograd.grad(output, leaves, gradient)
+    assert least <= operators.count <= most
+
+
+def plain(value: object) -> object:
+    return value.as_subclass(Tensor) if isinstance(value, OnCuda) else value
 
 
 class RingOfThreads:
@@ -283,8 +363,8 @@ def test_rows_of_every_depth_by_one_rank_and_by_ring_equal_a_mask(depth, monkeyp
     assert sum(run.length for run in row.runs) == 20 * (depth + 1) - sum(row.shared)
     inputs = random_inputs(row, (4, 2), seed=depth)
     expected = by_mask(row, inputs)
-    for products in WAYS:
-        monkeypatch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", products)
+    for way in WAYS:
+        monkeypatch.setattr(SharedAttention, "_way", lambda *_, way=way: way)
         assert_equal(computed(SharedAttention(row, CPU), inputs), expected)
     assert_equal(by_ring(row, inputs, 4), expected)
 
