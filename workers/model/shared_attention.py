@@ -35,8 +35,8 @@ PRODUCTS_OF_A_CALL = 2**20
 AVX-512, forward and backward: even at 2^20 to 2^22."""
 COPIES_OF_A_LEVEL = 2**23
 """A level less to merge, on CUDA, is worth copying up to so many numbers of keys. An estimate, not yet measured: a
-level takes about 26 small kernels more, forward and backward, 0.13 to 0.26 ms of a host; so many numbers, and as many of
-the values, are copied and their gradients added in 0.15 ms at 3 TB/s. In half precision they take 32 MiB."""
+level takes about 26 small kernels more, forward and backward, 0.13 to 0.26 ms of a host; so many numbers, and as many
+of the values, are copied and their gradients added in 0.15 ms at 3 TB/s. In half precision they take 32 MiB."""
 
 
 class SharedAttention:
