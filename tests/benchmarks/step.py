@@ -133,7 +133,7 @@ def measured_by_hand(steps: int) -> dict[str, list[float]]:
 def measured_run(steps: int, overrides: tuple[str, ...]) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"run.dir={folder}", "run.name=step", f"run.steps={WARM_UP + steps}", "validation.prompts=8"]
-        settings += ["tracking.tensorboard=false"]
+        settings += ["tracking.tensorboard=false", "data.shuffle=false"]  # prompts in the order of the loop by hand
         command = [sys.executable, "-m", "controller.fit", "--config", CONFIG, *settings, *overrides]
         subprocess.run(command, check=True, capture_output=True)
         lines = map(json.loads, (Path(folder) / "step/metrics.jsonl").read_text().splitlines())
