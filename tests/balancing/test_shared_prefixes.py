@@ -140,10 +140,10 @@ def test_512_groups_of_16_on_64_ranks_end_within_a_point_of_the_bound():
 
 
 def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_near_the_bound():
-    """Where groups are placed by their weight alone, or are exchanged with few micro-batches, it is 1.7 % above."""
+    """Placed by their weight alone, and exchanged with few micro-batches only, they end 1.7 % above."""
     plan = Batch.draw("geometric", (256, 2048), "1", cap=2.0).plan()
     assert plan.mini_batches[0].steps * plan.ranks == 512
-    assert plan_statistics(plan)["over_bound"] <= 0.012
+    assert plan_statistics(plan)["over_bound"] <= 0.01
     assert plan.mini_batches[0].sums(plan.sizes).max() <= plan.max_tokens
 
 

@@ -86,8 +86,7 @@ def test_groups_trade_places_with_a_micro_batch_that_is_not_among_the_lightest()
         np.zeros(len(own), np.int64),
     )
     before = np.array([0, 0, *range(1, light + 1), light + 1, light + 1])
-    levels = np.array([10.0, *[9.0] * light, 10.0])
-    levels[1 : light + 1] = 10.5  # lighter for their levels than the last one, and of no help
+    levels = np.array([10.0, *[10.5] * light, 10.0])  # those between are lighter for their levels, and of no help
     after, _ = exchange_shared(groups, before, levels, 100, 100, 10_000)
     loads = np.bincount(after, own, count)
     assert (loads <= levels).all()
