@@ -176,6 +176,18 @@ def test_an_engine_on_a_cpu_computes_norms_by_vllms_kernel(engines: Engines) -> 
     assert engines.call("norm_kernel") == PROVIDER
 
 
+def test_all_requests_of_a_round_are_in_its_first_step(engines: Engines) -> None:
+    requests = requests_for(8, samples=8)
+    engines.call("watch_steps")
+    engines.sample(requests)
+    assert engines.call("requests_of_steps")[0] == len(requests)
+
+
+def test_a_command_that_nobody_waits_for_any_more_does_not_end_the_engine(engines: Engines) -> None:
+    engines.call("give_up_a_command")
+    assert {result.error for result in engines.sample(requests_for(1, samples=2)).results} == {""}
+
+
 def test_more_prompt_tokens_than_one_forward_pass_takes_are_no_harm(engines: Engines) -> None:
     requests = requests_for(32, samples=2)
     assert sum(len(request.prompt_ids) for request in requests) > 2 * PREFILL_TOKENS
