@@ -40,6 +40,9 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
         # Threads that spin at a barrier while another process has their partner's core make a step ten times longer.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, engines of one node would share their first core
+        # Pages of 2 MiB for tensors of that size: with 4 KiB a KV cache has a fault at the first use of each page, and
+        # the activations of prompts have them at every use.
+        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE", "1"),
         # Eager either way; without this vLLM compiles a helper at the first request, for ten seconds.
         "TORCHDYNAMO_DISABLE": "1",
         # vLLM's own switch; where it is 0 the engine is a thread of its actor: see workers.rollout.engine_thread.

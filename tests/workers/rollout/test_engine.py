@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +22,10 @@ from workers.rollout.engine import (
 from workers.rollout.episode import Episode, Limits
 from workers.rollout.placement import check_placement
 from workers.rollout.worker import RolloutWorker, _as_turn
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+CHOSEN_BY_USERS = ("VLLM_ENABLE_V1_MULTIPROCESSING", HUGE_PAGES)
+OF_THE_SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @pytest.mark.parametrize(
@@ -43,9 +50,10 @@ def test_a_placement_that_fits_the_device_passes(placement: str, has_gpu: bool) 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the process environment after the test."""
-    for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY"):
+    for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "OMP_WAIT_POLICY", *CHOSEN_BY_USERS):
         monkeypatch.setenv(name, "before")
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    for name in CHOSEN_BY_USERS:
+        monkeypatch.delenv(name)
 
 
 def test_an_engine_on_cpu_gets_its_threads_and_shares_them_among_its_processes(environment: None) -> None:
@@ -65,6 +73,27 @@ def test_an_engine_on_cpu_is_a_thread_of_its_actor_unless_asked_otherwise(
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", asked)
     prepare_environment(RolloutConfig(), "shared_memory")
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, "1"), ("0", "0")])
+def test_an_engine_on_cpu_has_huge_pages_unless_asked_otherwise(
+    environment: None, monkeypatch: pytest.MonkeyPatch, asked: str | None, expected: str
+) -> None:
+    if asked is not None:
+        monkeypatch.setenv(HUGE_PAGES, asked)
+    prepare_environment(RolloutConfig(), "shared_memory")
+    assert os.environ[HUGE_PAGES] == expected
+
+
+@pytest.mark.skipif(
+    not OF_THE_SYSTEM.exists() or "[never]" in OF_THE_SYSTEM.read_text(), reason="this system has no huge pages"
+)
+def test_torch_takes_huge_pages_for_tensors_where_it_is_told_to() -> None:
+    program = "import torch; x = torch.ones(2**24); print(open('/proc/self/smaps').read())"
+    told = os.environ | {HUGE_PAGES: "1"}
+    pages = subprocess.run([sys.executable, "-c", program], env=told, capture_output=True, text=True, check=True).stdout
+    kib = sum(int(line.split()[1]) for line in pages.splitlines() if line.startswith("AnonHugePages"))
+    assert kib >= 2**15  # half of the tensor: the system may be short of them
 
 
 def test_an_engine_on_a_gpu_keeps_the_threads_of_its_process(environment: None) -> None:
