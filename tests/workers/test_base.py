@@ -12,12 +12,12 @@ from workers.base import Worker
 from workers.dispatch import RankCoordinates
 
 {begin}
-for number in range(10):
+faults = []
+for _ in range(10):
     tensors = [torch.ones(2**22) for _ in range(10)]
     del tensors
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    first = faults if number == 1 else first
-print(faults - first)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[-1] - faults[1])
 """
 WORKER = 'Worker("policy", RankCoordinates(index=0, dp=0, cp=0, tp=0, pp=0), 1)'
 
@@ -29,5 +29,5 @@ def faults(begin: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="about glibc")
 def test_a_rank_uses_the_memory_of_freed_tensors_again() -> None:
-    by_itself = faults("")
-    assert faults(WORKER) < by_itself // 20
+    assert faults("") > 1000  # glibc by itself
+    assert faults(WORKER) < 100
