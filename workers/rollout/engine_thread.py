@@ -66,9 +66,9 @@ class EngineThread(EngineCoreClient):
         except BaseException as error:
             self.resources.engine_dead = True
             self._deliver(error)
-            self._refuse_commands()
             raise
         finally:
+            self._refuse_commands()
             self._core.shutdown()
 
     def _obey(self) -> bool:
@@ -91,6 +91,7 @@ class EngineThread(EngineCoreClient):
             while True:
                 for command in self._commands.get_nowait() or ():
                     command()
+        self._commands.put(None)  # may have been among them, before the thread saw it
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the function between two steps. Raises as it does, and EngineDeadError if the thread ended."""
