@@ -55,6 +55,18 @@ def test_groups_of_two_steps_are_under_way_and_more_follow_when_weights_are_publ
     assert (collector.position, collector.active) == (6, [2, 3, 4, 5])
 
 
+def test_engines_have_the_next_requests_as_soon_as_weights_are_published(local_run: Run) -> None:
+    """Not only when the driver waits for long: an engine would idle during short steps."""
+    found = local_run(*AHEAD)
+    collector = collector_of(found)
+    collector.collect(1)
+    found.engines.slow = {"4", "5"}
+    collector.published()
+    router = collector._generation.router
+    assert {request.uid for request in router.unfinished} == {"4", "5"}
+    assert router.waiting == 0
+
+
 def test_a_slow_group_is_passed_and_trained_later(local_run: Run) -> None:
     found = local_run(*AHEAD)
     found.engines.slow = {"0"}
@@ -168,12 +180,16 @@ def test_a_checkpoint_keeps_what_is_finished_and_the_beginnings_of_the_rest(
     assert [sample.row["input_ids"].tolist() for sample in stored.finished] == [list(range(8))] * 6
     assert all(sample.score is not None for sample in stored.finished)
 
-    new = resumed(local_run(*AHEAD), old, str(tmp_path / "samples.npz"))
+    run = local_run(*AHEAD)
+    run.engines.slow = {"2"}
+    new = resumed(run, old, str(tmp_path / "samples.npz"))
     asked = {request.key: request.begun for request in new._generation.router.unfinished}
     assert sorted(asked) == [("2", 0), ("2", 1)]
     for begun in asked.values():
         assert begun is not None
         assert (begun.ids.tolist(), begun.versions.tolist()) == ([7, 8], [0, 1])
+    run.engines.slow = set()
+    new.read()
     assert uids(new.collect(2)) == ["2", "3"]
     assert store.get("put 1").row(1)["input_ids"].tolist() == list(range(8))
 
