@@ -93,7 +93,7 @@ class ContinuousCollector(Collector):
             del self._groups[number]
         self.schedule.published()
         self._admit()
-        self.read()  # engines get the requests now: a short step has no other wait in which they would
+        self.read()  # gives engines the requests: in a short step the driver never waits long enough to call it
 
     def save(self, path: Path, numbers: Sequence[int]) -> None:
         """Write the samples of these groups, as far as they are there. Raises OutputError."""

@@ -88,7 +88,7 @@ def resident_bytes() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let this process use the memory of freed tensors again, as far as glibc allows: 512 MiB, of tensors to 32 MiB.
+    """Let this process use the memory of freed tensors again, with glibc: 512 MiB, of tensors of up to 32 MiB.
 
     By default it returns most of it to the system, and the next micro-batch has a page fault for every 4 KiB. Without
     glibc nothing is changed.
