@@ -156,6 +156,7 @@ class ContinuousCollector(Collector):
             self.schedule.released(number)
             self._released.append(self._groups.pop(number))
             self._admit()
+            self.roles.rollouts.pump()  # gives engines the requests now, not at the driver's next wait
         else:
             self.schedule.finished(number)
 

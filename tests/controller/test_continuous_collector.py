@@ -111,6 +111,18 @@ def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
     assert {"0", "2", "3", "4"} <= set(collected.rollout.batch["uid"].tolist())  # metrics are of all samples
 
 
+def test_engines_have_the_requests_of_a_replacement_when_its_group_is_found_without_signal(local_run: Run) -> None:
+    found = local_run(*AHEAD, "algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=4")
+    found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "2", "3") else 1)
+    found.engines.slow = {"0"}
+    collector = collector_of(found)
+    found.engines.slow = {"4"}
+    collector.read()
+    router = collector._generation.router
+    assert {request.uid for request in router.unfinished} == {"4"}
+    assert router.waiting == 0
+
+
 def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> None:
     found = local_run(*AHEAD, "algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid == "1" else 1)
