@@ -93,7 +93,6 @@ class ContinuousCollector(Collector):
             del self._groups[number]
         self.schedule.published()
         self._admit()
-        self.read()  # gives engines the requests: in a short step the driver never waits long enough to call it
 
     def save(self, path: Path, numbers: Sequence[int]) -> None:
         """Write the samples of these groups, as far as they are there. Raises OutputError."""
@@ -156,7 +155,6 @@ class ContinuousCollector(Collector):
             self.schedule.released(number)
             self._released.append(self._groups.pop(number))
             self._admit()
-            self.roles.rollouts.pump()  # gives engines the requests now, not at the driver's next wait
         else:
             self.schedule.finished(number)
 
@@ -190,8 +188,10 @@ class ContinuousCollector(Collector):
             return StoredSamples()
 
     def _admit(self) -> None:
+        """Begin the groups that the schedule allows. Engines get them now: in a short step the driver never waits."""
         self._request(self.schedule.admit(), StoredSamples())
         self.position = self.schedule.admitted
+        self.roles.rollouts.pump()
 
     def _request(self, numbers: Sequence[int], stored: StoredSamples) -> None:
         """Ask for the samples of these groups that are not `stored`, and for the rest of those that were begun.

@@ -24,6 +24,7 @@ def collector_of(run: LocalRun) -> ContinuousCollector:
     collector = run.trainer.collector
     assert isinstance(collector, ContinuousCollector)
     collector.begin()
+    collector.read()
     return collector
 
 
@@ -166,6 +167,7 @@ def interrupted(run: LocalRun) -> ContinuousCollector:
     collector = collector_of(run)
     assert uids(collector.collect(1)) == ["0", "1"]
     collector.published()
+    collector.read()
     part = PartialResponse(np.array([7, 8], np.int32), np.array([-1.0, -2.0], np.float32), np.array([0, 1], np.int32))
     run.engines.parts = {request.seed: part for request in collector._generation.router.unfinished}
     return collector
@@ -195,6 +197,7 @@ def test_a_checkpoint_keeps_what_is_finished_and_the_beginnings_of_the_rest(
     run = local_run(*AHEAD)
     run.engines.slow = {"2"}
     new = resumed(run, old, str(tmp_path / "samples.npz"))
+    new.read()
     asked = {request.key: request.begun for request in new._generation.router.unfinished}
     assert sorted(asked) == [("2", 0), ("2", 1)]
     for begun in asked.values():
