@@ -52,31 +52,44 @@ def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int
     """
     count = len(levels)
     room = Room(levels.copy(), np.full(count, max_tokens), np.full(count, max_sequences))
-    micro_batch_of, is_open = np.full(len(groups.own), -1), np.arange(count)
-    least = groups.shared.min() + groups.own.min()
-    for group in order:
-        left = np.arange(groups.start[group], groups.start[group + 1])
-        tried = np.zeros(count if len(left) > 1 else 0, np.bool_)
-        while len(left) > 0:
-            whole, place = _place(groups, group, left, room, is_open, tried, max_sequences)
-            if place < 0:
-                return micro_batch_of
-            taken = left
-            if not whole:
-                tried[place] = True
-                taken = _cut(groups, group, left, room, place)
-            if len(taken) > 0:
-                micro_batch_of[taken] = place
-                left = left[micro_batch_of[left] < 0]
-                _reduce(groups, group, taken, room, place)
-                if room.load[place] < least or room.sequences[place] == 0:
-                    is_open = is_open[is_open != place]
+    micro_batch_of = np.full(len(groups.own), -1)
+    fill_room(groups, order, room, micro_batch_of, max_sequences)
     return micro_batch_of
 
 
 @compiled
-def _reduce(groups: Groups, group: int, taken: Integers, room: Room, place: int) -> None:
-    """Room of a micro-batch after it took sequences of a group."""
+def fill_room(groups: Groups, order: Integers, room: Room, micro_batch_of: Integers, untouched: int) -> None:
+    """Place the sequences of these groups that are in no micro-batch, -1, until the first part that fits nowhere.
+
+    room, micro_batch_of: changed. untouched: room for sequences in a micro-batch that is empty and has as much room as
+    those after it, -1 if there may be none.
+    """
+    is_open = np.arange(len(room.load))
+    least = groups.shared.min() + groups.own.min()
+    for group in order:
+        left = np.arange(groups.start[group], groups.start[group + 1])
+        left = left[micro_batch_of[left] < 0]
+        tried = np.zeros(len(room.load) if len(left) > 1 else 0, np.bool_)
+        while len(left) > 0:
+            whole, place = _place(groups, group, left, room, is_open, tried, untouched)
+            if place < 0:
+                return
+            taken = left
+            if not whole:
+                tried[place] = True
+                load, tokens = room.load[place] - groups.shared[group], room.tokens[place] - groups.shared_tokens[group]
+                taken = cut(groups, left, load, tokens, room.sequences[place])
+            if len(taken) > 0:
+                micro_batch_of[taken] = place
+                left = left[micro_batch_of[left] < 0]
+                take(groups, group, taken, room, place)
+                if room.load[place] < least or room.sequences[place] == 0:
+                    is_open = is_open[is_open != place]
+
+
+@compiled
+def take(groups: Groups, group: int, taken: Integers, room: Room, place: int) -> None:
+    """Room of a micro-batch after it took sequences of a group of which it had none."""
     room.load[place] -= groups.shared[group] + groups.own[taken].sum()
     room.tokens[place] -= groups.shared_tokens[group] + groups.own_tokens[taken].sum()
     room.sequences[place] -= len(taken)
@@ -114,15 +127,14 @@ def _place(
 
 
 @compiled
-def _cut(groups: Groups, group: int, left: Integers, room: Room, place: int) -> Integers:
-    """Sequences of `left` that fill the room of a micro-batch best of `STARTS` tries; none if none fits."""
-    load, tokens = room.load[place] - groups.shared[group], room.tokens[place] - groups.shared_tokens[group]
+def cut(groups: Groups, left: Integers, load: float, tokens: int, sequences: int) -> Integers:
+    """Sequences of `left` that fill this room best of `STARTS` tries; none if none fits. left: from the heaviest on."""
     best, heaviest, taken = left[:0], 0.0, np.empty_like(left)
     for start in range(min(len(left), STARTS)):
         weight, size, count = 0.0, 0, 0
         for row in left[start:]:
             fits = weight + groups.own[row] <= load and size + groups.own_tokens[row] <= tokens
-            if fits and count < room.sequences[place]:
+            if fits and count < sequences:
                 taken[count] = row
                 weight += groups.own[row]
                 size += groups.own_tokens[row]

@@ -139,11 +139,14 @@ def test_512_groups_of_16_on_64_ranks_end_within_a_point_of_the_bound():
     assert plan.mini_batches[0].sums(plan.sizes).max() <= plan.max_tokens
 
 
-def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_near_the_bound():
-    """Placed by their weight alone, and exchanged with few micro-batches only, they end 1.7 % above."""
-    plan = Batch.draw("geometric", (256, 2048), "1", cap=2.0).plan()
-    assert plan.mini_batches[0].steps * plan.ranks == 512
-    assert plan_statistics(plan)["over_bound"] <= 0.01
+@pytest.mark.parametrize(
+    ("responses", "prompts"), [("geometric", (256, 2048)), ("lognormal", (256, 2048)), ("short", (16, 256))]
+)
+def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_within_a_point_of_the_bound(responses, prompts):
+    """Fillings alone end 0.9, 1.6 and 1.1 % above; placed by their weight alone, geometric ones end 1.7 % above."""
+    plan = Batch.draw(responses, prompts, "1", cap=2.0).plan()
+    assert 440 < plan.mini_batches[0].steps * plan.ranks <= 512
+    assert plan_statistics(plan)["over_bound"] <= 0.0095
     assert plan.mini_batches[0].sums(plan.sizes).max() <= plan.max_tokens
 
 
