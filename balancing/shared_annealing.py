@@ -186,7 +186,7 @@ def _set(
         state.pair_of[enters] = pair
     if pair == len(state.counts):
         return
-    state.counts[pair] += (enters >= 0) - (leaves >= 0)
+    state.counts[pair] += int(enters >= 0) - int(leaves >= 0)
     state.held[pair] = held
     state.loads[pair] -= _freed(items, leaves, enters)
     state.values[pair], state.costs[pair] = value, _cost(value, unit)

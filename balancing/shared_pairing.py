@@ -36,14 +36,15 @@ RAISE, RAISED = 0.02, 10
 
 
 def fill_pairs(groups: Groups, levels: Floats, caps: Caps) -> Integers | None:
-    """int64 [n], the micro-batch of each sequence, within `caps.max_tokens`; None if pairs do not suit or all fit not.
+    """int64 [n], the micro-batch of each sequence, none above `caps.max_tokens`; `caps.max_sequences` is not looked at.
 
-    levels: float64 [M], descending, the work that each micro-batch is to have at most. The highest and the lowest are a
-    pair, and so on; of an odd number one is alone. `caps.max_sequences` is not looked at.
+    levels: float64 [M], positive, descending: the work that micro-batches are meant to have; some will have more. The
+    highest and the lowest are a pair, and so on; of an odd number one is alone.
+    None if there are too few or too many groups for a pair, or if a sequence fits nowhere.
     """
     count, level = -(-len(levels) // 2), float(levels.mean())
     parts, rows = _parts(groups, 2 * level, 2 * caps.max_tokens)
-    if not FEWEST * count <= len(parts.shared) <= MOST * count or level <= 0:
+    if not FEWEST * count <= len(parts.shared) <= MOST * count:
         return None
     items = Items(
         work_of_groups(parts) + parts.shared,

@@ -1,5 +1,9 @@
 """Plans of sequences that begin with the same tokens."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -148,6 +152,31 @@ def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_within_a_point_
     assert 440 < plan.mini_batches[0].steps * plan.ranks <= 512
     assert plan_statistics(plan)["over_bound"] <= 0.0095
     assert plan.mini_batches[0].sums(plan.sizes).max() <= plan.max_tokens
+
+
+def test_without_numba_the_plan_of_shared_prompts_is_the_same():
+    """About as many micro-batches as groups, so that all loops are run: fillings, pairs and exchanges."""
+    script = """
+import numpy as np
+from tests.balancing.test_shared_prefixes import planned
+
+generator = np.random.default_rng(0)
+prefixes = generator.integers(256, 2048, 32)
+lengths = np.repeat(prefixes, 8) + generator.integers(16, 2500, 256)
+part = planned(lengths, prefixes, 8, ranks=4).mini_batches[0]
+print(part.micro_batch_of_rows().tolist())
+"""
+    plans = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"NUMBA_DISABLE_JIT": disabled},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for disabled in "01"
+    ]
+    assert plans[0] == plans[1] != ""
 
 
 def test_replanning_and_explaining_know_what_is_shared():
