@@ -16,6 +16,7 @@ from balancing.grouping import Floats, Integers
 from balancing.packing import Caps
 from balancing.shared_annealing import DRAWS, MOST_IN_PAIR, Pairs, anneal, pair_at
 from balancing.shared_bounds import work_of_groups
+from balancing.shared_dealing import equal_parts
 from balancing.shared_filling import Groups, Room, cut, fill_room, take
 from balancing.shared_pairs import Items, best_cut
 
@@ -81,8 +82,7 @@ def _parts(groups: Groups, work: float, tokens: int) -> tuple[Groups, Integers]:
     room_tokens = np.maximum(LARGE * tokens - groups.shared_tokens, 1)
     needed = np.maximum(np.ceil(np.maximum(own / room, own_tokens / room_tokens)), 1)
     needed = np.minimum(needed, members).astype(np.int64)
-    place = np.arange(len(groups.own)) - groups.start[groups.group]
-    part = (np.cumsum(needed) - needed)[groups.group] + place % needed[groups.group]
+    part = equal_parts(groups, needed)
     rows, of_part = np.argsort(part, kind="stable"), np.repeat(np.arange(len(members)), needed)
     start = np.searchsorted(part[rows], np.arange(len(of_part) + 1))
     shared, shared_tokens = groups.shared[of_part], groups.shared_tokens[of_part]

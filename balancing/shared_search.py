@@ -248,8 +248,3 @@ def _spread(micro_batch_of: Integers, needed: int, count: int) -> Integers:
         sizes[fullest] -= 1
         sizes[empty] = 1
     return micro_batch_of
-
-
-def _heaviest_first(groups: Groups, micro_batch_of: Integers, count: int) -> Integers:
-    loads = np.bincount(micro_batch_of, computed_by(groups, micro_batch_of), minlength=count)
-    return np.argsort(np.argsort(-loads, kind="stable"), kind="stable")[micro_batch_of]
