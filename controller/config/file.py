@@ -15,7 +15,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from controller.config.names_elsewhere import name_here
+from controller.config.names_elsewhere import answer
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema")
@@ -216,27 +216,32 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    """The name here of another system's key; else the nearest known key, by its whole name or by its last part; else
-    the keys of the section where `key` was sought.
-
-    Of keys with the same last part, the least nested one counts, and of these the first.
-    """
-    if here := name_here(key, known):
-        return f"here it is {here} (see docs/migration.md)."
-    last_parts: dict[str, str] = {}
-    for other in sorted(known, key=lambda name: name.count(".")):
-        last_parts.setdefault(other.rpartition(".")[2], other)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [
-        last_parts[part] for part in difflib.get_close_matches(key.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
-    ]
-    if near:
-        return f"did you mean {near[0]}?"
+    """The counterpart of another system's key, else the nearest known key, else the keys of the section of `key`."""
+    near = max(known, key=lambda other: _nearness(key, other))
+    alike, _ = _nearness(key, near)
+    if found := answer(key, known, whole=alike == 1):
+        return f"{found}; see docs/migration.md."
+    if alike:
+        return f"did you mean {near}?"
     section = key
     while section and not any(other.startswith(f"{section}.") for other in known):
         section = section.rpartition(".")[0]
     start = f"{section}." if section else ""
     below = dict.fromkeys(other.removeprefix(start).partition(".")[0] for other in known if other.startswith(start))
     return f"{section or 'the configuration'} has {', '.join(below)}."
+
+
+def _nearness(key: str, other: str) -> tuple[float, int]:
+    """How near the setting `other` is to what was written: 0 where the name, or a section that was written, differs.
+
+    Sections may be left out, but none is ignored: `custom_reward_function.name` is not near to `run.name`.
+    """
+    *sections, name = key.split(".")
+    *others, last = other.split(".")
+    alike = difflib.SequenceMatcher(None, name, last).ratio()
+    left = iter(others)
+    known = all(any(difflib.SequenceMatcher(None, section, one).ratio() > 0.8 for one in left) for section in sections)
+    return (alike if known and alike > 0.7 else 0, -len(others))
 
 
 def _to_object(merged: Any, known: Mapping[str, Setting]) -> Any:

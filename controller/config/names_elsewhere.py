@@ -1,182 +1,70 @@
-"""The names here of other systems' settings, for users who bring their configuration: docs/migration.md in short.
+"""Settings of other systems and their counterparts here, from `counterparts.yaml`, which says what a row holds.
 
-trainer.total_epochs --name_here--> run.steps, or run.epochs in a schema that has it
+trainer.total_epochs --answer--> "here it is run.steps (...)"
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-NAMES_ELSEWHERE = {
-    "data.train_files": "data.train",
-    "data.val_files": "data.validation",
-    "data.train_batch_size": "batch.prompts_per_step",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_response_length": "rollout.sampling.max_new_tokens",
-    "filter_overlong_prompts": "data.over_long",
-    "truncation": "data.over_long",
-    "actor_rollout_ref.model.path": "model.path",
-    "use_remove_padding": "model.layout",
-    "use_prefix_grouper": "model.share_prefixes",
-    "enable_gradient_checkpointing": "model.gradient_checkpointing",
-    "ppo_mini_batch_size": "batch.mini_batches",
-    "ppo_max_token_len_per_gpu": "policy.max_tokens",
-    "log_prob_max_token_len_per_gpu": "policy.forward_max_tokens",
-    "ulysses_sequence_parallel_size": "policy.parallel.context_parallel",
-    "expert_model_parallel_size": "policy.parallel.expert_parallel",
-    "moe_aux_loss_coeff": "model.router_aux_loss_coefficient",
-    "router_aux_loss_coef": "model.router_aux_loss_coefficient",
-    "moe_z_loss_coeff": "model.router_z_loss_coefficient",
-    "clip_ratio_low": "algorithm.loss.clip_low",
-    "clip_ratio_high": "algorithm.loss.clip_high",
-    "clip_ratio_c": "algorithm.loss.dual_clip",
-    "loss_agg_mode": "algorithm.loss.aggregation",
-    "kl_loss_coef": "algorithm.loss.kl_coefficient",
-    "kl_loss_type": "algorithm.loss.kl_estimator",
-    "entropy_coeff": "algorithm.loss.entropy_coefficient",
-    "actor.optim.lr": "policy.optimizer.learning_rate",
-    "grad_clip": "policy.optimizer.max_grad_norm",
-    "rollout.n": "rollout.samples_per_prompt",
-    "max_head_offpolicyness": "rollout.max_staleness",
-    "staleness_threshold": "rollout.max_staleness",
-    "max_async_level": "rollout.max_staleness",
-    "async_generation_ratio": "rollout.max_staleness",
-    "gpu_memory_utilization": "rollout.memory_fraction",
-    "tensor_model_parallel_size": "rollout.tensor_parallel",
-    "pipeline_model_parallel_size": "policy.parallel.pipeline_parallel",
-    "virtual_pipeline_model_parallel_size": "policy.parallel.virtual_stages",
-    "adv_estimator": "algorithm.advantage",
-    "norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
-    "gamma": "algorithm.gae.gamma",
-    "lam": "algorithm.gae.lam",
-    "lambd": "algorithm.gae.lam",
-    "rollout_is": "algorithm.loss.rollout_correction.weights",
-    "rollout_is_threshold": "algorithm.loss.rollout_correction.cap",
-    "rollout_rs": "algorithm.loss.rollout_correction.rejection",
-    "use_importance_sampling_correction": "algorithm.loss.rollout_correction.weights",
-    "seq_logprob_error_threshold": "policy.max_mismatch",
-    "use_bias_correction_kl": "algorithm.loss.kl_correction",
-    "ppo_epochs": "batch.epochs",
-    "num_ppo_epochs": "batch.epochs",
-    "num_iterations": "batch.epochs",
-    "max_epochs": "batch.epochs",
-    "max_num_seqs": "rollout.max_concurrent",
-    "engine_kwargs": "rollout.engine",
-    "enable_activation_offload": "model.activation_offload",
-    "use_torch_compile": "model.compile",
-    "fsdp_size": "policy.parallel.replicate",
-    "min_num_micro_batches_train": "policy.min_micro_batches",
-    "min_num_micro_batches_forward": "policy.forward_min_micro_batches",
-    "max_tokens_per_microbatch_in_train": "policy.max_tokens",
-    "max_tokens_per_microbatch_in_infer": "policy.forward_max_tokens",
-    "train_max_tokens_per_gpu": "policy.max_tokens",
-    "rollout_max_tokens_per_gpu": "policy.forward_max_tokens",
-    "train_mb_tokens": "policy.max_tokens",
-    "logprob_mb_tokens": "policy.forward_max_tokens",
-    "use_dynamic_batching_in_infer": "model.forward_layout",
-    "sequence_length_round_in_train": "model.length_multiple",
-    "sequence_length_round_in_infer": "model.forward_length_multiple",
-    "sequence_length_round": "model.length_multiple",
-    "ignore_data_skip": "run.other_data",
-    "max_actor_ckpt_to_keep": "run.keep_checkpoints",
-    "save_total_limit": "run.keep_checkpoints",
-    "critic.model.path": "critic.path",
-    "critic.optim.lr": "critic.optimizer.learning_rate",
-    "critic.cliprange_value": "critic.loss.clip",
-    "critic.ppo_max_token_len_per_gpu": "critic.max_tokens",
-    "forward_max_token_len_per_gpu": "critic.forward_max_tokens",
-    "critic_warmup": "critic.warmup_steps",
-    "custom_reward_function.path": "reward.function",
-    "balance_batch": "balance.algorithm",
-    "reward_model.model.path": "reward.model.path",
-    "overlong_buffer.len": "reward.overlong_tokens",
-    "overlong_buffer.penalty_factor": "reward.overlong_penalty",
-    "filter_groups.enable": "algorithm.groups_without_signal",
-    "max_num_gen_batches": "algorithm.max_sampling_rounds",
-    "use_kl_in_reward": "algorithm.kl_in_reward.coefficient",
-    "val_kwargs": "validation.sampling",
-    "multi_turn": "rollout.environment",
-    "param_offload": "policy.cpu_offload",
-    "optimizer_offload": "policy.cpu_offload",
-    "total_epochs": "run.epochs run.steps",
-    "num_train_epochs": "run.epochs run.steps",
-    "max_steps": "run.steps",
-    "max_length": "data.max_tokens",
-    "eval_steps": "validation.every",
-    "loss_type": "loss.name algorithm.loss.name",
-    "simpo_gamma": "loss.margin",
-    "ref_model": "reference.path",
-    "total_training_steps": "run.steps",
-    "project_name": "tracking.project",
-    "experiment_name": "run.name",
-    "default_local_dir": "run.dir",
-    "trainer.logger": "tracking",
-    "save_freq": "run.checkpoint_every",
-    "resume_mode": "run.resume",
-    "hub_model_id": "run.push_to_hub",
-    "push_to_hub": "run.push_to_hub",
-    "test_freq": "validation.every",
-    "nnodes": "policy.ranks",
-    "n_gpus_per_node": "policy.ranks",
-    "num_generations": "rollout.samples_per_prompt",
-    "max_completion_length": "rollout.sampling.max_new_tokens",
-    "n_samples_per_prompt": "rollout.samples_per_prompt",
-    "rollout_batch_size": "batch.prompts_per_step",
-    "max_num_steps": "run.steps",
-    "num_prompts_per_step": "batch.prompts_per_step",
-    "num_generations_per_prompt": "rollout.samples_per_prompt",
-    "per_device_train_batch_size": "policy.max_tokens",
-    "gradient_accumulation_steps": "policy.max_tokens",
-    "steps_per_generation": "batch.mini_batches",
-    "generation_batch_size": "batch.prompts_per_step",
-    "vllm_mode": "rollout.placement",
-    "vllm_gpu_memory_utilization": "rollout.memory_fraction",
-    "vllm_tensor_parallel_size": "rollout.tensor_parallel",
-    "beta": "loss.beta algorithm.loss.kl_coefficient",
-    "epsilon": "algorithm.loss.clip_low",
-    "epsilon_high": "algorithm.loss.clip_high",
-    "importance_sampling_level": "algorithm.loss.name",
-    "sapo_temperature_pos": "algorithm.loss.sapo_tau_positive",
-    "sapo_temperature_neg": "algorithm.loss.sapo_tau_negative",
-    "scale_rewards": "algorithm.normalize_by_std",
-    "reward_funcs": "reward.functions",
-    "reward_weights": "reward.functions",
-    "shuffle_dataset": "data.shuffle",
-    "num_generations_eval": "validation.samples",
-    "vllm_max_model_length": "rollout.max_model_tokens",
-    "generation_kwargs": "rollout.sampling",
-    "delta": "algorithm.loss.dual_clip",
-    "vllm_importance_sampling_correction": "algorithm.loss.rollout_correction.weights",
-    "vllm_importance_sampling_mode": "algorithm.loss.rollout_correction.weights",
-    "vllm_importance_sampling_cap": "algorithm.loss.rollout_correction.cap",
-    "num_completions_to_print": "run.log_completions",
-    "mask_truncated_completions": "reward.overlong_tokens",
-    "top_entropy_quantile": "algorithm.loss.old_entropies",
-    "use_kl_loss": "algorithm.loss.kl_coefficient",
-    "kl_ctrl": "algorithm.kl_in_reward",
-    "penalty_factor": "reward.overlong_penalty",
-    "use_sequence_packing": "model.layout",
-    "use_dynamic_batching_in_train": "model.layout",
-    "sequence_packing_args.algorithm": "balance.algorithm",
-    "max_off_policy_steps": "rollout.max_staleness",
-    "rollouts_per_example": "rollout.samples_per_prompt",
-    "seq_len": "policy.max_tokens",
-    "sampling.max_tokens": "rollout.sampling.max_new_tokens",
-    "online_difficulty_filtering": "algorithm.groups_without_signal",
-    "ckpt.interval": "run.checkpoint_every",
-    "ckpt.keep_last": "run.keep_checkpoints",
-    "eval.interval": "validation.every",
-    "val.interval": "validation.every",
-    "output_dir": "run.dir",
-}
-"""By the end of another system's key, as much of it as tells it from others: the setting or section here. Of several
-names, which are those of different commands, the first that the schema has counts."""
+import yaml
+
+TABLE = Path(__file__).with_name("counterparts.yaml")
 
 
-def name_here(key: str, known: Collection[str]) -> str:
-    """The setting, or section, of `known` that another system's `key` is here; "" if there is none.
+@dataclass(frozen=True)
+class Counterpart:
+    """One key of another system. here: settings, or a section; empty if there is none. values: settings here, by their
+    value. default: theirs, where a key that is left out means something else here."""
 
-    The longest known end of `key` decides.
+    system: str
+    key: str
+    here: tuple[str, ...] = ()
+    note: str = ""
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    default: str = ""
+
+    def is_of(self, known: Collection[str]) -> bool:
+        """Whether a command with the settings `known` has the counterpart."""
+        return all(any(f"{other}.".startswith(f"{name}.") for other in known) for name in self.here)
+
+    @property
+    def answer(self) -> str:
+        """The counterpart in words."""
+        if not self.here:
+            return f"it has no counterpart here ({self.note})"
+        return f"here it is {' and '.join(self.here)}{f' ({self.note})' if self.note else ''}"
+
+
+@cache
+def counterparts() -> tuple[Counterpart, ...]:
+    """All rows of the table."""
+    table = yaml.load(TABLE.read_text(encoding="utf-8"), yaml.BaseLoader)  # every scalar is a text
+    return tuple(_row(system, key, row) for system, rows in table.items() for key, row in rows.items())
+
+
+def _row(system: str, key: str, row: str | Mapping[str, Any]) -> Counterpart:
+    given: dict[str, Any] = {"here": row} if isinstance(row, str) else dict(row)
+    here = tuple(given.pop("here", "").split())
+    values = given.pop("values", {})
+    values = {theirs: {here[0]: ours} if isinstance(ours, str) else ours for theirs, ours in values.items()}
+    return Counterpart(system, key, here, values=values, **given)
+
+
+def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
+    """The counterpart here of another system's key, in words; "" if there is none among the settings `known`.
+
+    The whole key decides; unless `whole`, else an end of `key` that is a key with its section, else keys that end with
+    `key`. Where these have several counterparts, all are named.
     """
-    parts = key.split(".")
-    ends = (".".join(parts[start:]) for start in range(len(parts)))
-    names = next((NAMES_ELSEWHERE[end] for end in ends if end in NAMES_ELSEWHERE), "").split()
-    return next((name for name in names if any(f"{other}.".startswith(f"{name}.") for other in known)), "")
+    key = key.replace("-", "_")
+    rows = [(row.key.replace("-", "_"), row) for row in counterparts() if row.is_of(known)]
+    found = [row for theirs, row in rows if fnmatchcase(key, theirs)]
+    if not whole:
+        found = found or [row for theirs, row in rows if "." in theirs and key.endswith(f".{theirs}")]
+        found = found or [row for theirs, row in rows if theirs.endswith(f".{key}")]
+    found = [row for row in found if row.here] or found
+    return ", or ".join({row.here: row.answer for row in reversed(found)}.values())

@@ -78,7 +78,7 @@ def test_a_setting_with_a_letter_missing_is_recognised(setting: Setting) -> None
         ("policy.max_token=1", "policy.max_token is not a setting; did you mean policy.max_tokens?"),
         ("max_tokens=1", "max_tokens is not a setting; did you mean policy.max_tokens?"),
         ("rollout.temperature=1", "rollout.temperature is not a setting; did you mean rollout.sampling.temperature?"),
-        ("actor.max_tokens=1", "actor.max_tokens is not a setting; did you mean policy.max_tokens?"),
+        ("actor.max_tokens=1", "actor.max_tokens is not a setting; the configuration has run, model, data, "),
         ("actor.zzz=1", "actor.zzz is not a setting; the configuration has run, model, data, "),
         ("run.qqqqqq=1", "run.qqqqqq is not a setting; run has name, dir, steps, "),
         ("run.steps.x=1", "run.steps must be a whole number (int), not {'x': 1}."),
