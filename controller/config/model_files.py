@@ -16,6 +16,8 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 FETCH_SECONDS = 10  # until the hub must have begun to answer
+SHIPPED = Path(__file__).parent / "models"
+"""OWNER/NAME/config.json of the hub's models that examples name: the dry run of a cluster then asks no network."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ModelFiles:
 
 
 def read_model_files(path: str, key: str) -> ModelFiles:
-    """The files of model `path`, which setting `key` names: a folder, or a name in the local hub cache.
+    """The files of model `path`, which setting `key` names: a folder, or a name in the local hub cache or in SHIPPED.
 
     Raises ConfigError, naming `key`, if config.json is missing or not valid; see `check_whole` for the other files.
     """
@@ -65,6 +67,8 @@ def read_model_files(path: str, key: str) -> ModelFiles:
 def check_whole(model: ModelFiles, path: str, key: str) -> None:
     """Raise ConfigError, naming `key`, if the model at `path` has no weights or no tokenizer."""
     folder = model.folder
+    if folder.is_relative_to(SHIPPED):
+        raise _missing(path, key)
     if not model.weights:
         raise ConfigError(f"{key}={path}: {folder} has no weights ({', '.join(WEIGHTS)}){_about_pickles(folder)}.")
     if not model.tokenizer:
@@ -72,11 +76,11 @@ def check_whole(model: ModelFiles, path: str, key: str) -> None:
 
 
 def fetch_description(path: str, key: str, say: Callable[[str], None]) -> None:
-    """Put config.json of the hub's model `path` into the local hub cache, unless it or a folder `path` is there.
+    """Put config.json of the hub's model `path` into the local hub cache, unless `read_model_files` has one already.
 
     say: gets a line before the hub is asked. Raises ConfigError, naming `key`, if the hub does not give it.
     """
-    if Path(path).is_dir() or _cached(path) or not _looks_like_name(path):
+    if Path(path).is_dir() or _cached(path) or _shipped(path) or not _looks_like_name(path):
         return
     from huggingface_hub import hf_hub_download
 
@@ -113,13 +117,22 @@ def _folder(path: str, key: str) -> Path:
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(f"{key}: folder {path} holds no model, it has no config.json.")
         return Path(path)
-    cached = _cached(path)
-    if cached is None:
-        advice = f"; a model of the hub is fetched by `hf download {path}`" if _looks_like_name(path) else ""
-        raise ConfigError(
-            f"{key}: there is no folder {path} and no such model in the local hub cache{advice}{about_copy(path)}."
-        )
-    return cached
+    found = _cached(path) or _shipped(path)
+    if found is None:
+        raise _missing(path, key)
+    return found
+
+
+def _missing(path: str, key: str) -> ConfigError:
+    advice = f"; a model of the hub is fetched by `hf download {path}`" if _looks_like_name(path) else ""
+    return ConfigError(
+        f"{key}: there is no folder {path} and no such model in the local hub cache{advice}{about_copy(path)}."
+    )
+
+
+def _shipped(path: str) -> Path | None:
+    folder = SHIPPED / path
+    return folder if _looks_like_name(path) and (folder / "config.json").is_file() else None
 
 
 def _cached(path: str) -> Path | None:

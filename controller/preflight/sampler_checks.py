@@ -2,7 +2,7 @@
 
 from controller.actors.cluster_address import check_address
 from controller.config.given import NONE_GIVEN, GivenFunctions
-from controller.config.model_files import read_model_files
+from controller.config.model_files import check_whole, read_model_files
 from controller.config.sampler import SamplerConfig
 from controller.preflight.checks import check_rewards
 from controller.preflight.critic_checks import check_reward_model
@@ -23,6 +23,7 @@ def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN, *, 
     check_lengths(config)
     path = config.model.path
     model = read_model_files(path, "model.path")
+    check_whole(model, path, "model.path")
     check_model_type(model.description, "model.path", path, CAUSAL)
     check_weights(model, "model.path", path, output=HEAD)
     check_engine_model(config, model)

@@ -37,31 +37,6 @@ def qwen_description(size: str) -> dict[str, object]:
     }
 
 
-EXPERTS = {"30B-A3B": (2048, 768, 48, 32), "235B-A22B": (4096, 1536, 94, 64)}
-"""Of Qwen3's mixtures of experts: hidden size, width of an expert, layers, heads."""
-
-
-def experts_description(size: str) -> dict[str, object]:
-    """config.json of a mixture of experts, as published and as far as anything here reads it."""
-    hidden, width, layers, heads = EXPERTS[size]
-    return {
-        "model_type": "qwen3_moe",
-        "hidden_size": hidden,
-        "intermediate_size": 3 * hidden,
-        "moe_intermediate_size": width,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 40_960,
-        "eos_token_id": 151_645,
-    }
-
-
 def _write_snapshot(cache: Path, name: str, description: dict[str, object]) -> Path:
     """The folder of Qwen/NAME in the cache, with its config.json."""
     model = cache / f"models--Qwen--{name}"
@@ -74,10 +49,7 @@ def _write_snapshot(cache: Path, name: str, description: dict[str, object]) -> P
 
 
 def write_hub(cache: Path) -> None:
-    """A local hub cache with Qwen/Qwen2.5-{size}-Instruct of every size, and Qwen3's mixtures of experts by their
-    config.json alone."""
-    for size in EXPERTS:
-        _write_snapshot(cache, f"Qwen3-{size}", experts_description(size))
+    """A local hub cache with Qwen/Qwen2.5-{size}-Instruct of every size."""
     for size in QWEN:
         snapshot = _write_snapshot(cache, f"Qwen2.5-{size}-Instruct", qwen_description(size))
         write_weight_file(snapshot / "model.safetensors", qwen2_weights(qwen_description(size)))

@@ -39,6 +39,21 @@ def test_a_placement_fits_the_cluster_that_it_is_for(
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_placement_asks_no_network(
+    documentation_workspace: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With an empty hub cache; a run still says what is missing."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(documentation_workspace / "empty"))
+    assert main(command_of(name)) == 0
+    told = capsys.readouterr()
+    assert ("asking the hub" in told.out, told.err) == (False, "")
+    assert main([*command_of(name)[:2], "--dry-run", "resources.device=cuda"]) == 2
+    assert (
+        "no such model in the local hub cache; a model of the hub is fetched by `hf download" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
 def test_a_placement_does_not_fit_with_a_gpu_less_or_a_quarter_of_its_memory(
     documentation_workspace: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
