@@ -46,7 +46,7 @@ ALLOWED = {
     ("workers/reward_process.py", "cloudpickle.loads"),
     ("workers/user_code.py", "cloudpickle.loads"),
     ("workers/environment_process.py", "cloudpickle.loads"),
-    ("workers/isolation/forks.py", "pickle.loads"),
+    ("workers/isolation/process.py", "pickle.loads"),
 }
 """What a worker has pickled a moment before, in the process of its own that exists to run it."""
 

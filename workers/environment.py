@@ -14,12 +14,12 @@ Users write the class; it needs neither Ray, torch nor vLLM.
 """
 
 import json
-import math
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from workers.errors import DataError
+from workers.errors import DataError, quoted
+from workers.score import is_finite
 
 Text = str | list[dict[str, Any]]
 """A text, or chat messages where the prompt is a list of these."""
@@ -58,13 +58,13 @@ def encode_opening(value: Any) -> str:
 def encode_observation(value: Any) -> str:
     """JSON of the value that `step` returned. Raises DataError unless it is an Observation with the right types."""
     if not isinstance(value, Observation):
-        raise DataError(f"step must return a workers.environment.Observation, it returned {value!r:.80}.")
+        raise DataError(f"step must return a workers.environment.Observation, it returned {quoted(value)}.")
     if not isinstance(value.done, bool):
-        raise DataError(f"the done of an Observation must be true or false, not {value.done!r:.80}.")
+        raise DataError(f"the done of an Observation must be true or false, not {quoted(value.done)}.")
     numbers = {"reward": value.reward, **value.parts}
     for name, number in numbers.items():
-        if not isinstance(number, (int, float)) or not math.isfinite(number):
-            raise DataError(f"the {name} of an Observation must be a finite number, not {number!r:.80}.")
+        if not isinstance(number, (int, float)) or not is_finite(number):
+            raise DataError(f"the {name} of an Observation must be a finite float32 number, not {quoted(number)}.")
     parts = {str(name): float(part) for name, part in value.parts.items()}
     text = _checked_text(value.text, "step")
     return json.dumps({"text": text, "reward": float(value.reward), "done": value.done, "parts": parts})
@@ -78,5 +78,5 @@ def as_text(said: Text) -> str:
 def _checked_text(value: Any, method: str) -> Text:
     messages = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if not isinstance(value, str) and not messages:
-        raise DataError(f"the text that {method} returns must be a string or chat messages, not {value!r:.80}.")
+        raise DataError(f"the text that {method} returns must be a string or chat messages, not {quoted(value)}.")
     return value

@@ -50,7 +50,7 @@ class RemoteEnvironment:
             raise EpisodeError(f"{method} took more than reward.timeout_s={self._timeout_s:g} s") from None
         except EOFError:
             raise EpisodeError(f"{method} ended its process") from None
-        except (OSError, ValueError) as error:  # ValueError: an answer longer than the reader takes
+        except (OSError, ValueError) as error:  # ValueError: an answer that is too long, or not ours
             raise EpisodeError(f"{method} got no answer: {error}") from None
         if "failure" in answer:
             raise EpisodeError(answer["failure"])

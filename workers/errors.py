@@ -1,5 +1,10 @@
 """Errors of Ballast. Every message is one sentence that says what was wrong, where, and which setting changes it."""
 
+import reprlib
+
+_QUOTES = reprlib.Repr()
+_QUOTES.maxstring = _QUOTES.maxother = 80
+
 
 class BallastError(Exception):
     """Base of all errors that a user can cause or must know about."""
@@ -51,6 +56,14 @@ class MismatchError(BallastError):
 
 class EpisodeError(BallastError):
     """An episode's environment raised, hung, died or answered with the wrong type; only that sample is lost."""
+
+
+def quoted(value: object) -> str:
+    """A user's value in a message: the beginning of its repr, whatever that raises."""
+    try:
+        return _QUOTES.repr(value)
+    except Exception:
+        return f"a value of type {type(value).__name__}"
 
 
 def clause(error: BaseException) -> str:

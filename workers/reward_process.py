@@ -9,21 +9,18 @@ The process imports neither Ray nor torch, so it starts in a moment.
 
 import asyncio
 import inspect
-import subprocess
+import io
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TextIO
 
 import cloudpickle
 
-from workers.errors import DataError
-from workers.isolation.process import RAISED, EndedError, Process, named, reply
+from workers.errors import DataError, quoted
+from workers.isolation.process import RAISED, START_SECONDS, Channel, EndedError, Process, named, reply
 from workers.score import Score, as_score, weighted
-
-START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class RewardProcess:
         """timeout_s: seconds that one call may take. concurrency: samples under way at a time, of coroutine functions.
         silent: whether what the functions write to stderr is thrown away."""
         self._functions, self._timeout_s, self._concurrency = list(functions), timeout_s, concurrency
-        self._errors = subprocess.DEVNULL if silent else None
+        self._errors: TextIO | None = io.StringIO() if silent else None
         self._one_at_a_time = False  # the process says so when it is ready
         self._process: Process | None = None
 
@@ -143,16 +140,16 @@ class RewardProcess:
 # The functions below run in the process.
 
 
-def serve(connection: Connection) -> None:
+def serve(channel: Channel) -> None:
     """Score samples until the other side is gone."""
-    packed, timeout_s, concurrency = connection.recv()
+    packed, timeout_s, concurrency = channel.recv()
     functions = [Unpacked.of(function) for function in packed]
-    reply(connection, not any(f.batched or inspect.iscoroutinefunction(f.function) for f in functions))
+    reply(channel, not any(f.batched or inspect.iscoroutinefunction(f.function) for f in functions))
     loop = asyncio.new_event_loop()
     with suppress(EOFError):
         while True:
-            calls = connection.recv()
-            loop.run_until_complete(_score_all(connection, functions, calls, timeout_s, concurrency))
+            calls = channel.recv()
+            loop.run_until_complete(_score_all(channel, functions, calls, timeout_s, concurrency))
 
 
 class _FunctionError(Exception):
@@ -160,7 +157,7 @@ class _FunctionError(Exception):
 
 
 async def _score_all(
-    connection: Connection, functions: list[Unpacked], calls: list[Call], timeout_s: float, concurrency: int
+    channel: Channel, functions: list[Unpacked], calls: list[Call], timeout_s: float, concurrency: int
 ) -> None:
     batches = {f.name: await _score_batch(f, calls, timeout_s) for f in functions if f.batched}
     room = asyncio.Semaphore(concurrency)
@@ -169,7 +166,7 @@ async def _score_all(
         async with room:
             given = {name: values[position] for name, values in batches.items()}
             scored = vars(await _score(functions, call, given, timeout_s))
-            reply(connection, (call.number, {name: value for name, value in scored.items() if name != "response"}))
+            reply(channel, (call.number, {name: value for name, value in scored.items() if name != "response"}))
 
     await asyncio.gather(*(score(position, call) for position, call in enumerate(calls)))
 
@@ -194,7 +191,7 @@ async def _score_batch(function: Unpacked, calls: list[Call], timeout_s: float) 
     try:
         values = await _result(function, {"responses": [call.response for call in calls]} | columns, timeout_s)
         if not isinstance(values, Sequence) or len(values) != len(calls):
-            raise _FunctionError(f"returned {values!r:.80} for {len(calls)} responses")
+            raise _FunctionError(f"returned {quoted(values)} for {len(calls)} responses")
         return list(values)
     except _FunctionError as error:
         if len(calls) == 1:

@@ -3,12 +3,13 @@
 values of each function --as_score--> Score of each --weighted--> Score of the sample
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.errors import DataError
+from workers.errors import DataError, quoted
+
+LARGEST = 3.4e38  # what float32 holds
 
 
 @dataclass(frozen=True)
@@ -29,28 +30,39 @@ class Score:
     turns: tuple[dict[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        """JSON, in which scores are kept, has lists alone."""
+        """JSON, in which scores are kept, has lists alone. A number that is not finite, such as a sum, is a failure."""
         object.__setattr__(self, "turns", tuple(self.turns))
+        numbers = {"reward": self.reward, **self.parts}
+        bad = next((f"{name} is {number}" for name, number in numbers.items() if not is_finite(number)), "")
+        if bad:
+            failed = {"reward": 0.0, "parts": {}, "failure": self.failure or f"{bad}, not a finite float32 number"}
+            for name, value in failed.items():
+                object.__setattr__(self, name, value)
+
+
+def is_finite(number: float) -> bool:
+    """Whether a number of any size is finite in float32."""
+    return -LARGEST < number < LARGEST
 
 
 def as_score(value: Any, response: str) -> Score:
     """A Score from a reward function's return value: a number, or a mapping with `reward`, other numbers and
-    optionally the text `answer`.
+    optionally the text `answer`, or None for no answer.
 
-    Raises DataError if it is neither or the reward is not finite.
+    Raises DataError if it is neither, or if a number is not finite.
     """
     parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in parts:
-        raise DataError(f"the reward function returned a mapping without 'reward': {sorted(parts)}.")
-    answer = str(parts.pop("answer", ""))
+        raise DataError(f"the reward function returned a mapping without 'reward': {quoted(list(parts))}.")
+    answer = parts.pop("answer", None)
     try:
         numbers = {str(name): float(part) for name, part in parts.items()}
-    except (TypeError, ValueError):
-        raise DataError(f"the reward function must return numbers, it returned {value!r} for {response!r}.") from None
-    reward = numbers.pop("reward")
-    if not math.isfinite(reward):
-        raise DataError(f"the reward function returned {reward} for {response!r}.")
-    return Score(reward, response, numbers, answer)
+    except Exception:  # whatever a value raises when it is asked for its number
+        numbers = {"reward": float("nan")}
+    if not all(map(is_finite, numbers.values())):
+        told = f"it returned {quoted(value)} for {quoted(response)}"
+        raise DataError(f"the reward function must return finite float32 numbers, {told}.")
+    return Score(numbers.pop("reward"), response, numbers, "" if answer is None else str(answer))
 
 
 def beside_environment(score: Score, environment: Score, *, has_functions: bool) -> Score:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from controller.data.records import Record
-from workers.errors import DataError
+from workers.errors import DataError, quoted
 from workers.user_code import call
 
 
@@ -28,7 +28,7 @@ def checked_order(order: Any, records: int, epoch: int) -> np.ndarray:
     """`order` as int64 [prompts]. Raises DataError if it is empty or not record numbers below `records`."""
     numbers = np.asarray(order) if isinstance(order, (list, tuple, range, np.ndarray)) else np.empty(0)
     if numbers.ndim != 1 or len(numbers) == 0 or not np.issubdtype(numbers.dtype, np.integer):
-        raise DataError(f"data.curriculum must return record numbers for epoch {epoch}, it returned {order!r:.80}.")
+        raise DataError(f"data.curriculum must return record numbers for epoch {epoch}, it returned {quoted(order)}.")
     outside = numbers[(numbers < 0) | (numbers >= records)]
     if len(outside):
         raise DataError(f"data.curriculum returned record {outside[0]} for epoch {epoch}, of {records} records.")

@@ -9,6 +9,7 @@ import cloudpickle
 import psutil
 
 from tests.end_to_end.processes import living
+from tests.workers.test_reward_process import UnprintableError, write_everywhere
 from workers.environment import Observation
 from workers.environment_process import EnvironmentPool
 from workers.errors import EpisodeError
@@ -35,6 +36,21 @@ class Obedient:
                 os._exit(7)
             case "number":
                 return 3
+            case "part of a frame":
+                write_everywhere(bytes(2))
+                time.sleep(1000)
+            case "no frame":
+                write_everywhere(b"a library says hello")
+            case "a number":
+                write_everywhere(b"5\n")
+            case "long":
+                raise ValueError("x" * 10**7)
+            case "no text":
+                raise UnprintableError
+            case "a long text":
+                return Observation("x" * 2**25)
+            case "large":
+                return Observation("x", reward=10**400)
             case "nan":
                 return Observation("x", reward=float("nan"))
             case "nothing":
@@ -99,9 +115,16 @@ FAILURES = [
     ("raise", "step raised ValueError: no such move"),
     ("hang", "step took more than reward.timeout_s=2 s"),
     ("exit", "step ended its process"),
+    ("part of a frame", "step took more than reward.timeout_s=2 s"),
+    ("no frame", "step got no answer: it wrote to our connection"),
+    ("a number", "step got no answer: it wrote to our connection"),
+    ("long", "step raised ValueError: xxx"),
+    ("no text", "step raised UnprintableError"),
+    ("a long text", "step got no answer: its answer has more than 16,777,216 bytes"),
+    ("large", "the reward of an Observation must be a finite float32 number, not 100"),
     ("number", "step must return a workers.environment.Observation, it returned 3."),
     ("nothing", "step must return a workers.environment.Observation, it returned None."),
-    ("nan", "the reward of an Observation must be a finite number, not nan."),
+    ("nan", "the reward of an Observation must be a finite float32 number, not nan"),
     ("undecided", "the done of an Observation must be true or false, not 1."),
     ("bytes", "the text that step returns must be a string or chat messages, not b'x'."),
     ("unprintable", "step raised TypeError: Object of type object is not JSON serializable"),
@@ -113,7 +136,8 @@ def test_every_way_to_fail_costs_that_episode_alone() -> None:
     pool = pool_of(Obedient)
     failing = [episode(pool, "a", word) for word, _ in FAILURES]
     *failed, good = together(pool, *failing, episode(pool, *"abcdef"))
-    assert [answers[-1] for answers in failed] == [reason for _, reason in FAILURES]
+    for answers, (_, reason) in zip(failed, FAILURES, strict=True):
+        assert answers[-1].startswith(reason) and len(answers[-1]) < 400
     assert [answers[1].text for answers in failed] == ["a1"] * len(FAILURES)
     assert [observation.text for observation in good[1:]] == ["a1", "b2", "c3", "d4", "e5", "f6"]
     assert sum(observation.reward for observation in good[1:]) == 3.0

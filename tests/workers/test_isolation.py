@@ -6,32 +6,31 @@ import os
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
 
 import psutil
 import pytest
 
 from tests.end_to_end.processes import living
 from workers.isolation.forks import ForkPool
-from workers.isolation.process import EndedError, Process, reply
+from workers.isolation.process import Channel, EndedError, Process, reply
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
 
 
-def start_and_hang(connection: Connection) -> None:
+def start_and_hang(channel: Channel) -> None:
     """Starts a process of its own, tells its number, and never answers again."""
-    reply(connection, [os.getpid(), subprocess.Popen(SLEEP).pid])
+    reply(channel, [os.getpid(), subprocess.Popen(SLEEP).pid])
     time.sleep(1000)
 
 
-def hang(connection: Connection) -> None:
+def hang(channel: Channel) -> None:
     """Tells its number and never answers again."""
-    reply(connection, os.getpid())
+    reply(channel, os.getpid())
     time.sleep(1000)
 
 
-def exit_with_seven(connection: Connection) -> None:
-    connection.recv()
+def exit_with_seven(channel: Channel) -> None:
+    channel.recv()
     os._exit(7)
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,6 +13,25 @@ import pytest
 
 from workers.reward_process import Call, RewardFunction, RewardProcess
 from workers.score import Score
+
+
+class UnprintableError(Exception):
+    """Its text raises."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
+def write_everywhere(text: bytes) -> None:
+    """Write to every socket of this process, whoever it belongs to."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.write(descriptor, text)
+        except OSError:
+            pass
 
 
 def obey(response: str) -> object:
@@ -26,6 +47,27 @@ def obey(response: str) -> object:
             raise SystemExit(3)
         case "interrupt":
             raise KeyboardInterrupt
+        case "part of a frame":
+            write_everywhere(bytes(2))
+            time.sleep(1000)
+        case "no frame":
+            write_everywhere(b"a library says hello")
+        case "long":
+            raise ValueError("x" * 10**7)
+        case "unprintable":
+            raise UnprintableError
+        case "an unprintable value":
+            return UnprintableError()
+        case "a long value":
+            return "x" * 10**7
+        case "a long answer":
+            return {"reward": 1.0, "answer": "x" * 2**25}
+        case "a large number":
+            return 10**400
+        case "beyond float32":
+            return 1e300
+        case "a part that is none":
+            return {"reward": 1.0, "exact": float("nan")}
         case "nan":
             return float("nan")
         case "text":
@@ -75,14 +117,31 @@ FAILURES = [
     ("exit", "it ended its process (exit code 7)"),
     ("leave", "obey: raised SystemExit: 3"),
     ("interrupt", "obey: raised KeyboardInterrupt"),
-    ("nan", "obey: the reward function returned nan for 'nan'."),
-    ("text", "obey: the reward function must return numbers, it returned 'high' for 'text'."),
+    ("part of a frame", "it took more than reward.timeout_s=0.5 s"),
+    ("no frame", "it ended its process (killed: it wrote to our connection)"),
+    ("long", "obey: raised ValueError: xxx"),
+    ("unprintable", "obey: raised UnprintableError"),
+    ("a long answer", "it ended its process (killed: its answer has more than 16,777,216 bytes)"),
+    *(
+        (word, f"obey: the reward function must return finite float32 numbers, it returned {value}")
+        for word, value in (
+            ("a large number", "1000"),
+            ("beyond float32", "1e+300"),
+            ("a part that is none", "{'exact': nan, 'reward': 1.0}"),
+            ("nan", "nan for 'nan'"),
+            ("text", "'high' for 'text'"),
+            ("a long value", "'xxx"),
+            ("an unprintable value", "<UnprintableError instance"),
+        )
+    ),
 ]
 
 
 def test_every_failure_costs_its_sample_alone(process: Callable) -> None:
     scores = run(process(packed(obey)), "a", *(word for word, _ in FAILURES), "exit", "ccc")
-    assert [score.failure for score in scores] == ["", *(reason for _, reason in FAILURES), FAILURES[2][1], ""]
+    for score, reason in zip(scores, ["", *(reason for _, reason in FAILURES), FAILURES[2][1], ""], strict=True):
+        assert score.failure.startswith(reason) and len(score.failure) < 400
+        assert bool(score.failure) == bool(reason)
     assert [score.reward for score in scores] == [1.0, *[0.0] * (len(FAILURES) + 1), 3.0]
     assert scores[1].response == "raise"
     assert scores[-1].answer == "ccc"
@@ -93,6 +152,22 @@ def test_coroutine_functions_run_side_by_side_and_are_ended_in_time(process: Cal
     assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0]
     assert scores[5].failure == "obey_in_time: raised SystemExit: 3"
     assert scores[0].failure == "obey_in_time: took more than reward.timeout_s=0.5 s"
+
+
+def test_what_a_function_prints_is_shown_and_cut(process: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    def talk(response: str) -> float:
+        print("scored")
+        print("x" * 10**7)
+        print("one more word\n" * 10**6, file=sys.stderr)
+        return 1.0
+
+    run(talking := process(packed(talk)), "a", "b", "c")
+    talking.stop()
+    shown = capsys.readouterr()
+    assert shown.out.startswith("scored\nxxx")
+    for text in shown.out, shown.err:
+        assert 10**5 < len(text) < 2 * 10**6
+        assert "more than 1,000,000 bytes" in text.splitlines()[-1]
 
 
 def test_a_batched_function_gets_all_at_once_and_each_alone_after_a_failure(process: Callable) -> None:

@@ -2,7 +2,7 @@
 
     ForkPool --file descriptor of a socket--> source process: answer = prepare(payload)
         |                                         | fork
-        +--request, pickled--> answer(request) in a process of its own --a line of JSON--> ForkPool
+        +--request, pickled--> answer(request) in a process of its own --JSON--> ForkPool
                                   |
               used again; killed if it is not given back; forgotten if it is dead
 
@@ -10,44 +10,49 @@ A fork takes milliseconds and shares the memory of imports, so that hundreds can
 """
 
 import asyncio
+import io
 import json
 import os
 import pickle
 import signal
 import socket
-import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, BinaryIO
+from typing import Any, TextIO
 
-from workers.isolation.process import EndedError, Process, end_with_parent, reply, resolve
-
-START_SECONDS = 60.0
-LONGEST_ANSWER = 2**26  # bytes
+from workers.isolation.process import (
+    HEADER,
+    SECRET,
+    START_SECONDS,
+    Channel,
+    EndedError,
+    Process,
+    answer_size,
+    end_with_parent,
+    framed,
+    reply,
+    resolve,
+)
 
 
 @dataclass
 class Fork:
-    """A forked process. handle: its pidfd, which no later process can have."""
+    """A forked process. handle: its pidfd, which no later process can have. secret: see `workers.isolation.process`."""
 
     pid: int
     handle: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    secret: bytes
 
     async def call(self, request: Any, timeout_s: float) -> Any:
         """The answer to a request. Raises TimeoutError after `timeout_s`, EOFError if the process ends before, OSError
         or ValueError if no answer can be read."""
         async with asyncio.timeout(timeout_s):
-            self.writer.write(_framed(pickle.dumps(request)))
+            self.writer.write(framed(self.secret, pickle.dumps(request)))
             await self.writer.drain()
-            line = await self.reader.readline()
-        if not line:
-            raise EOFError
-        return json.loads(line)
+            return await _answer(self.reader, self.secret)
 
     def kill(self) -> None:
         """Kill it, and what it has started if it still runs."""
@@ -62,10 +67,10 @@ class ForkPool:
     """Forked processes that answer requests; as many as are taken at a time."""
 
     def __init__(self, prepare: str, payload: bytes, *, silent: bool = False) -> None:
-        """prepare: `module:function` of ours, which makes of the payload the function that answers requests with a line
-        of JSON. silent: whether what the processes write to stderr is thrown away."""
+        """prepare: `module:function` of ours, which makes of the payload the function that answers requests with JSON.
+        silent: whether what the processes write to stderr is thrown away."""
         self._prepare, self._payload = prepare, payload
-        self._errors = subprocess.DEVNULL if silent else None
+        self._errors: TextIO | None = io.StringIO() if silent else None
         self._source: Process | None = None
         self._starting = asyncio.Lock()
         self._idle: list[Fork] = []
@@ -115,53 +120,43 @@ class ForkPool:
 
 async def _forked(source: Process) -> Fork:
     ours, theirs = socket.socketpair()
+    secret = os.urandom(SECRET)
     try:
         with theirs:
-            send_handle(source.connection, theirs.fileno(), None)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST_ANSWER)
+            send_handle(source.socket, theirs.fileno(), None)
+        ours.sendall(secret)
+        reader, writer = await asyncio.open_connection(sock=ours)
         async with asyncio.timeout(START_SECONDS):
-            pid = int(await reader.readline())
-        return Fork(pid, os.pidfd_open(pid), reader, writer)
+            pid = await _answer(reader, secret)
+        return Fork(pid, os.pidfd_open(pid), reader, writer, secret)
     except BaseException:
         ours.close()
         raise
 
 
-def _framed(payload: bytes) -> bytes:
-    return len(payload).to_bytes(8) + payload
+async def _answer(reader: asyncio.StreamReader, secret: bytes) -> Any:
+    size = answer_size(secret, await reader.readexactly(HEADER))
+    return json.loads(await reader.readexactly(size))
 
 
 # The functions below run in the processes.
 
 
-def fork_on_request(connection: Connection) -> None:
+def fork_on_request(channel: Channel) -> None:
     """Prepare the payload, then fork a process for every socket that comes, until the other side is gone."""
-    prepare, payload = connection.recv()
+    prepare, payload = channel.recv()
     answer = resolve(prepare)(payload)
-    reply(connection, "ready")
+    reply(channel, "ready")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     with suppress(EOFError):
         while True:
-            handle = recv_handle(connection)
+            handle = recv_handle(channel)
             if os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
                 end_with_parent()
-                connection.close()
-                with socket.socket(fileno=handle) as requests:
-                    _serve(requests, answer)
-                return
+                requests = Channel(handle)
+                reply(requests, os.getpid())
+                while True:
+                    requests.send(answer(requests.recv()).encode())
             os.close(handle)
-
-
-def _serve(requests: socket.socket, answer: Callable[[Any], str]) -> None:
-    """Say the process id, then answer requests until the other side is gone."""
-    requests.sendall(f"{os.getpid()}\n".encode())
-    with requests.makefile("rb") as stream:
-        while frame := _read_frame(stream):
-            requests.sendall(answer(pickle.loads(frame)).encode() + b"\n")
-
-
-def _read_frame(stream: BinaryIO) -> bytes:
-    """The next payload, empty when the other side is gone."""
-    return stream.read(int.from_bytes(stream.read(8)))

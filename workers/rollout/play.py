@@ -72,4 +72,5 @@ def _observe(episode: Episode, conversation: Conversation, text: Text) -> str:
 
 
 def _with(score: Score, observation: Observation) -> Score:
-    return Score(score.reward + observation.reward, "", score.parts | dict(observation.parts), turns=score.turns)
+    parts = score.parts | dict(observation.parts)
+    return Score(score.reward + observation.reward, "", parts, failure=score.failure, turns=score.turns)

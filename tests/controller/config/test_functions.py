@@ -60,11 +60,12 @@ def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "must return numbers, it returned None for 'x'"),
-        ("high", "must return numbers"),
+        (None, "must return finite float32 numbers, it returned None for 'x'"),
+        ("high", "must return finite float32 numbers"),
         ({"score": 1.0}, r"a mapping without 'reward': \['score'\]"),
         (float("nan"), "returned nan for 'x'"),
         (float("inf"), "returned inf"),
+        ({"reward": 1.0, "exact": float("nan")}, "returned {'exact': nan, 'reward': 1.0}"),
     ],
 )
 def test_what_is_no_reward_is_refused(value: object, message: str) -> None:

@@ -7,10 +7,13 @@ import sys
 import threading
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
+from controller.config.functions import check_rewards
 from controller.observability.console import Console
 from controller.observability.run_log import RAYS_THREADS, RunLog, rays_logging_in, run_log
+from workers.reward_process import RewardFunction
 
 
 def printed_by(name: str, text: str) -> None:
@@ -95,3 +98,14 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
     monkeypatch.setattr(log, "_file", Full())
     log.write("one\ntwo\n")
     assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_the_log_has_what_users_code_prints(tmp_path: Path) -> None:
+    def talk(response: str) -> float:
+        print("scored", response)
+        return 1.0
+
+    function = RewardFunction("talk", 1.0, cloudpickle.dumps(talk), ())
+    with run_log(tmp_path, Console()):
+        check_rewards([function], {}, timeout_s=20)
+    assert lines(tmp_path) == ["scored "]

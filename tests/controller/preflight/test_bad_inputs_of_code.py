@@ -97,7 +97,7 @@ CALLS = (
         write=reward("import sys", "print('x', file=sys.stderr); raise ValueError('no')"),
     ),
     BadInput("raises in lines", ["ValueError: first"], write=reward(body="raise ValueError('first\\nsecond')")),
-    BadInput("returns text", ["must return numbers"], write=reward(body="return 'high'")),
+    BadInput("returns text", ["must return finite float32 numbers"], write=reward(body="return 'high'")),
 )
 
 ENVIRONMENT = "class Guess:\n    def reset(self, record):\n        {body}\n    def step(self, response): ...\n"
