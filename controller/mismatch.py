@@ -76,8 +76,8 @@ def compares_exactly(config: Config) -> bool:
 
     Not so where the sampler's log-probs are of a cut distribution, or the engine computes in fewer bits.
     """
-    sampling, engine = config.rollout.sampling, config.rollout.engine
-    return sampling.top_p == 1 and not sampling.top_k and not any(engine.get(name) for name in COARSER)
+    coarser = any(config.rollout.engine.get(name) for name in COARSER)
+    return config.rollout.sampling.log_probs_are_whole and not coarser
 
 
 def beyond(mean: float, largest: float, limit: float, dtype: str, proof: Proof) -> str:
@@ -97,6 +97,6 @@ def beyond(mean: float, largest: float, limit: float, dtype: str, proof: Proof) 
         return (
             f"{told}, above policy.max_mismatch={limit:g}; `python -m controller.doctor` compares them at equal "
             "weights; raise policy.max_mismatch if samples are older than the weights, or of a distribution that "
-            "rollout.sampling.top_p or top_k cut."
+            "rollout.sampling cuts at a temperature other than 1."
         )
     return ""

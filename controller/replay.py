@@ -89,6 +89,9 @@ def settings(request: Request) -> Config:
         raise DataError(f"{request.folder} is not the folder of a run: it has no config.yaml.")
     if not isinstance(load_recorded(path), Config):
         raise ConfigError(f"{request.folder} trained on given sequences; only runs of controller.fit are replayed.")
+    for override in request.overrides:
+        if override.startswith("rollout.sampling."):
+            raise ConfigError(f"{override}: the samples and their log-probs are those of the run. Leave it out.")
     return load(path, request.overrides)
 
 

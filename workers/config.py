@@ -4,7 +4,7 @@ Each field declares its default, documentation and range: `setting(default, "Wha
 `controller.config` composes these into the whole schema and checks them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from workers.model_config import LoraConfig as LoraConfig
@@ -140,12 +140,30 @@ class ReferenceConfig:
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
+NO_CUT = ("temperature", "max_new_tokens")
+"""Settings of sampling that leave every token possible."""
+
+
 @dataclass
 class SamplingConfig:
     temperature: float = setting(1.0, "Softmax temperature; 0 is greedy (validation only).", minimum=0)
     top_p: float = setting(1.0, "Nucleus mass.", minimum=0, maximum=1, exclusive_minimum=True)
     top_k: int = setting(0, "Candidates kept; 0 keeps all.", minimum=0)
     max_new_tokens: int = setting(1024, "Longest response, in tokens.", minimum=1)
+
+    @property
+    def cuts(self) -> list[str]:
+        """The settings that leave tokens out of what is sampled from, as in `top_k=20`."""
+        values = ((each, getattr(self, each.name)) for each in fields(self) if each.name not in NO_CUT)
+        return [f"{each.name}={value}" for each, value in values if value != each.default]
+
+    @property
+    def log_probs_are_whole(self) -> bool:
+        """Whether engines give log-probs of the distribution that the trainer computes, which has no cut.
+
+        vLLM gives them before the temperature and the cut, or after both.
+        """
+        return self.temperature == 1 or not self.cuts
 
 
 @dataclass

@@ -66,6 +66,7 @@ def check_loss(config: Config) -> None:
             f"batch.epochs={config.batch.epochs} trains on them again after updates; set epochs to 1, or another loss."
         )
     _check_staleness(config)
+    _check_sampled_ratios(config)
     _check_kl_correction(config)
     _check_token_returns(config)
 
@@ -90,6 +91,21 @@ def _check_staleness(config: Config) -> None:
             "algorithm.groups_without_signal=replace needs rewards as samples come, but reward.model.path scores them "
             f"on the policy's ranks, which train meanwhile with {setting}; set groups_without_signal=drop, or "
             "rollout.max_staleness=0."
+        )
+
+
+def _check_sampled_ratios(config: Config) -> None:
+    """Raise ConfigError if ratios to the engines' log-probs would not be 1 at equal weights."""
+    sampling, correction = config.rollout.sampling, config.algorithm.loss.rollout_correction
+    readers = {
+        f"rollout.max_staleness={config.rollout.max_staleness}": config.old_log_probs == "sampler",
+        "algorithm.loss.rollout_correction": correction.is_on,
+    }
+    for reader in (name for name, reads in readers.items() if reads and not sampling.log_probs_are_whole):
+        raise ConfigError(
+            f"rollout.sampling.{sampling.cuts[0]}: at temperature={sampling.temperature:g} engines give log-probs of "
+            f"the kept tokens alone, and the ratios of {reader} would not be 1 at equal weights. Set "
+            "rollout.sampling.temperature=1, or sample without a cut."
         )
 
 

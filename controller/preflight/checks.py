@@ -17,7 +17,13 @@ from controller.preflight.count_checks import check_counts
 from controller.preflight.critic_checks import check_critic, check_reward_model
 from controller.preflight.data_checks import check_data
 from controller.preflight.effects import check_settings_have_effect
-from controller.preflight.engine_checks import check_engine_model, check_lengths, check_turns, response_limit
+from controller.preflight.engine_checks import (
+    check_engine_model,
+    check_lengths,
+    check_temperatures,
+    check_turns,
+    response_limit,
+)
 from controller.preflight.model_sizes import check_model_sizes
 from controller.preflight.model_types import CAUSAL
 from controller.preflight.tracker_checks import check_trackers
@@ -49,6 +55,7 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     _check_sampling(config)
     check_validation(config)
     check_engine_options(config.rollout.engine)
+    check_temperatures(config)
     check_turns(config)
     _check_overlong(config)
     check_lengths(config)
@@ -66,8 +73,10 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """The part of `check` that depends on ranks, caps and models: for a run that was checked, with another layout."""
+    """The part of `check` that depends on ranks, caps, models and the loss: for a run that was checked, to be replayed
+    with another layout."""
     check_counts(config)
+    check_loss(config)
     check_lengths(config)
     _check_devices(config)
     _check_model(config, read_model_files(config.model.path, "model.path"))

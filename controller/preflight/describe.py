@@ -165,9 +165,9 @@ def _sampling_notes(config: Config) -> list[str]:
         notes.append(
             "model.dtype=bfloat16 on CPU: log-probs of engines and trainer differ by rounding, up to about 0.5"
         )
-    if sampling.top_p < 1 or sampling.top_k:
+    if sampling.cuts:
         notes.append(
-            "rollout.sampling.top_p or top_k cut the distribution that is sampled from; the trainer's log-probs are of "
-            "the whole one"
+            f"rollout.sampling.{sampling.cuts[0]} cuts the distribution that is sampled from; the trainer's log-probs "
+            "are of the whole one"
         )
     return notes

@@ -4,7 +4,11 @@ from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles
 from controller.preflight.training_checks import check_caps_hold
+from workers.config import SamplingConfig
 from workers.errors import ConfigError
+
+COLDEST = 0.01
+"""The lowest temperature that vLLM samples at."""
 
 
 def response_limit(config: Config) -> str:
@@ -16,16 +20,28 @@ def response_limit(config: Config) -> str:
     return f"rollout.max_turns * {config.sampling_key}.max_new_tokens"
 
 
+def check_temperatures(config: Config) -> None:
+    """Raise ConfigError for a temperature that vLLM would replace."""
+    for key, sampling in _samplings(config).items():
+        if 0 < sampling.temperature < COLDEST:
+            raise ConfigError(
+                f"{key}.temperature={sampling.temperature:g}: vLLM samples at {COLDEST:g} or above. Raise it, or set 0 "
+                "(greedy, not in training)."
+            )
+
+
+def _samplings(config: Config) -> dict[str, SamplingConfig]:
+    found = {config.sampling_key: config.rollout.sampling}
+    return found | ({"validation.sampling": config.validation.sampling} if config.data.validation else {})
+
+
 def check_turns(config: Config) -> None:
     """Raise ConfigError for an environment that is not there, or turns that are longer than its episodes."""
     rollout = config.rollout
     if not rollout.environment:
         return
     check_function("rollout.environment", rollout.environment)
-    turns = {config.sampling_key: rollout.sampling}
-    if config.data.validation:
-        turns["validation.sampling"] = config.validation.sampling
-    for key, sampling in turns.items():
+    for key, sampling in _samplings(config).items():
         if sampling.max_new_tokens > rollout.response_limit(sampling):
             raise ConfigError(
                 f"rollout.max_episode_tokens={rollout.max_episode_tokens} is below "

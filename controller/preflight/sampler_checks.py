@@ -7,7 +7,7 @@ from controller.config.sampler import SamplerConfig
 from controller.preflight.checks import check_rewards
 from controller.preflight.critic_checks import check_reward_model
 from controller.preflight.data_checks import check_data
-from controller.preflight.engine_checks import check_engine_model, check_lengths, check_turns
+from controller.preflight.engine_checks import check_engine_model, check_lengths, check_temperatures, check_turns
 from controller.preflight.model_types import CAUSAL, check_model_type
 from controller.preflight.weights import HEAD, check_weights
 from workers.errors import ConfigError
@@ -19,6 +19,7 @@ def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN, *, 
     check_address(config)
     _check_samples_differ(config)
     check_engine_options(config.rollout.engine)
+    check_temperatures(config)
     check_turns(config)
     check_lengths(config)
     path = config.model.path

@@ -85,12 +85,13 @@ def test_a_pass_that_says_nothing_proves_nothing() -> None:
     assert watching.proof(versions(4), versions(4), 4) is Proof.FIRST
 
 
-@pytest.mark.parametrize(
-    "override", ["rollout.sampling.top_p=0.9", "rollout.sampling.top_k=20", "rollout.engine={quantization: fp8}"]
-)
-def test_a_cut_distribution_or_a_coarser_engine_is_held_to_the_limit_alone(override: str) -> None:
-    assert not compares_exactly(config(override))
-    watching = watch(override)
+CUT = ("rollout.sampling.top_p=0.9", "rollout.sampling.temperature=0.7")
+
+
+@pytest.mark.parametrize("overrides", [CUT, ("rollout.engine={quantization: fp8}",)])
+def test_a_cut_distribution_or_a_coarser_engine_is_held_to_the_limit_alone(overrides: tuple[str, ...]) -> None:
+    assert not compares_exactly(config(*overrides))
+    watching = watch(*overrides)
     assert watching.proof(versions(4), versions(4), 4) is Proof.NONE
     with pytest.raises(MismatchError, match=r"step 7: .* above policy\.max_mismatch=0\.5"):
         watching.judge(7, mismatch(0.6))
@@ -125,7 +126,7 @@ def test_a_mismatch_that_grows_beyond_the_limit_stops_the_run_and_saves_nothing_
     """Of an engine with a cut distribution, which may differ at once."""
     stand_ins.world.loses_updates = True
     with pytest.raises(MismatchError, match=r"step 4: .* differ by 0\.75 nats .* policy\.max_mismatch=0\.6"):
-        run_on_stand_ins(*LONG, "rollout.sampling.top_p=0.9", "policy.max_mismatch=0.6")
+        run_on_stand_ins(*LONG, *CUT, "policy.max_mismatch=0.6")
     assert newest_checkpoint(tmp_path) == "step-3"
     assert not (tmp_path / "run" / "model").exists()
 

@@ -106,10 +106,11 @@ def test_samples_are_made_ahead_and_groups_without_signal_replaced(ray_session, 
     """So far ahead that some of the first groups are left for the second step, however many have been replaced.
 
     The first step begins 25 groups. Of these it takes 5, and up to the second one at most 3 times 5 are replaced.
+    Log-probs are from before the cut of the sampling, so that ratios to them are 1 at equal weights.
     """
     overrides = [*settings, "run.name=ahead", "run.steps=5", "rollout.samples_per_prompt=2"]
     overrides += ["rollout.max_staleness=4", "algorithm.groups_without_signal=replace"]
-    overrides += ["algorithm.max_sampling_rounds=4"]
+    overrides += ["algorithm.max_sampling_rounds=4", "rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9"]
     run = run_loop(overrides)
     steps, bound = run.outcome.steps, staleness(run.config).max_age
     learned = [step["rollout/samples"] > step["rollout/samples_left_out"] for step in steps]
@@ -120,6 +121,8 @@ def test_samples_are_made_ahead_and_groups_without_signal_replaced(ray_session, 
     assert all(step["rollout/staleness_max"] <= bound for step in steps)
     assert steps[0]["rollout/staleness_max"] == 0 < steps[1]["rollout/staleness_max"]
     assert sum(step["rollout/samples_left_out"] for step in steps) > 0
+    assert steps[0]["policy/rollout_mismatch_max"] <= 3e-5
+    assert_engine_equals_saved_model(run)
 
 
 @pytest.mark.slow

@@ -55,7 +55,8 @@ def _cpu_environment(config: RolloutConfig) -> dict[str, str]:
 def engine_arguments(
     model: ModelConfig, config: RolloutConfig, *, placement: str, max_model_tokens: int, seed: int
 ) -> "AsyncEngineArgs":
-    """Arguments of an engine that returns the log-probs of the distribution that it samples from.
+    """Arguments of an engine that returns log-probs at its temperature, before a cut where vLLM can: see
+    `SamplingConfig.log_probs_are_whole`.
 
     Raises ConfigError for an option in `rollout.engine` that is refused; see `check_engine_options`.
     """
@@ -63,6 +64,7 @@ def engine_arguments(
     from vllm.config import WeightTransferConfig
 
     on_cpu = placement == "shared_memory"
+    before_cut = config.sampling.cuts and config.sampling.log_probs_are_whole
     device = _cpu_arguments(config) if on_cpu else _gpu_arguments(config, placement)
     arguments = dict(
         model=model.path,
@@ -74,7 +76,7 @@ def engine_arguments(
         tensor_parallel_size=config.tensor_parallel,
         enable_prefix_caching=True,
         enable_return_routed_experts=model.router_replay != "none",
-        logprobs_mode="processed_logprobs",
+        logprobs_mode="raw_logprobs" if before_cut else "processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
         max_num_batched_tokens=max(PREFILL_TOKENS, config.max_concurrent, max_model_tokens if on_cpu else 0),

@@ -1,0 +1,76 @@
+"""Sampling that leaves tokens out, and every reader of the engines' log-probs: ratios are 1 at equal weights."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from controller.config import Config, load
+from controller.mismatch import compares_exactly
+from controller.preflight.checks import check, check_layout
+from controller.preflight.engine_checks import COLDEST
+from controller.replay import Request, settings
+from tests.controller.config_workspace import refusal
+from workers.config import SamplingConfig
+from workers.errors import ConfigError
+from workers.rollout.engine import engine_arguments, sampling_parameters
+
+CUTS = {"top_k": "150", "top_p": "0.9"}
+CORRECTION = "algorithm.loss.rollout_correction"
+READERS = (
+    "rollout.max_staleness=1",
+    *(f"{CORRECTION}.{kind}={over}" for kind in ("weights", "rejection") for over in ("token", "sequence")),
+)
+
+
+def test_every_setting_of_sampling_is_tried_here() -> None:
+    assert {field.name for field in fields(SamplingConfig)} == {"temperature", "max_new_tokens", *CUTS}
+
+
+def log_probs_of(config: Config) -> str:
+    return str(
+        engine_arguments(
+            config.model, config.rollout, placement="apart", max_model_tokens=config.max_model_tokens, seed=0
+        ).logprobs_mode
+    )
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("reader", READERS)
+def test_ratios_to_engines_log_probs_are_1_at_equal_weights_or_refused(workspace: Path, cut: str, reader: str) -> None:
+    """vLLM has log-probs before temperature and cut, and after both: the first are the trainer's at temperature 1."""
+    changes = [f"rollout.sampling.{cut}={CUTS[cut]}", reader]
+    config = load("config.yaml", changes)
+    check(config)
+    assert (log_probs_of(config), compares_exactly(config)) == ("raw_logprobs", True)
+    colder = [*changes, "rollout.sampling.temperature=0.7"]
+    assert refusal(*colder).startswith(f"rollout.sampling.{cut}={CUTS[cut]}: ")
+    assert reader.rpartition(".")[0] in refusal(*colder)
+    with pytest.raises(ConfigError, match=rf"^rollout\.sampling\.{cut}="):  # a replay with other settings
+        check_layout(load("config.yaml", colder))
+
+
+@pytest.mark.parametrize("cut", [f"rollout.sampling.{name}={value}" for name, value in CUTS.items()])
+def test_where_nothing_reads_them_a_cut_goes_with_every_temperature(workspace: Path, cut: str) -> None:
+    config = load("config.yaml", [cut, "rollout.sampling.temperature=0.7"])
+    check(config)
+    assert (log_probs_of(config), compares_exactly(config)) == ("processed_logprobs", False)
+
+
+def test_without_a_cut_log_probs_have_the_temperature(workspace: Path) -> None:
+    config = load("config.yaml", ["rollout.sampling.temperature=0.7", *READERS[1:2]])
+    check(config)
+    assert (log_probs_of(config), compares_exactly(config)) == ("processed_logprobs", True)
+
+
+@pytest.mark.parametrize("section", ["rollout", "validation"])
+def test_a_temperature_that_vllm_would_raise_is_refused(workspace: Path, section: str) -> None:
+    colder = f"{section}.sampling.temperature={COLDEST / 2}"
+    assert refusal(colder).startswith(f"{colder}: ")
+    assert sampling_parameters(SamplingConfig(temperature=COLDEST / 2), seed=1).temperature == COLDEST
+
+
+def test_a_replay_does_not_take_another_sampling(workspace: Path) -> None:
+    """Its samples, and their log-probs, are those of the run."""
+    with pytest.raises(ConfigError, match=r"^rollout\.sampling\.temperature=0\.7: "):
+        settings(Request(workspace, 1, ("rollout.sampling.temperature=0.7",)))
