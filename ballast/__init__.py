@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ballast.sampling import Evaluation, evaluate, generate
     from ballast.training import Result, fit, preferences, sft
-    from controller.training_loop import StopTraining
+    from controller.training_loop import RunView, StopTraining
 
-__all__ = ["Evaluation", "Result", "StopTraining", "evaluate", "fit", "generate", "preferences", "sft"]
+__all__ = ["Evaluation", "Result", "RunView", "StopTraining", "evaluate", "fit", "generate", "preferences", "sft"]
 
 _PLACES = {
     **dict.fromkeys(("Result", "fit", "preferences", "sft"), "ballast.training"),
     **dict.fromkeys(("Evaluation", "evaluate", "generate"), "ballast.sampling"),
-    "StopTraining": "controller.training_loop",
+    **dict.fromkeys(("RunView", "StopTraining"), "controller.training_loop"),
 }
 
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ballast.settings import Values, as_overrides, known_keys
+from ballast.records import Records, data_file
+from ballast.settings import Values, as_overrides, known_keys, load_settings
 from ballast.training import Settings
 from controller.config.given import Reward
+from controller.config.sections import BaseRunConfig
 from controller.evaluate import EVALUATE, METRICS
 from controller.evaluate import finish as finish_evaluation
 from controller.generate import GENERATE
@@ -48,14 +50,17 @@ def evaluate(
     reward: Reward | None = None,
     output: str | Path | None = None,
     overrides: Values = (),
+    data: Records | None = None,
 ) -> Evaluation:
     """Validation metrics of a model on data.validation, as `python -m controller.evaluate`; trains nothing.
 
     config: as for `fit`, a configuration of a training; None takes that of the run which `model` is of. model: a
     folder, a hub name, a run, or a checkpoint of a run; empty takes model.path. output: a folder; samples that are
-    there are not made again. reward, overrides, and what is raised: as for `fit`.
+    there are not made again. data: records in place of data.validation. reward, overrides, and what is raised: as for
+    `fit`.
     """
-    request = replace(_request(EVALUATE, config, overrides), model=str(model), reward=reward, output=_path(output))
+    request = _request(EVALUATE, config, overrides, "data.validation", data)
+    request = replace(request, model=str(model), reward=reward, output=_path(output))
     return Evaluation.read(_run(EVALUATE, finish_evaluation, request))
 
 
@@ -66,18 +71,25 @@ def generate(
     reward: Reward | None = None,
     output: str | Path | None = None,
     overrides: Values = (),
+    data: Records | None = None,
     prompts: int = 0,
 ) -> Path:
     """Samples with token ids and log-probs, as `python -m controller.generate`; returns the file, a line a sample.
 
-    prompts: only so many, the first; 0 takes all. Otherwise as `evaluate`; there need not be a reward.
+    data: records in place of data.train. prompts: only so many, the first; 0 takes all. Otherwise as `evaluate`; there
+    need not be a reward.
     """
-    request = replace(_request(GENERATE, config, overrides), model=str(model), reward=reward, output=_path(output))
-    return _run(GENERATE, finish_generation, replace(request, prompts=prompts)) / SAMPLES
+    request = _request(GENERATE, config, overrides, "data.train", data)
+    request = replace(request, model=str(model), reward=reward, output=_path(output), prompts=prompts)
+    return _run(GENERATE, finish_generation, request) / SAMPLES
 
 
-def _request(kind: Kind, config: Settings, overrides: Values) -> Request:
+def _request(kind: Kind, config: Settings, overrides: Values, key: str, data: Records | None) -> Request:
     given = tuple(as_overrides(overrides, known_keys(kind.schema)))
+    if data is not None:
+        run_dir = BaseRunConfig().dir if config is None else load_settings(kind.schema, config, given).run.dir
+        given = (*given, f"{key}={data_file(data, 'data', run_dir)}")
+        given += ("data.sources={}",) if key == "data.train" else ()
     if isinstance(config, Mapping):
         return Request(settings=tuple(as_overrides(config, known_keys(kind.schema))), overrides=given)
     return Request(_path(config), overrides=given)

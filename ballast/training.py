@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ballast.records import Records, data_file
 from ballast.settings import Values, load_settings
 from controller.config import Config, TrainingConfig
 from controller.config.given import Reward, give_rewards
+from controller.config.offline import OfflineConfig
 from controller.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
 
@@ -56,13 +58,16 @@ def fit(
     reward: Reward | None = None,
     callbacks: Sequence["Callback"] = (),
     overrides: Values = (),
+    train: Records | None = None,
+    validation: Records | None = None,
 ) -> Result:
     """Train a policy by reinforcement learning, as `python -m controller.fit` does; returns when the run has ended.
 
     config: a YAML file, or settings as a mapping. reward: a function, or several with their weights, in place of
     reward.function; closures and lambdas too, and the name of one as in the settings. Their processes get them pickled,
-    so that they change nothing here. callbacks: called after every step with its number and its metrics; one may raise
-    StopTraining. overrides: settings that replace those of `config`.
+    so that they change nothing here. callbacks: see `controller.training_loop.Callback`; one may raise StopTraining.
+    overrides: settings that replace those of `config`. train, validation: records in place of data.train and
+    data.validation, such as a list of mappings or a `datasets.Dataset`.
 
     Raises ConfigError, DataError or ResourceError before anything is started, and what ends a run, such as
     RolloutError; all are BallastError. KeyboardInterrupt passes; the run has then stopped as the command does.
@@ -70,29 +75,58 @@ def fit(
     from controller.fit import prepare
 
     settings = load_settings(Config, config, overrides)
+    _give_data(settings, train, validation)
     given = give_rewards(settings.reward, reward)
     return _result(settings, lambda: prepare(settings, given, callbacks))
 
 
-def sft(config: Settings = None, *, callbacks: Sequence["Callback"] = (), overrides: Values = ()) -> Result:
+def sft(
+    config: Settings = None,
+    *,
+    callbacks: Sequence["Callback"] = (),
+    overrides: Values = (),
+    train: Records | None = None,
+    validation: Records | None = None,
+) -> Result:
     """Train a policy on given responses, as `python -m controller.sft` does; otherwise as `fit`."""
     from controller.sft import SFT
 
-    return _offline(SFT, config, callbacks, overrides)
+    return _offline(SFT, load_settings(SFT.schema, config, overrides), callbacks, train, validation)
 
 
-def preferences(config: Settings = None, *, callbacks: Sequence["Callback"] = (), overrides: Values = ()) -> Result:
+def preferences(
+    config: Settings = None,
+    *,
+    callbacks: Sequence["Callback"] = (),
+    overrides: Values = (),
+    train: Records | None = None,
+    validation: Records | None = None,
+) -> Result:
     """Train a policy on pairs of responses, as `python -m controller.preferences` does; otherwise as `fit`."""
     from controller.preferences import PREFERENCES
 
-    return _offline(PREFERENCES, config, callbacks, overrides)
+    return _offline(PREFERENCES, load_settings(PREFERENCES.schema, config, overrides), callbacks, train, validation)
 
 
 def _offline(
-    command: "OfflineCommand[Any]", config: Settings, callbacks: Sequence["Callback"], overrides: Values
+    command: "OfflineCommand[Any]",
+    settings: OfflineConfig,
+    callbacks: Sequence["Callback"],
+    train: Records | None,
+    validation: Records | None,
 ) -> Result:
-    settings = load_settings(command.schema, config, overrides)
+    _give_data(settings, train, validation)
     return _result(settings, lambda: command.prepare_run(settings, callbacks))
+
+
+def _give_data(settings: Config | OfflineConfig, train: Records | None, validation: Records | None) -> None:
+    """Put the files of `train` and `validation` into the settings; None is no change."""
+    if train is not None:
+        settings.data.train = data_file(train, "train", settings.run.dir)
+        if isinstance(settings, Config):
+            settings.data.sources = {}
+    if validation is not None:
+        settings.data.validation = data_file(validation, "validation", settings.run.dir)
 
 
 def _result(settings: TrainingConfig, prepare: Callable[[], Callable[[], None] | None]) -> Result:

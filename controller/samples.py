@@ -134,10 +134,16 @@ class Rollout:
             for (uid, _), score in self.by_sample.items()
         ]
 
-    def examples(self, count: int, asked: Callable[[str], dict[str, str]]) -> list[dict[str, Any]]:
-        """The first `count` samples, the slowest and the longest, each once, with the texts shortened, for a record.
+    def without_tokens(self) -> "Rollout":
+        """The light columns and scores alone, which keep nothing in the object store."""
+        return replace(self, samples=RemoteBatch(self.samples.columns, {}))
 
-        asked: the texts of what a prompt's uid asks, of which `prompt` is one.
+    def examples(
+        self, count: int, asked: Callable[[str], dict[str, str]], characters: int = LONGEST_TEXT
+    ) -> list[dict[str, Any]]:
+        """The first `count` samples, the slowest and the longest, each once, for a record.
+
+        asked: the texts of what a prompt's uid asks, of which `prompt` is one. characters: longer texts are cut.
         """
         rows = len(self.batch)
         slowest, longest = (np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens"))
@@ -145,9 +151,9 @@ class Rollout:
         names = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
         return [
             {name: self.batch[name][row].item() for name in names}
-            | {name: shortened(text, LONGEST_TEXT) for name, text in asked(self.batch["uid"][row].item()).items()}
-            | {"response": shortened(scores[row].response, LONGEST_TEXT)}
-            | ({"turns": _shortened(scores[row].turns)} if scores[row].turns else {})
+            | {name: shortened(text, characters) for name, text in asked(self.batch["uid"][row].item()).items()}
+            | {"response": shortened(scores[row].response, characters)}
+            | ({"turns": _shortened(scores[row].turns, characters)} if scores[row].turns else {})
             for row in dict.fromkeys([*range(rows)[:count], *slowest[:count].tolist(), *longest[:count].tolist()])
         ]
 
@@ -259,7 +265,7 @@ def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     return dict(totals)
 
 
-def _shortened(turns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The turns of an episode, with as many characters together as a response may have."""
-    most = max(1, LONGEST_TEXT // len(turns))
+def _shortened(turns: Sequence[Mapping[str, str]], longest: int) -> list[dict[str, str]]:
+    """The turns of an episode, with at most `longest` characters together."""
+    most = max(1, longest // len(turns))
     return [{who: shortened(text, most) for who, text in turn.items()} for turn in turns]

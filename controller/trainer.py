@@ -8,9 +8,11 @@ The driver works on lengths, ids and rewards; tokens stay in the object store (s
 """
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,12 +66,14 @@ class Trainer(TrainingLoop):
             session,
             steps=config.run.steps,
             validate_every=config.validation.every,
+            validate_at_start=config.validation.at_start,
             cost_model=cost_model,
         )
         self.config, self.roles, self.validation = config, session.roles, validation
         self.collector = self.new_collector(prompts)
         self.advantages = AdvantageComputer(config, self.roles, self.planner, self.progress)
         self.mismatch = MismatchWatch(config, self.progress.weight_version)
+        self._sampled: Rollout | None = None
 
     def new_collector(self, prompts: Prompts) -> Collector:
         """The source of the steps' samples."""
@@ -105,6 +109,7 @@ class Trainer(TrainingLoop):
                 rollout, batch = collected.rollout, collected.batch
             metrics = rollout.metrics() | self.staleness(rollout)
             record.samples(step, rollout, self.asked)
+            self._sampled = rollout.without_tokens()
             if self.config.run.record_samples:
                 with record.phase("record"):
                     write_step(step_file(self.folder, step), step_samples(collected))
@@ -167,6 +172,10 @@ class Trainer(TrainingLoop):
         key = self.config.data.prompt_key
         (found,) = self.collector.prompts.take(int(uid), 1)
         return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}
+
+    def samples(self) -> list[dict[str, Any]]:
+        """All samples of the last step, with their whole texts."""
+        return self._sampled.examples(len(self._sampled.batch), self.asked, sys.maxsize) if self._sampled else []
 
     def signal(self, rollout: Rollout) -> dict[str, float]:
         """Metric of the groups that teach nothing, where advantages compare groups and nothing comes to the rewards."""

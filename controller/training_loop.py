@@ -4,9 +4,11 @@ weights to who samples | validate --> step, step, ... --> model
                                        each: metrics --> console, trackers --> what is due: validation, checkpoint
 """
 
+import inspect
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,27 @@ from controller.cost_model_fitting import CostModelFitter, over_stages, seconds_
 from controller.interrupts import Interrupts
 from controller.planner import Planner
 from controller.session import Session
+from workers.errors import ConfigError
 from workers.model.timing import MicroStepTime
 
-Callback = Callable[[int, Mapping[str, float]], None]
-"""Called with the number of a step and its metrics: 0, with those of the validation, before the first step."""
+Callback = Callable[..., None]
+"""Called as `f(step, metrics)` or `f(step, metrics, view)` after every step, and with step 0 after a validation before
+the first. Numbers that it adds to `metrics`, a dictionary, are recorded with the step's. view: a `RunView`."""
 
 
 class StopTraining(Exception):  # noqa: N818 - no error, as StopIteration is none
     """Raised by a callback: the run ends after this step as after its last one, with its model and its summary."""
+
+
+@dataclass(frozen=True)
+class RunView:
+    """The run, for callbacks. folder: runs/NAME. model: the folder of the policy saved last, or model.path. samples: of
+    the step, a dictionary each: prompt, record, response, reward, response_tokens and others; none where none are made.
+    """
+
+    folder: Path
+    model: Path
+    samples: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -61,12 +76,15 @@ class TrainingLoop(ABC):
         *,
         steps: int,
         validate_every: int,
+        validate_at_start: bool,
         cost_model: CostModel,
     ) -> None:
-        """steps: of the whole run. validate_every: 0 validates before and after training alone. cost_model: FLOPs of a
-        sequence, which the plan balances."""
-        self._run, self.last_step, self._validate_every = config.run, steps, validate_every
+        """steps: of the whole run. validate_every: 0 validates before and after training alone, or after it, without
+        validate_at_start. cost_model: FLOPs of a sequence, which the plan balances."""
+        self._run, self.last_step = config.run, steps
+        self._validate_every, self._validate_at_start = validate_every, validate_at_start
         self._policy, self._lora = session.roles.policy, bool(config.model.lora.rank)
+        self._model = Path(config.model.path)
         self.record, self.progress = session.record, session.progress
         self.complete = replace(self.progress)  # as it was after the last complete step
         self.cost_fitter = CostModelFitter(cost_model, enabled=config.refits_cost_model)
@@ -88,7 +106,7 @@ class TrainingLoop(ABC):
         """Validate, train for all steps, validate, write summary.json; or do what is left of that.
 
         An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
-        callbacks: called after every step; what they raise ends the run, see `StopTraining`.
+        callbacks: see `Callback`. What one raises ends the run when the step is recorded and saved, see `StopTraining`.
         """
         with self.interrupts:
             try:
@@ -108,9 +126,9 @@ class TrainingLoop(ABC):
             if not progress.step:
                 self._validate_before(callbacks)
             for step in range(progress.step + 1, self.last_step + 1):
-                steps.append(self._complete_step(step))
-                for callback in callbacks:
-                    callback(step, steps[-1])
+                raised = self._complete_step(step, steps, callbacks)
+                if raised is not None:
+                    raise raised
         except StopTraining:
             self.record.console.log(f"a callback has ended the run after step {progress.step}")
         self.save_models()
@@ -122,27 +140,57 @@ class TrainingLoop(ABC):
     def _validate_before(self, callbacks: Sequence[Callback]) -> None:
         """The validation before the first step."""
         progress = self.progress
-        progress.before = progress.latest = self.validate(0)
+        progress.before = progress.latest = self.validate(0) if self._validate_at_start else {}
         metrics = prefixed("validation", progress.before)
+        raised = self._call(callbacks, 0, metrics) if metrics else None
         self.record.writer.step(0, metrics)
         self.record.write_timeline(0)
-        for callback in callbacks:
-            callback(0, metrics)
+        if raised is not None:
+            raise raised
 
-    def _complete_step(self, step: int) -> dict[str, float]:
-        """A step, and what is due after it; returns its metrics."""
+    def _complete_step(
+        self, step: int, steps: list[dict[str, float]], callbacks: Sequence[Callback]
+    ) -> Exception | None:
+        """Make a step and what is due after it, add its metrics to `steps`, and return what a callback raised."""
         progress, last = self.progress, self.last_step
         metrics = self.step(step)
         if step == last or (self._validate_every and step % self._validate_every == 0):
             progress.latest = self.validate(step)
             metrics |= prefixed("validation", progress.latest)
         progress.step = step
+        raised = self._call(callbacks, step, metrics)
+        steps.append(metrics)
         self.record.end_step(step, last, metrics)
         self.complete = replace(progress)
         self.save_what_is_due(step)
         self.record.write_timeline(step)
         self.interrupts.release()
-        return metrics
+        return raised
+
+    def _call(self, callbacks: Sequence[Callback], step: int, metrics: dict[str, float]) -> Exception | None:
+        """Call the callbacks, add their numbers to `metrics`, and return what one raised.
+
+        Called before the step is recorded, so that its record has their numbers.
+        """
+        view = None
+        try:
+            for callback in callbacks:
+                given: dict[str, Any] = dict(metrics)
+                try:
+                    if takes_run(callback):
+                        view = view or RunView(self.folder, self._model, self.samples())
+                        callback(step, given, view)
+                    else:
+                        callback(step, given)
+                finally:
+                    metrics |= {name: as_metric(name, value) for name, value in given.items()}
+        except Exception as error:
+            return error
+        return None
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The samples of the last step, for callbacks."""
+        return []
 
     def begin(self) -> None:  # noqa: B027 - optional
         """Called before the first validation, or before the first step of a run that resumes."""
@@ -179,9 +227,28 @@ class TrainingLoop(ABC):
         """Save model and tokenizer in Hugging Face format as `name` in the run's folder, and LoRA adapters beside it:
         `model-30`, `adapters-30`."""
         with self.record.phase("save"):
-            self._policy.save_pretrained(str(self.folder / name))
+            self._model = self.folder / name
+            self._policy.save_pretrained(str(self._model))
             if self._lora:
                 self._policy.save_adapters(str(self.folder / name.replace("model", "adapters", 1)))
+
+
+def takes_run(callback: Callback) -> bool:
+    """Whether a callback takes a third argument. Raises ConfigError for what does not take two or three."""
+    if callable(callback):
+        for count in (3, 2):
+            with suppress(TypeError, ValueError):  # ValueError: it has no signature
+                inspect.signature(callback).bind(*range(count))
+                return count == 3
+    raise ConfigError(f"callbacks={callback!r}: not a function of (step, metrics) or (step, metrics, view). Change it.")
+
+
+def as_metric(name: str, value: Any) -> float:
+    """The value of a metric. Raises ConfigError for what is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ConfigError(f"callbacks: metrics[{name!r}]={value!r:.80} is not a number. Add numbers alone.") from None
 
 
 def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:

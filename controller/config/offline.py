@@ -70,6 +70,7 @@ class PairBatchConfig:
 @dataclass
 class OfflineValidationConfig:
     every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
+    at_start: bool = setting(True, "Validate before the first step.")
     records: int = setting(0, "Number of held-out records to use, from the first; 0 uses all.", minimum=0)
 
 

@@ -21,7 +21,8 @@ from workers.errors import ConfigError
 OF_TRAINING = (
     *("run.steps", "run.save_every", "run.checkpoint_every", "run.keep_checkpoints", "run.resume", "run.other_data"),
     *("run.log_completions", "run.record_samples", "batch.", "algorithm.", "reference.", "critic.", "tracking."),
-    *("data.shuffle", "data.curriculum", "reward.overlong_", "validation.every", "validation.keep_best"),
+    *("data.shuffle", "data.curriculum", "reward.overlong_", "validation.every", "validation.at_start"),
+    "validation.keep_best",
     *("rollout.placement", "rollout.max_staleness", "rollout.staleness_window", "rollout.kv_cache_after_update"),
 )
 OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")

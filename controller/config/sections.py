@@ -252,6 +252,7 @@ def _validation_sampling() -> SamplingConfig:
 @dataclass
 class ValidationConfig:
     every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
+    at_start: bool = setting(True, "Validate before the first step.")
     samples: int = setting(1, "Responses sampled for each held-out prompt.", minimum=1)
     prompts: int = setting(0, "Number of held-out prompts to use, from the first; 0 uses all.", minimum=0)
     success: str = setting(

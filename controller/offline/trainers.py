@@ -43,6 +43,7 @@ class OfflineTrainer(TrainingLoop, Generic[Settings]):
             session,
             steps=config.steps_over(len(train)),
             validate_every=config.validation.every,
+            validate_at_start=config.validation.at_start,
             cost_model=cost_model,
         )
         self.config, self.roles, self.dataset, self.held_out = config, session.roles, train, validation

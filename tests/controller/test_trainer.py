@@ -8,6 +8,7 @@ import pytest
 
 from balancing import Plan
 from controller.checkpoint import checkpoints_at
+from controller.training_loop import RunView
 from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import ConfigError, MismatchError
 
@@ -313,3 +314,70 @@ def test_a_run_that_goes_on_validates_no_second_time_before_its_first_step(local
     outcome = found.trainer.fit()
     assert len(outcome.steps) == 1
     assert len(found.of("generate")) == 1 + 1
+
+
+# Callbacks
+
+
+def test_callbacks_see_each_step_and_what_they_add_is_recorded(local_run: Run) -> None:
+    found = local_run("data.validation=held_out.jsonl", "run.steps=2", "run.save_every=1")
+    seen: list[tuple[int, Any]] = []
+
+    def look(step: int, metrics: dict[str, float], run: RunView) -> None:
+        seen.append((step, run))
+        metrics["mine/responses"] = len({sample["response"] for sample in run.samples})
+
+    def after_it(step: int, metrics: dict[str, float]) -> None:
+        metrics["mine/double"] = 2 * metrics["mine/responses"]
+
+    found.trainer.fit([look, after_it])
+    rows = [json.loads(line) for line in (found.folder / "metrics.jsonl").read_text().splitlines()]
+    views = dict(seen)
+    assert [row["step"] for row in rows] == list(views) == [0, 1, 2]
+    for row in rows:
+        samples = views[row["step"]].samples
+        assert len(samples) == row.get("rollout/samples", 0)
+        assert row["mine/double"] == 2 * row["mine/responses"] == 2 * len({sample["response"] for sample in samples})
+    assert views[2].samples[0].keys() >= {"prompt", "response", "reward", "uid"}
+    assert [views[step].model.name for step in range(3)] == ["model", "model", "model-1"]  # saved after the callback
+
+
+def test_a_callback_that_raises_ends_the_run_after_the_step_is_recorded_and_saved(local_run: Run) -> None:
+    found = local_run("run.steps=3", "run.checkpoint_every=1")
+
+    def fail(step: int, metrics: dict[str, float]) -> None:
+        metrics["mine/step"] = step
+        if step == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        found.trainer.fit([fail])
+    rows = [json.loads(line) for line in (found.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["mine/step"] for row in rows if row["step"]] == [1, 2]
+    assert found.trainer.complete.step == 2
+
+
+@pytest.mark.parametrize("added", ["text", None, [1.0], {"a": 1}])
+def test_a_callback_adds_numbers_alone(local_run: Run, added: Any) -> None:
+    def add(step: int, metrics: dict[str, Any]) -> None:
+        metrics["mine"] = added
+
+    with pytest.raises(ConfigError, match=r"metrics\['mine'\]="):
+        local_run("run.steps=1").trainer.fit([add])
+
+
+@pytest.mark.parametrize("callback", [5, lambda: None, lambda step: None, "text"])
+def test_what_is_no_callback_is_refused(local_run: Run, callback: Any) -> None:
+    with pytest.raises(ConfigError, match="callbacks="):
+        local_run("run.steps=1").trainer.fit([callback])
+
+
+@pytest.mark.parametrize("settings", [(), (*VALIDATION, "validation.at_start=false")])
+def test_without_a_validation_before_the_first_step_no_callback_is_called_with_step_0(
+    local_run: Run, settings: tuple[str, ...]
+) -> None:
+    found, steps = local_run(*settings, "run.steps=2"), list[int]()
+    outcome = found.trainer.fit([lambda step, metrics: steps.append(step)])
+    assert steps == [1, 2]
+    assert outcome.before == {}
+    assert bool(outcome.after) == bool(settings)

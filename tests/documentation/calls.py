@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ METRICS = {"step": 1, "reward/mean": 0.0, "validation/reward": 0.0}
 SUMMARY = {"steps": 1, "validation": {"before": {"reward": 0.0}, "after": {"reward": 0.5}}}
 
 
-def tried(config: Config, given: GivenFunctions, callbacks: Sequence[Callable[[int, Any], None]]) -> Callable[[], None]:
+def tried(config: Config, given: GivenFunctions, callbacks: Sequence[Callable[..., None]]) -> Callable[[], None]:
     """In place of `controller.fit.prepare`: the settings and the rewards are tried, the callbacks called."""
     check(config, given)
     try_inputs(config, given=given)
@@ -27,9 +26,10 @@ def tried(config: Config, given: GivenFunctions, callbacks: Sequence[Callable[[i
 
     def start() -> None:
         for callback in callbacks:
-            callback(1, METRICS)
+            view = ballast.RunView(config.run_folder, Path(config.model.path), [{"response": ""}])
+            callback(1, dict(METRICS), view)
             with pytest.raises(ballast.StopTraining):
-                callback(20, METRICS)
+                callback(20, dict(METRICS), view)
 
     return start
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import ballast
 from controller import fit
 from controller.config import load
+from controller.data.records import read_records
 from workers.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -39,12 +40,21 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(ray_session: None, settings: list[str]) -> Trained:
+def records(workspace: Path) -> dict[str, list[dict[str, Any]]]:
+    """The data sets, as a notebook has them."""
+    return {name: read_records(str(workspace / f"{name}.jsonl")) for name in ("train", "validation")}
+
+
+@pytest.fixture(scope="module")
+def trained(ray_session: None, settings: list[str], records: dict[str, list[dict[str, Any]]]) -> Trained:
     """Ended by its callback after two of five steps, in a thread that is not the main one."""
     called: list[tuple[int, dict[str, float]]] = []
+    settings = [setting for setting in settings if not setting.startswith(("data.train=", "data.validation="))]
 
-    def stop_early(step: int, metrics: Any) -> None:
+    def stop_early(step: int, metrics: Any, run: ballast.RunView) -> None:
         called.append((step, dict(metrics)))
+        metrics["notebook/texts"] = len({sample["response"] for sample in run.samples})
+        assert (run.model / "model.safetensors").exists()
         if step == STEPS:
             raise ballast.StopTraining
 
@@ -52,8 +62,8 @@ def trained(ray_session: None, settings: list[str]) -> Trained:
     overrides += ["validation.every=2", "validation.samples=2", "validation.success=long"]
     overrides += ["policy.optimizer.learning_rate=1e-3", "policy.ranks=1"]
     with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(ballast.fit, reward=rewarding(LARGEST), callbacks=[stop_early], overrides=overrides)
-        return Trained(result.result(), called)
+        given: dict[str, Any] = {"reward": rewarding(LARGEST), "callbacks": [stop_early], **records}
+        return Trained(pool.submit(ballast.fit, overrides=overrides, **given).result(), called)
 
 
 def test_a_function_given_in_a_thread_trains_and_the_result_is_the_run(trained: Trained) -> None:
@@ -61,6 +71,7 @@ def test_a_function_given_in_a_thread_trains_and_the_result_is_the_run(trained: 
     assert [row["step"] for row in result.metrics] == [step for step, _ in trained.called] == [0, 1, STEPS]
     assert result.metrics[-1]["reward/digits"] == trained.called[-1][1]["reward/digits"] > 0
     assert result.metrics[-1]["reward/failures"] == 0
+    assert 1 < (result.metrics[-1]["notebook/texts"] or 0) <= (result.metrics[-1]["rollout/samples"] or 0)
     assert result.summary["steps"] == STEPS
     assert result.summary["validation"]["after"]["reward"] == trained.called[-1][1]["validation/reward"]
     assert (result.model / "config.json").exists() and (result.folder / "report.html").exists()
@@ -102,10 +113,13 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def test_generation_goes_on_where_it_was_cut_and_gives_the_models_log_probs(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, records: dict[str, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def generate(reward: Any = rewarding(LARGEST)) -> Path:  # noqa: B008 - the same one
-        return ballast.generate(model=trained.result.folder, reward=reward, output=tmp_path / "samples", prompts=4)
+        folder, data = tmp_path / "samples", records["train"][:4]
+        return ballast.generate(model=trained.result.folder, reward=reward, output=folder, data=data)
 
     file = generate()
     whole, content = lines_of(file), file.read_bytes()

@@ -28,6 +28,7 @@ from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
 from controller.observability.run_record import RunRecord
+from controller.observability.trackers.files import JsonLinesTracker
 from controller.session import Session
 from controller.trainer import Trainer
 from tests.controller.test_checkpoint import write
@@ -280,7 +281,8 @@ class LocalRun:
             self.critic if config.uses_critic else None,
             self.reward_model if config.uses_reward_model else None,
         )
-        self._writer = RunWriter(self.folder, "", [])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._writer = RunWriter(self.folder, "", [JsonLinesTracker(self.folder / "metrics.jsonl")])
         console = Console(rich.console.Console(file=self._terminal, width=200))
         return Session(roles, progress, RunRecord(console, LiveMetrics(), self._writer))
 
