@@ -72,7 +72,10 @@ def check_whole(model: ModelFiles, path: str, key: str) -> None:
     if not model.weights:
         raise ConfigError(f"{key}={path}: {folder} has no weights ({', '.join(WEIGHTS)}){_about_pickles(folder)}.")
     if not model.tokenizer:
-        raise ConfigError(f"{key}={path}: {folder} has no tokenizer ({', '.join(TOKENIZERS)}).")
+        raise ConfigError(
+            f"{key}={path}: {folder} has no tokenizer ({', '.join(TOKENIZERS)}). Add it: "
+            f"tokenizer.save_pretrained({str(folder)!r})."
+        )
 
 
 def fetch_description(path: str, key: str, say: Callable[[str], None]) -> None:
@@ -114,6 +117,11 @@ def _about_pickles(folder: Path) -> str:
 
 def _folder(path: str, key: str) -> Path:
     if Path(path).is_dir():
+        if (Path(path) / "adapter_config.json").is_file() and not (Path(path) / "config.json").is_file():
+            raise ConfigError(
+                f"{key}={path}: the folder holds LoRA adapters, not a model. Save the model of "
+                "peft_model.merge_and_unload() and name its folder."
+            )
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(f"{key}: folder {path} holds no model, it has no config.json.")
         return Path(path)

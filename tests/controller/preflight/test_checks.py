@@ -460,6 +460,11 @@ def test_a_file_that_is_gone_or_broken_is_named(workspace: Path, file: str, cont
     assert refusal().startswith(message)
 
 
+def test_a_folder_of_adapters_is_no_model(workspace: Path) -> None:
+    (workspace / "model/config.json").rename(workspace / "model/adapter_config.json")
+    assert refusal().startswith("model.path=model: the folder holds LoRA adapters, not a model. ")
+
+
 def test_chat_messages_need_a_chat_template(workspace: Path) -> None:
     record = {"prompt": [{"role": "user", "content": "1+1="}]}
     (workspace / "train.jsonl").write_text(json.dumps(record))
