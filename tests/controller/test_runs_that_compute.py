@@ -21,7 +21,7 @@ from controller.replayer import replay
 from controller.trainer import Trainer
 from examples.addition.warm_start import tokenizer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
-from tests.workers.model.tiny import tiny_config, unpacked_log_probs
+from tests.workers.model.tiny import files_beside, tiny_config, unpacked_log_probs
 from workers.errors import DataError, NonFiniteError
 from workers.model.packing import Sequences
 from workers.model_worker import sequences_from
@@ -119,6 +119,8 @@ def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
     assert (expected - without).abs().max() > 1e-3
     assert (log_probs_by(adapted, sequences) - expected).abs().max() < 1e-5
     weights = "adapter_model.safetensors"
+    for name in ("model", "model-1"):
+        assert files_beside(folder / name) == files_beside(Path("model"))
     assert (folder / "adapters-1" / weights).read_bytes() == (folder / "adapters" / weights).read_bytes()
 
 

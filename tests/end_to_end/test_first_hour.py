@@ -2,6 +2,7 @@
 it, and go on where a job was cut."""
 
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ import ballast
 from controller import fit
 from controller.config import load
 from controller.data.records import read_records
+from tests.workers.model.tiny import files_beside
 from workers.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 STEPS = 2
 LARGEST = 9.0
+ENDS = [5, 1]  # what the model's generation config says; its tokenizer knows the second alone
 
 
 def rewarding(largest: float) -> Callable[..., dict[str, float]]:
@@ -46,7 +49,16 @@ def records(workspace: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def trained(ray_session: None, settings: list[str], records: dict[str, list[dict[str, Any]]]) -> Trained:
+def source(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model to begin with."""
+    source = tmp_path_factory.mktemp("source") / "model"
+    shutil.copytree(workspace / "model", source)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS, "temperature": 0.5}))
+    return source
+
+
+@pytest.fixture(scope="module")
+def trained(ray_session: None, settings: list[str], records: dict[str, list[dict[str, Any]]], source: Path) -> Trained:
     """Ended by its callback after two of five steps, in a thread that is not the main one."""
     called: list[tuple[int, dict[str, float]]] = []
     settings = [setting for setting in settings if not setting.startswith(("data.train=", "data.validation="))]
@@ -60,7 +72,7 @@ def trained(ray_session: None, settings: list[str], records: dict[str, list[dict
 
     overrides = [*settings, "run.name=notebook", "run.steps=5", "run.checkpoint_every=1", "reward.function=''"]
     overrides += ["validation.every=2", "validation.samples=2", "validation.success=long"]
-    overrides += ["policy.optimizer.learning_rate=1e-3", "policy.ranks=1"]
+    overrides += ["policy.optimizer.learning_rate=1e-3", "policy.ranks=1", f"model.path={source}"]
     with ThreadPoolExecutor(1) as pool:
         given: dict[str, Any] = {"reward": rewarding(LARGEST), "callbacks": [stop_early], **records}
         return Trained(pool.submit(ballast.fit, overrides=overrides, **given).result(), called)
@@ -89,7 +101,7 @@ def test_what_is_recorded_says_that_a_function_was_given_and_a_resume_asks_for_i
 
 
 def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_it(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = trained.result.folder
     checkpoint = folder / "checkpoints" / "policy" / f"step-{STEPS}"
@@ -102,6 +114,7 @@ def test_an_evaluation_of_a_checkpoint_is_the_validation_that_training_made_of_i
     for name, interval in found.intervals.items():
         assert interval.low <= found.metrics[name] <= interval.high
     assert "pass@2" in found.intervals
+    assert files_beside(folder / "model") == files_beside(folder / f"model-{STEPS}") == files_beside(source)
     saved, written = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", f"model-{STEPS}"))
     assert all(map(torch.equal, saved.state_dict().values(), written.state_dict().values()))
     monkeypatch.setattr("controller.sampling.running.ray_session", None)  # nothing is left to start anything for
@@ -150,4 +163,6 @@ def check_log_probs(lines: list[dict[str, Any]], path: Path) -> None:
             log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         response = log_probs[len(line["prompt_ids"]) - 1 :]
         torch.testing.assert_close(response, torch.tensor(line["log_probs"]), rtol=0, atol=3e-5)
+        ended = [id in ENDS for id in line["response_ids"]]
+        assert ended == [False] * (len(ended) - 1) + [line["finish_reason"] == "stop"]
         assert len(line["response_ids"]) == line["response_tokens"] and line["reward"] >= 0

@@ -439,13 +439,14 @@ class TrainingEngine:
         return manifest.extra
 
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
-        """Write model and tokenizer in Hugging Face format, in the type of the model's files; collective.
+        """Write the model in Hugging Face format, in the type of its files, with the source's other files; collective.
 
         Ranks share the writing, in files of about `file_bytes`, and return when the folder is complete; an existing
         folder is replaced. Raises OutputError if a rank cannot write.
         """
         reshard(self.module)
-        write_model(self.checkpoint_weights, self.tokenizer, Path(path), self.stored_dtype, file_bytes)
+        source = self.model_config.path
+        write_model(self.checkpoint_weights, source, Path(path), self.stored_dtype, file_bytes)
 
     def _before_backward(self, part: Part, last: bool) -> None:
         settings, layers = self.parallel.config, self.module.layers_of(part)

@@ -1,7 +1,7 @@
 """Writes a model as a Hugging Face folder, by several ranks at once; the folder appears when it is complete.
 
     conversions --5 GB a file--> files --round of one file a rank--> gather to its writer --> every rank writes its own
-    rank 0: config.json, tokenizer, index --> all files there? --> rename
+    rank 0: all files there? --> index, the source's other files byte for byte --> rename
 
 A rank holds one file at a time in host memory. The folder is one that all ranks see.
 """
@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from workers.errors import OutputError, clause
 from workers.model.agreement import raise_on_all_ranks
@@ -29,6 +29,8 @@ from workers.model.weight_file import write_weights
 
 FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+"""Ends of the names of weights and their indices, in any format; pickles of a source are among them."""
 
 
 def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
@@ -64,18 +66,19 @@ def plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) 
 
 
 def write_model(
-    weights: CheckpointWeights, tokenizer: Any, path: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+    weights: CheckpointWeights, source: str, path: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write model and tokenizer to `path`, weights in `dtype`; collective, all ranks return when it is complete.
+    """Write the model to `path`, weights in `dtype`; collective, all ranks return when it is complete.
 
-    An existing folder is replaced. Raises OutputError, on every rank alike, if a rank cannot write.
+    source: the model's folder or its name in the hub cache, whose other files are copied. An existing folder is
+    replaced. Raises OutputError, on every rank alike, if a rank cannot write.
     """
     unfinished = _unfinished(path)
     _on_rank_zero(lambda: _make_empty(unfinished), path)
     files, ranks = plan_files(weights, dtype, file_bytes), dist.get_world_size()
 
     def finish() -> None:
-        _write_metadata(weights, tokenizer, unfinished, files, dtype)
+        _write_metadata(weights, source, unfinished, files, dtype)
         _replace(path, unfinished)
 
     try:
@@ -117,7 +120,7 @@ def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: 
 
 
 def _write_metadata(
-    weights: CheckpointWeights, tokenizer: Any, folder: Path, files: Sequence[FilePlan], dtype: torch.dtype
+    weights: CheckpointWeights, source: str, folder: Path, files: Sequence[FilePlan], dtype: torch.dtype
 ) -> None:
     missing = [file.name for file in files if not (folder / file.name).exists()]
     if missing:
@@ -128,17 +131,29 @@ def _write_metadata(
         names = {name: file for file, made in metadata.items() for name in made}
         index = {"metadata": {"total_size": total}, "weight_map": names}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    _copy_files(Path(str(cached_file(source, "config.json", local_files_only=True))).parent, folder)
     _write_config(weights.model, folder, dtype)
-    tokenizer.save_pretrained(folder)
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    """Copy what is beside the weights: a model saved by transformers would lose end tokens and sampling values."""
+    for pattern in ("*", "additional_chat_templates/*"):
+        for file in source.glob(pattern):
+            if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
+                copy = folder / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
 
 
 def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Replace the source's config.json in `folder` if it describes another model: a new value head, or text alone."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    before = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if all(getattr(config, key) == getattr(before, key) for key in ("architectures", "model_type", "num_labels")):
+        return
     config.dtype = dtype
-    config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    config.to_json_file(folder / "config.json")  # `save_pretrained` refuses values of generation
 
 
 def _unfinished(path: Path) -> Path:

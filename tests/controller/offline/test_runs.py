@@ -9,6 +9,7 @@ from controller import sft
 from controller.observability.metric_catalog import declaration_of
 from controller.observability.report import write_report
 from tests.controller.offline.local_run import OF_COMMAND, SETTINGS, LocalRuns, recorded
+from tests.workers.model.tiny import files_beside
 from workers.errors import ConfigError, DataError
 
 PLANS = {
@@ -40,6 +41,7 @@ def test_sft_leaves_a_model_and_metrics_that_are_declared_and_a_report(local_run
     assert outcome.after["perplexity"] == pytest.approx(math.exp(outcome.after["loss"]))
     assert [name for step in steps for name in step if name != "step" and declaration_of(name) is None] == []
     assert (Path("runs") / "run" / "model" / "model.safetensors").is_file()
+    assert files_beside(Path("runs/run/model")) == files_beside(Path("model"))
     page = write_report(Path("runs") / "run").read_text()
     assert "Loss and validation" in page
     assert "supervised, 6 sequences a step" in page
@@ -52,6 +54,7 @@ def test_preferences_begin_at_log_2_and_raise_the_chosen_over_the_rejected(local
     assert first["preferences/margin"] == pytest.approx(0, abs=1e-5)
     assert last["policy/loss"] < first["policy/loss"]
     assert last["preferences/margin"] > 0
+    assert files_beside(Path("runs/run/model")) == files_beside(Path("model"))
 
 
 @pytest.mark.parametrize("loss", ["ipo", "simpo"])

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.tiny import save_tiny_model
-from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
+from tests.workers.model.tiny import files_beside, save_tiny_model
+from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import OutputError
 from workers.model import checkpoint_weights
 from workers.model.engine import TrainingEngine
@@ -160,3 +160,70 @@ def test_a_rank_that_cannot_write_stops_all_and_the_export_before_stays(tmp_path
     after = tensors_of(tmp_path / "target")
     assert after.keys() == before.keys()
     assert not list(tmp_path.glob("*.unfinished")), "a half-written folder was left"
+
+
+LEFT_OUT = (".env", "training_args.bin", "model.gguf", "pytorch_model.bin.index.json")
+
+
+def source_with_files_beside(folder: Path, head: str) -> str:
+    """A model whose generation config transformers reads and refuses to write, with files that nobody here knows."""
+    save_as(folder, "qwen2", torch.float32)
+    if head == "reward model":
+        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text()) | {"a_key_of_theirs": [1, 2]}
+    (folder / "config.json").write_text(json.dumps(content, indent=4))
+    generation = {"eos_token_id": [4, 2], "temperature": 0.6, "top_k": 20, "top_p": 0.95, "_from_model_config": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=4))
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "additional_chat_templates/tools.jinja", "LICENSE", "vocab.json", "notes"):
+        (folder / name).write_bytes(f"{name} \u20ac".encode())
+    for name in LEFT_OUT:
+        (folder / name).write_text("neither a hidden file nor weights of another format")
+    return str(folder)
+
+
+def save_beside(model: str, path: str, head: str, lora: int, parallel: dict[str, int], checkpoint: str) -> None:
+    """As a run does: train, save, and from a checkpoint in another process."""
+    config = ModelConfig(path=model, dtype="float32", lora=LoraConfig(rank=lora))
+    engine = TrainingEngine(
+        config,
+        optimizer=OptimizerConfig(),
+        total_steps=1,
+        device="cpu",
+        parallel=ParallelConfig(**parallel),
+        head="lm" if head == "lm" else "value",
+    )
+    if Path(checkpoint).exists():
+        engine.load_checkpoint(checkpoint)
+    else:
+        engine.save_checkpoint(checkpoint, step=1)
+        engine.wait_for_checkpoint()
+    engine.save_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("head", "lora", "count", "parallel"),
+    [
+        ("lm", 0, 1, {}),
+        ("lm", 0, 2, {}),
+        ("lm", 0, 2, {"tensor_parallel": 2}),
+        ("lm", 0, 2, {"pipeline_parallel": 2}),
+        ("lm", 2, 2, {}),
+        ("critic", 0, 2, {}),
+        ("reward model", 0, 1, {}),
+    ],
+    ids=["1 rank", "2 ranks", "tp", "pp", "adapters", "critic", "reward model"],
+)
+def test_files_beside_the_weights_are_the_sources(tmp_path, ranks: RankPool, head, lora, count, parallel):
+    source = Path(source_with_files_beside(tmp_path / "source", head))
+    for name in ("target", "resumed"):
+        folder = tmp_path / name
+        ranks.run(save_beside, count, str(source), str(folder), head, lora, parallel, str(tmp_path / "step-1"))
+        expected, found = files_beside(source), files_beside(folder)
+        if head == "critic":
+            before, after = (json.loads(files.pop("config.json")) for files in (expected, found))
+            labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+            assert after == before | labels | {"architectures": ["Qwen2ForSequenceClassification"]}
+        assert found == expected
+        assert not [path for path in folder.rglob("*") if path.name in LEFT_OUT]
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [4, 2]

@@ -94,6 +94,13 @@ def save_tokenizer(path: Path, size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(path)
 
 
+def files_beside(folder: Path) -> dict[str, bytes]:
+    """The files of a model but for weights and hidden ones, by name."""
+    weights = (".safetensors", ".bin", ".gguf", ".index.json")
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if not path.name.endswith(weights)}
+
+
 def random_sequences(
     count: int = 11, seed: int = 0, dtype: torch.dtype = torch.float64, *, branching: bool = False
 ) -> Sequences:
