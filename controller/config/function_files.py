@@ -2,7 +2,7 @@
 
 import re
 import sys
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from symtable import symtable
 from typing import Any
@@ -46,14 +46,23 @@ def source_file(name: str) -> Path | None:
 
 def _module_file(name: str) -> Path | None:
     """The source file of a module, found as `import` finds it but without running the packages it is in."""
-    path: list[str] | None = [str(Path.cwd()), *sys.path]
-    for part in name.split("."):
-        # By its last name alone: of a dotted one, a namespace package would look its parent up in sys.modules.
-        spec = PathFinder.find_spec(part, path)
+    path, parts = [str(Path.cwd()), *sys.path], name.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = _spec(parts[:count], path)
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or [])
     return Path(spec.origin) if spec and spec.origin else None
+
+
+def _spec(parts: list[str], path: list[str]) -> ModuleSpec | None:
+    """What the first finder that knows the module says; editable installations have finders of their own."""
+    for finder in sys.meta_path:
+        # PathFinder by the last name alone: of a dotted one, a namespace package would need its parent in sys.modules.
+        spec = finder.find_spec(parts[-1] if finder is PathFinder else ".".join(parts), path)
+        if spec is not None:
+            return spec
+    return None
 
 
 def _is_bound(names: Any, function: str) -> bool:

@@ -8,6 +8,18 @@ from pathlib import Path
 import pytest
 
 from controller.packages import ROOT, check_packages
+from tests.controller.config_workspace import write_workspace
+
+CHECKED = """
+import sys
+from controller.config import load
+from controller.inputs import reward_functions
+from controller.preflight.checks import check
+
+config = load(sys.argv[1], sys.argv[2:])
+check(config)
+reward_functions(config, {})
+"""
 
 
 def run(folder: Path, *module: str) -> subprocess.CompletedProcess[str]:
@@ -62,3 +74,22 @@ def test_a_module_that_a_notebook_has_imported_already_is_named(
     monkeypatch.setitem(sys.modules, "workers", mine)
     with pytest.raises(ImportError, match=r"mine\.py hides Ballast's package workers"):
         check_packages()
+
+
+@pytest.mark.parametrize("installed", ["editable", "on the path"])
+def test_an_installation_finds_its_reward_functions_from_any_folder(tmp_path: Path, installed: str) -> None:
+    """By the finder of an editable installation, or in a folder of the path as a wheel puts them."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if installed == "on the path":
+        environment["PYTHONPATH"] = str(site := tmp_path / "site")
+        site.mkdir()
+        for name in ("balancing", "workers", "controller", "ballast"):
+            (site / name).symlink_to(ROOT / name)
+    (folder := tmp_path / "elsewhere").mkdir()
+    config = write_workspace(folder)
+    (folder / "mine" / "deep").mkdir(parents=True)  # without __init__.py
+    (folder / "mine" / "deep" / "rewards.py").write_text("def short(response):\n    return -len(response)\n")
+    rewards = "reward.functions={workers.reward_functions:length: 1.0, mine.deep.rewards:short: 1.0}"
+    command = [sys.executable, "-c", CHECKED, str(config), "reward.function=''", rewards]
+    done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
