@@ -272,8 +272,11 @@ class Trainer(TrainingLoop):
         name = self.config.validation.keep_best
         if not name:
             return
-        if name not in metrics:
+        if name not in metrics and not step:
             raise ConfigError(f"validation.keep_best={name} is not a validation metric; there are {sorted(metrics)}.")
+        if name not in metrics:
+            self.record.console.log(f"validation.keep_best={name}: no response of this validation has a value")
+            return
         if self.progress.best is None or metrics[name] > self.progress.best:
             self.progress.best = metrics[name]
             if step:  # at step 0 it is the model that the run was given

@@ -123,13 +123,13 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def majority_is_right(answers: Sequence[str], right: Sequence[bool]) -> float:
     """Share of the most frequent answers that is right (Wang et al. 2023, self-consistency); 0 if there is no answer.
 
-    Responses without an answer do not vote. Where several answers are as frequent, each counts the same, so that the
-    result does not depend on their order.
+    Responses without an answer do not vote. Where several answers are as frequent, each counts the same, and where
+    equal answers are judged differently, their verdicts: the result does not depend on their order.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:
         return 0.0
     most = max(votes.values())
-    leaders = [answer for answer, count in votes.items() if count == most]
-    verdict = dict(zip(reversed(answers), reversed(right), strict=True))  # the first response that gave the answer
-    return float(np.mean([verdict[answer] for answer in leaders]))
+    leaders = {answer for answer, count in votes.items() if count == most}
+    verdicts = [verdict for answer, verdict in zip(answers, right, strict=True) if answer in leaders]
+    return float(np.mean(verdicts))  # the leaders have as many each

@@ -11,6 +11,7 @@ from controller.checkpoint import checkpoints_at
 from controller.training_loop import RunView
 from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import ConfigError, MismatchError
+from workers.score import Score
 
 Run = Callable[..., LocalRun]
 UNPROVEN = "rollout.engine={quantization: fp8}"  # sampler and trainer differ: no pass is added to compare them
@@ -252,9 +253,12 @@ def test_a_run_without_checkpoints_saves_its_last_model_alone(local_run: Run) ->
     assert found.of("policy.save") == ["policy.save model"]
 
 
-def test_the_best_model_is_saved_whenever_validation_improves(local_run: Run) -> None:
+@pytest.mark.parametrize(("first", "before", "saves"), [(0.5, 0.5, 2), (float("nan"), 0.0, 3)])
+def test_the_best_model_is_saved_whenever_validation_improves(
+    local_run: Run, first: float, before: float, saves: int
+) -> None:
     found = local_run("run.steps=4", *VALIDATION, "validation.every=1")
-    values = iter([0.5, 0.4, 0.7, 0.6, 0.8])  # the first is of the model that the run was given
+    values = iter([first, 0.4, 0.7, 0.6, 0.8])  # the first is of the model that the run was given
     by_validation: dict[int, float] = {}
 
     def reward(uid: str, sample: int, greedy: bool) -> float:
@@ -266,9 +270,21 @@ def test_the_best_model_is_saved_whenever_validation_improves(local_run: Run) ->
 
     found.rewards.reward = reward
     outcome = found.trainer.fit()
-    assert found.of("policy.save") == ["policy.save model-best", "policy.save model-best", "policy.save model"]
-    assert (outcome.before["reward"], outcome.after["reward"]) == (0.5, 0.8)
+    assert found.of("policy.save") == ["policy.save model-best"] * saves + ["policy.save model"]
+    assert (outcome.before["reward"], outcome.after["reward"]) == (before, 0.8)
     assert found.trainer.progress.best == 0.8
+
+
+def test_a_validation_in_which_no_response_has_the_best_metric_saves_nothing(local_run: Run) -> None:
+    found = local_run("run.steps=2", VALIDATION[0], "validation.keep_best=exact", "validation.every=1")
+
+    def reward(uid: str, sample: int, greedy: bool) -> float | Score | None:
+        held_out = Score(0.0, "text", {"exact": 0.5}) if len(found.engines.rounds) < 3 else None
+        return float(sample % 2) if int(uid) < 1000 else held_out
+
+    found.rewards.reward = reward
+    assert len(found.trainer.fit().steps) == 2
+    assert "validation.keep_best=exact: no response of this validation has a value" in found.said
 
 
 def test_the_best_by_a_metric_that_there_is_not_is_refused(local_run: Run) -> None:

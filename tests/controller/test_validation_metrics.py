@@ -1,4 +1,5 @@
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,13 @@ def test_the_most_frequent_answer_decides() -> None:
     assert majority_is_right(["4", "5"], [True, False]) == 0.5  # a tie counts by halves, whatever the order
     assert majority_is_right(["", "", "4"], [False, False, True]) == 1.0  # no answer, no vote
     assert majority_is_right(["", ""], [False, False]) == 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "1", "2"]), st.booleans()), min_size=1), st.randoms())
+def test_equal_answers_judged_differently_vote_in_any_order(votes: list[tuple[str, bool]], random: Any) -> None:
+    shuffled = random.sample(votes, len(votes))
+    assert majority_is_right(*zip(*votes, strict=True)) == majority_is_right(*zip(*shuffled, strict=True))
+    assert majority_is_right(["4", "4", "4", "5"], [True, False, True, False]) == 2 / 3
 
 
 def test_one_response_a_prompt_gives_means_alone() -> None:

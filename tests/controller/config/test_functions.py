@@ -55,6 +55,7 @@ def test_a_reward_is_a_number_or_a_mapping_with_one() -> None:
     assert as_score(1, "x").reward == 1.0
     score = as_score({"reward": 0.5, "exact": True}, "x")
     assert (score.reward, score.parts) == (0.5, {"exact": 1.0})
+    assert [as_score({"reward": 1, "answer": answer}, "x").answer for answer in (None, "", 4)] == ["", "", "4"]
 
 
 @pytest.mark.parametrize(

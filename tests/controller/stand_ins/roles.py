@@ -216,7 +216,7 @@ class Rewards:
     """`RewardPool` and its `Scoring`. reward: of (uid, sample, whether it is greedy); None is a failure."""
 
     engines: Engines
-    reward: Callable[[str, int, bool], float | None] = lambda uid, sample, greedy: float(sample % 2)
+    reward: Callable[[str, int, bool], float | Score | None] = lambda uid, sample, greedy: float(sample % 2)
     _scores: dict[tuple[str, int], Score] = field(default_factory=dict)
 
     def begin(self) -> "Rewards":
@@ -228,7 +228,8 @@ class Rewards:
             assert result.uid in prompts
             reward = self.reward(result.uid, result.sample, greedy)
             failure = "no reward" if reward is None else ""
-            self._scores[result.key] = Score(reward or 0.0, "text", failure=failure)
+            score = reward if isinstance(reward, Score) else Score(reward or 0.0, "text", failure=failure)
+            self._scores[result.key] = score
 
     def collect(self) -> dict[tuple[str, int], Score]:
         scores, self._scores = self._scores, {}
