@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ballast.records import Records, data_file
-from ballast.settings import Values, as_overrides, known_keys, load_settings
+from ballast.settings import Values, as_overrides, check_type, known_keys, load_settings
 from ballast.training import Settings
 from controller.config.given import Reward
 from controller.config.sections import BaseRunConfig
@@ -60,7 +60,7 @@ def evaluate(
     `fit`.
     """
     request = _request(EVALUATE, config, overrides, "data.validation", data)
-    request = replace(request, model=str(model), reward=reward, output=_path(output))
+    request = replace(request, model=str(model), reward=reward, output=_path("output", output))
     return Evaluation.read(_run(EVALUATE, finish_evaluation, request))
 
 
@@ -79,8 +79,9 @@ def generate(
     data: records in place of data.train. prompts: only so many, the first; 0 takes all. Otherwise as `evaluate`; there
     need not be a reward.
     """
+    check_type("prompts", prompts, int)
     request = _request(GENERATE, config, overrides, "data.train", data)
-    request = replace(request, model=str(model), reward=reward, output=_path(output), prompts=prompts)
+    request = replace(request, model=str(model), reward=reward, output=_path("output", output), prompts=prompts)
     return _run(GENERATE, finish_generation, request) / SAMPLES
 
 
@@ -92,10 +93,11 @@ def _request(kind: Kind, config: Settings, overrides: Values, key: str, data: Re
         given += ("data.sources={}",) if key == "data.train" else ()
     if isinstance(config, Mapping):
         return Request(settings=tuple(as_overrides(config, known_keys(kind.schema))), overrides=given)
-    return Request(_path(config), overrides=given)
+    return Request(_path("config", config), overrides=given)
 
 
-def _path(path: str | Path | None) -> Path | None:
+def _path(name: str, path: str | Path | None) -> Path | None:
+    check_type(name, path, str, Path, type(None))
     return None if path is None else Path(path)
 
 

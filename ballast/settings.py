@@ -3,14 +3,14 @@
 {"policy": {"ranks": 2}} or {"policy.ranks": 2} --as_overrides--> ["policy.ranks=2"]
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from controller.config import TrainingConfig, load_as
-from controller.config.file import settings
+from controller.config.file import settings, shown
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema", bound=TrainingConfig)
@@ -21,6 +21,7 @@ Values = Mapping[str, Any] | Sequence[str]
 def load_settings(schema: type[Schema], config: str | Path | Mapping[str, Any] | None, overrides: Values) -> Schema:
     """The configuration of a file, a mapping, or (None) the overrides alone. Raises ConfigError as `load` does."""
     known = known_keys(schema)
+    check_type("config", config, str, Path, Mapping, type(None))
     if isinstance(config, Mapping):
         return load_as(schema, None, [*as_overrides(config, known), *as_overrides(overrides, known)])
     return load_as(schema, config, as_overrides(overrides, known))
@@ -36,11 +37,27 @@ def as_overrides(values: Values, known: Collection[str]) -> list[str]:
 
     Raises ConfigError for a value that is no setting's, such as an object.
     """
-    if isinstance(values, str):
-        raise ConfigError(f"overrides must be a list of key.sub=value or a mapping, not the text {values!r}.")
-    if not isinstance(values, Mapping):
-        return list(values)
-    return [f"{key}={_yaml(key, value)}" for key, value in _leaves(values, known)]
+    if isinstance(values, Mapping):
+        try:
+            return [f"{key}={_yaml(key, value)}" for key, value in _leaves(values, known)]
+        except RecursionError:
+            raise ConfigError("a mapping of settings holds itself, or is nested too deep.") from None
+    return listed("overrides", values, lambda value: isinstance(value, str), "a list of key.sub=value, or a mapping")
+
+
+def listed(name: str, values: Any, allowed: Callable[[Any], bool], wanted: str) -> list[Any]:
+    """An argument as a list. Raises ConfigError for what is none, or has an item that is not allowed."""
+    found = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [None]
+    if not all(map(allowed, found)):
+        raise ConfigError(f"{name}={shown(values)}: expected {wanted}.")
+    return found
+
+
+def check_type(name: str, value: Any, *types: type) -> None:
+    """Raise ConfigError for an argument that is none of `types`."""
+    if not isinstance(value, types):
+        wanted = " or ".join(one.__name__ for one in types)
+        raise ConfigError(f"{name}={shown(value)}: expected {wanted}, not {type(value).__name__}.")
 
 
 def _leaves(values: Mapping[str, Any], known: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -52,9 +69,16 @@ def _leaves(values: Mapping[str, Any], known: Collection[str], prefix: str = "")
             yield key, value
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text: OmegaConf reads `1e3` as a number, and PyYAML would write it as it is."""
+
+
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+
+
 def _yaml(key: str, value: Any) -> str:
-    plain = value.item() if hasattr(value, "item") else value  # a number of NumPy's, as sweeps draw them
+    plain = value.item() if getattr(value, "ndim", 1) == 0 else value  # a number of NumPy's, as sweeps draw them
     try:
-        return yaml.safe_dump(str(plain) if isinstance(plain, Path) else plain, default_flow_style=True)
-    except yaml.YAMLError:
+        return yaml.dump(str(plain) if isinstance(plain, Path) else plain, Dumper=_Dumper, default_flow_style=True)
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"{key} must be a number, a text, true or false, not a {type(value).__name__}.") from None

@@ -9,11 +9,12 @@ in one line with exit code 2 or 1 is raised here, as an error of `workers.errors
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ballast.records import Records, data_file
-from ballast.settings import Values, load_settings
+from ballast.settings import Values, listed, load_settings
 from controller.config import Config, TrainingConfig
 from controller.config.given import Reward, give_rewards
 from controller.config.offline import OfflineConfig
@@ -77,7 +78,7 @@ def fit(
     settings = load_settings(Config, config, overrides)
     _give_data(settings, train, validation)
     given = give_rewards(settings.reward, reward)
-    return _result(settings, lambda: prepare(settings, given, callbacks))
+    return _result(settings, callbacks, partial(prepare, settings, given))
 
 
 def sft(
@@ -116,7 +117,7 @@ def _offline(
     validation: Records | None,
 ) -> Result:
     _give_data(settings, train, validation)
-    return _result(settings, lambda: command.prepare_run(settings, callbacks))
+    return _result(settings, callbacks, partial(command.prepare_run, settings))
 
 
 def _give_data(settings: Config | OfflineConfig, train: Records | None, validation: Records | None) -> None:
@@ -129,9 +130,14 @@ def _give_data(settings: Config | OfflineConfig, train: Records | None, validati
         settings.data.validation = data_file(validation, "validation", settings.run.dir)
 
 
-def _result(settings: TrainingConfig, prepare: Callable[[], Callable[[], None] | None]) -> Result:
+def _result(
+    settings: TrainingConfig,
+    callbacks: Sequence["Callback"],
+    prepare: Callable[[Sequence["Callback"]], Callable[[], None] | None],
+) -> Result:
+    given = listed("callbacks", callbacks, callable, "a list of functions of a step and its metrics")
     with handlers_kept():
-        start = prepare()
+        start = prepare(given)
         if start is not None:
             start()
     return Result.read(settings.run_folder)

@@ -182,7 +182,8 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    text = str(error) if code == 1 else str(error).replace("\n", "\\n")  # what is refused may quote any text
+    print(f"error: {text}", file=sys.stderr)
     return code
 
 

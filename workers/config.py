@@ -16,12 +16,16 @@ from workers.setting import setting as setting
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019) with linear warm-up."""
 
-    learning_rate: float = setting(1e-6, "Peak learning rate.", minimum=0, exclusive_minimum=True)
-    weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only.", minimum=0)
+    learning_rate: float = setting(1e-6, "Peak learning rate.", minimum=0, maximum=1, exclusive_minimum=True)
+    weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only.", minimum=0, maximum=100)
     beta1: float = setting(0.9, "Decay of the first moment.", minimum=0, maximum=1, exclusive_maximum=True)
     beta2: float = setting(0.95, "Decay of the second moment.", minimum=0, maximum=1, exclusive_maximum=True)
-    epsilon: float = setting(1e-8, "Added to the root of the second moment.", minimum=0, exclusive_minimum=True)
-    max_grad_norm: float = setting(1.0, "Gradients are scaled down to this L2 norm.", minimum=0, exclusive_minimum=True)
+    epsilon: float = setting(
+        1e-8, "Added to the root of the second moment.", minimum=0, maximum=1, exclusive_minimum=True
+    )
+    max_grad_norm: float = setting(
+        1.0, "Gradients are scaled down to this L2 norm.", minimum=0, maximum=10**9, exclusive_minimum=True
+    )
     schedule: str = setting("constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine"))
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
     total_steps: int = setting(
@@ -46,7 +50,10 @@ class ParallelConfig:
     """ranks = pipeline_parallel * dp * context_parallel * tensor_parallel; `workers.model` describes the methods."""
 
     context_parallel: int = setting(
-        1, "Ranks that share each sequence; the token caps then hold for the group: cap * context_parallel.", minimum=1
+        1,
+        "Ranks that share each sequence; the token caps then hold for the group: cap * context_parallel.",
+        minimum=1,
+        maximum=10_000,
     )
     context_parallel_method: str = setting(
         "ulysses",
@@ -54,12 +61,15 @@ class ParallelConfig:
         "`ring` passes keys and values from rank to rank, for any number of heads.",
         choices=("ulysses", "ring"),
     )
-    tensor_parallel: int = setting(1, "Ranks that share each layer's matrices, heads and vocabulary.", minimum=1)
+    tensor_parallel: int = setting(
+        1, "Ranks that share each layer's matrices, heads and vocabulary.", minimum=1, maximum=10_000
+    )
     replicate: int = setting(
         1,
         "Copies of the sharded model (HSDP): parameters are gathered within dp / replicate ranks, and copies exchange "
         "gradients only. 1 shards over all ranks.",
         minimum=1,
+        maximum=10_000,
     )
     expert_parallel: int = setting(
         1,
@@ -67,6 +77,7 @@ class ParallelConfig:
         "context_parallel * tensor_parallel); tokens travel to their experts and back by all-to-all. For mixtures of "
         "experts only.",
         minimum=1,
+        maximum=10_000,
     )
     defer_gradient_reduction: bool = setting(
         False,
@@ -79,15 +90,19 @@ class ParallelConfig:
         "Stages, each with a part of the layers, through which micro-batches go one after another (1F1B); policy.ranks "
         "are those of one stage.",
         minimum=1,
+        maximum=10_000,
     )
     virtual_stages: int = setting(
-        1, "Parts of the layers on each stage (interleaved 1F1B): stages wait less, and send more often.", minimum=1
+        1,
+        "Parts of the layers on each stage (interleaved 1F1B): stages wait less, and send more often.",
+        minimum=1,
+        maximum=10_000,
     )
 
 
 @dataclass
 class PolicyConfig:
-    ranks: int = setting(1, "Data-parallel ranks (one worker actor each).", minimum=1)
+    ranks: int = setting(1, "Data-parallel ranks (one worker actor each).", minimum=1, maximum=100_000)
     max_tokens: int = setting(
         16384, "Cap on packed tokens of a training micro-batch; twice the longest sequence is a good start.", minimum=1
     )
@@ -112,7 +127,7 @@ class PolicyConfig:
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
     threads: int = setting(
-        0, "CPU threads of a worker; 0 divides the node's cores among the role's workers.", minimum=0
+        0, "CPU threads of a worker; 0 divides the node's cores among the role's workers.", minimum=0, maximum=10_000
     )
     max_mismatch: float = setting(
         0.5,
@@ -146,7 +161,7 @@ NO_CUT = ("temperature", "max_new_tokens")
 
 @dataclass
 class SamplingConfig:
-    temperature: float = setting(1.0, "Softmax temperature; 0 is greedy (validation only).", minimum=0)
+    temperature: float = setting(1.0, "Softmax temperature; 0 is greedy (validation only).", minimum=0, maximum=100)
     top_p: float = setting(1.0, "Nucleus mass.", minimum=0, maximum=1, exclusive_minimum=True)
     top_k: int = setting(0, "Candidates kept; 0 keeps all.", minimum=0)
     max_new_tokens: int = setting(1024, "Longest response, in tokens.", minimum=1)
@@ -168,9 +183,11 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
-    replicas: int = setting(1, "vLLM engines.", minimum=1)
-    tensor_parallel: int = setting(1, "GPUs (or processes) that share one engine.", minimum=1)
-    samples_per_prompt: int = setting(8, "Responses sampled for each prompt: the size of a group.", minimum=1)
+    replicas: int = setting(1, "vLLM engines.", minimum=1, maximum=100_000)
+    tensor_parallel: int = setting(1, "GPUs (or processes) that share one engine.", minimum=1, maximum=10_000)
+    samples_per_prompt: int = setting(
+        8, "Responses sampled for each prompt: the size of a group.", minimum=1, maximum=100_000
+    )
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     placement: str = setting(
         "auto",
@@ -184,6 +201,7 @@ class RolloutConfig:
         "weights; 0 generates a step's samples with the weights that it trains (see docs/asynchronous.md). Above 0 "
         "ratios are taken to the sampler's log-probs, unless algorithm.loss.rollout_correction is set.",
         minimum=0,
+        maximum=1000,
     )
     staleness_window: float = setting(
         0.3,
@@ -207,7 +225,7 @@ class RolloutConfig:
         minimum=0,
     )
     max_concurrent: int = setting(
-        256, "Requests that one engine processes at a time; others wait in the router.", minimum=1
+        256, "Requests that one engine processes at a time; others wait in the router.", minimum=1, maximum=10**6
     )
     memory_fraction: float = setting(
         0.5,
@@ -226,7 +244,7 @@ class RolloutConfig:
     max_retries: int = setting(
         2, "Number of times that a failed sample is sent again before it is dropped and counted.", minimum=0
     )
-    threads: int = setting(0, "CPU threads of an engine; 0 takes all cores of the node.", minimum=0)
+    threads: int = setting(0, "CPU threads of an engine; 0 takes all cores of the node.", minimum=0, maximum=10_000)
     hang_timeout_s: float = setting(
         60.0,
         "Seconds without a finished sample after which an engine is asked whether it is alive, and seconds that it "
@@ -240,7 +258,7 @@ class RolloutConfig:
         "docs/environments.md); without it a sample is one turn. reward.timeout_s and reward.on_failure apply to it "
         "too.",
     )
-    max_turns: int = setting(8, "Most turns of the policy in an episode.", minimum=1)
+    max_turns: int = setting(8, "Most turns of the policy in an episode.", minimum=1, maximum=10**6)
     max_episode_tokens: int = setting(
         0,
         "Most tokens of an episode after its prompt: the policy's, each turn up to sampling.max_new_tokens, and the "

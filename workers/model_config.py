@@ -12,7 +12,7 @@ CUDA_KERNELS = ("varlen", "flash3", "flash")
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A, of which A and B alone are trained."""
 
-    rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", minimum=0)
+    rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", minimum=0, maximum=100_000)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", minimum=0, exclusive_minimum=True)
     target_modules: str = setting(
         "all-linear",

@@ -4,7 +4,6 @@ file, then overrides --> keys known? --> types? --> merged (OmegaConf) --> all s
 """
 
 import difflib
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -21,7 +20,8 @@ from workers.errors import ConfigError
 Schema = TypeVar("Schema")
 Numbers = dict[str, float]  # with Options, the types of setting that are not a single value
 Options = dict[str, Any]
-LARGEST_INT = 2**53  # numbers of any setting stay exact in float64 and have room for arithmetic in int64
+LONGEST_SHOWN = 100  # characters of a value in an error
+LARGEST_INT, LARGEST_FLOAT = 10**9, 1e6  # sizes of a setting that names no maximum: what is larger is a slip
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Setting:
             return f"one of {', '.join(self.choices)}"
         bounds = []
         if self.minimum is not None:
-            bounds.append(f"{'above' if self.exclusive_minimum else 'at least'} {self.minimum:g}")
+            bounds.append(f"{'above' if self.exclusive_minimum else 'at least'} {self.minimum:,}")
         if self.maximum is not None:
-            bounds.append(f"{'below' if self.exclusive_maximum else 'at most'} {self.maximum:g}")
+            bounds.append(f"{'below' if self.exclusive_maximum else 'at most'} {self.maximum:,}")
         return " and ".join(bounds)
 
     @property
@@ -65,18 +65,20 @@ class Setting:
         """The largest number allowed, but for an exclusive maximum."""
         if self.maximum is not None:
             return self.maximum
-        return LARGEST_INT if self.type is int else math.inf
+        return LARGEST_INT if self.type is int else LARGEST_FLOAT
 
     def allows(self, value: Any) -> bool:
         """Whether `value`, of the right type, lies in the range."""
         if self.choices:
             return value in self.choices
+        if self.type == Numbers:
+            return all(abs(number) <= LARGEST_FLOAT for number in value.values())
         if not isinstance(value, (int, float)):
             return True
-        low = -math.inf if self.minimum is None else self.minimum
         high = self.highest
+        low = -high if self.minimum is None else self.minimum
         excluded = (self.exclusive_minimum and value == low) or (self.exclusive_maximum and value == high)
-        return math.isfinite(value) and low <= value <= high and not excluded
+        return low <= value <= high and not excluded
 
 
 def settings(section: Any, prefix: str = "") -> Iterator[Setting]:
@@ -121,6 +123,7 @@ def _read_file(path: Path) -> DictConfig:
     if not path.is_file():
         raise ConfigError(f"--config: there is no file {path}.")
     try:
+        _check_scalars(path.read_text(encoding="utf-8"), f"{path}, line {{line}}: ")
         content = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -146,19 +149,40 @@ def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:
     if not value.strip() and key in known and known[key].type is str:
         override = f"{key}=''"  # as a shell gives `key=` and `key=""`; YAML would read it as null
     try:
+        _check_scalars(value, f"{key}: ")
         return OmegaConf.from_dotlist([override])
-    except (yaml.YAMLError, OmegaConfBaseException):
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeEncodeError):
         raise ConfigError(f"{key}: the value {value!r} is not valid YAML; quote it, as in {key}='\"...\"'.") from None
     except RecursionError:
         raise ConfigError(f"{key}: the value is nested too deep to be read.") from None
+
+
+_SURPRISES = re.compile(r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+"""Numbers in base 8, 2, 16 and 60, as YAML 1.1 reads 010, 0b10, 0x10 and 1:30."""
+
+
+def _check_scalars(text: str, where: str) -> None:
+    """Raise ConfigError for a ${...} that names no setting, and for a number of many digits or in another base."""
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if not isinstance(event, yaml.ScalarEvent):
+            continue
+        place = where.format(line=event.start_mark.line + 1)
+        if re.search(r"(?<!\\)\$\{(?![\w.]+\})", event.value):
+            raise ConfigError(f"{place}of ${{...}} only other settings are read, not {shown(event.value)}.")
+        if event.tag or event.implicit[0]:
+            if _SURPRISES.fullmatch(event.value):
+                raise ConfigError(
+                    f"{place}{event.value} is a number in another base in YAML. Write it in base 10, or quote a text."
+                )
+            if re.fullmatch(r"[-+]?[0-9_]{20,}", event.value):
+                digits = f"{len(event.value):,} digits"
+                raise ConfigError(f"{place}{shown(event.value)} has {digits}. Give a smaller number, or quote a text.")
 
 
 def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source: str) -> None:
     for key, value in _leaves(cast(dict[str, Any], OmegaConf.to_container(part)), known, source):
         if key not in known:
             raise ConfigError(f"{source}{key} is not a setting; {_suggestion(key, list(known))}")
-        if isinstance(value, str) and re.search(r"\$\{[^}]*:", value):
-            raise ConfigError(f"{source}{key}: of ${{...}} only other settings are read, not {_shown(value)}.")
         if known[key].type == Options and "${" in str(value):
             raise ConfigError(f"{source}{key}: ${{...}} is not read here, give the values themselves.")
         if value == MISSING and not known[key].required:  # OmegaConf would drop it in silence
@@ -166,7 +190,7 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
         # What ${...} stands for is known only after merging, where OmegaConf checks its type.
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
         if not deferred and not _is_of_type(value, known[key].type):
-            raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {_shown(value)}.")
+            raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {shown(value)}.")
 
 
 def _leaves(
@@ -181,7 +205,7 @@ def _leaves(
             )
         is_section = any(other.startswith(f"{key}.") for other in known)
         if is_section and not isinstance(value, dict):
-            raise ConfigError(f"{source}{key} is a section and takes settings ({key}.NAME), not {_shown(value)}.")
+            raise ConfigError(f"{source}{key} is a section and takes settings ({key}.NAME), not {shown(value)}.")
         if is_section or (isinstance(value, dict) and key not in known):
             yield from _leaves(value, known, source, f"{key}.")
         else:
@@ -209,10 +233,12 @@ def _is_of_type(value: Any, wanted: type) -> bool:
     return isinstance(value, accepted[wanted])
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in an error."""
     if isinstance(value, bool):
         return str(value).lower()
-    return "empty" if value is None else repr(value)
+    text = "empty" if value is None else repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _suggestion(key: str, known: list[str]) -> str:
@@ -259,6 +285,7 @@ def _check_ranges(config: Any, known: Mapping[str, Setting]) -> None:
     for key, found in known.items():
         value = value_of(config, key)
         if not found.allows(value):
-            too_large = isinstance(value, int) and value > found.highest
-            limit = f"at most {found.highest:,}" if too_large else found.range or "finite"
-            raise ConfigError(f"{key} must be {limit}, not {_shown(value)}.")
+            limit = found.range
+            if found.maximum is None and not found.choices and (not found.range or value > found.highest):
+                limit = f"at most {found.highest:,}{'' if found.range else ' in size'}"
+            raise ConfigError(f"{key} must be {limit}, not {shown(value)}.")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from controller.config.file import LARGEST_FLOAT, shown
 from controller.config.function_files import GIVEN
 from controller.config.sections import RewardConfig
 from workers.errors import ConfigError
@@ -32,14 +33,23 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     """
     if reward is None:
         return NONE_GIVEN
-    weights = reward if isinstance(reward, Mapping) else {reward: 1.0}
+    functions = reward if isinstance(reward, Mapping) else [reward]
+    weights = reward.values() if isinstance(reward, Mapping) else [1.0]
+    if not all(callable(f) or isinstance(f, str) for f in functions) or not all(map(_is_weight, weights)):
+        raise ConfigError(f"reward={shown(reward)}: expected a function, or a mapping of functions to their weights.")
     named: dict[str, RewardFunctionLike] = {}
-    for function in weights:
+    for function in functions:
         if named.setdefault(name_of(function), function) is not function:
             raise ConfigError(f"reward: two functions are named {name_of(function)}; rename one of them.")
     settings.function = "" if isinstance(reward, Mapping) else name_of(reward)
-    settings.functions = {name_of(f): float(w) for f, w in weights.items()} if isinstance(reward, Mapping) else {}
+    settings.functions = (
+        dict(zip(map(name_of, functions), map(float, weights), strict=True)) if isinstance(reward, Mapping) else {}
+    )
     return {name: given_function(name, function) for name, function in named.items() if not isinstance(function, str)}
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= LARGEST_FLOAT
 
 
 def name_of(function: RewardFunctionLike) -> str:

@@ -42,7 +42,7 @@ class Counterpart:
 @cache
 def counterparts() -> tuple[Counterpart, ...]:
     """All rows of the table."""
-    table = yaml.load(TABLE.read_text(encoding="utf-8"), yaml.BaseLoader)  # every scalar is a text
+    table = yaml.BaseLoader(TABLE.read_text(encoding="utf-8")).get_single_data()  # every scalar is a text
     return tuple(_row(system, key, row) for system, rows in table.items() for key, row in rows.items())
 
 

@@ -59,12 +59,12 @@ class PreferencesDataConfig(OfflineDataConfig):
 
 @dataclass
 class SequenceBatchConfig:
-    sequences_per_step: int = setting(32, "Sequences in an optimiser step.", minimum=1)
+    sequences_per_step: int = setting(32, "Sequences in an optimiser step.", minimum=1, maximum=10**6)
 
 
 @dataclass
 class PairBatchConfig:
-    pairs_per_step: int = setting(32, "Pairs in an optimiser step.", minimum=1)
+    pairs_per_step: int = setting(32, "Pairs in an optimiser step.", minimum=1, maximum=10**6)
 
 
 @dataclass

@@ -18,7 +18,7 @@ class BaseRunConfig:
     dir: str = setting("runs", "Folder of all runs.")
     steps: int = setting(100, "Training steps; each generates samples and trains on them.", minimum=1)
     seed: int = setting(
-        0, "Seed of data order, mini-batches and sampling; a run with the same seed repeats.", minimum=0
+        0, "Seed of data order, mini-batches and sampling; a run with the same seed repeats.", minimum=0, maximum=2**53
     )
     save_every: int = setting(0, "Steps between saved models; 0 saves only at the end.", minimum=0)
     checkpoint_every: int = setting(
@@ -101,10 +101,13 @@ class DataConfig:
 @dataclass
 class BatchConfig:
     prompts_per_step: int = setting(
-        32, "Prompts of a step; each is sampled rollout.samples_per_prompt times.", minimum=1
+        32, "Prompts of a step; each is sampled rollout.samples_per_prompt times.", minimum=1, maximum=10**6
     )
     mini_batches: int = setting(
-        1, "Optimiser steps in a pass over a step's samples; each takes an equal share of the sequences.", minimum=1
+        1,
+        "Optimiser steps in a pass over a step's samples; each takes an equal share of the sequences.",
+        minimum=1,
+        maximum=10**6,
     )
     mini_batches_by: str = setting(
         "sequence",
@@ -127,7 +130,7 @@ class RewardConfig:
         {},
         "Several reward functions in place of reward.function, each with its weight; the reward is their weighted sum.",
     )
-    workers: int = setting(1, "Processes that score samples during generation.", minimum=1)
+    workers: int = setting(1, "Processes that score samples during generation.", minimum=1, maximum=10_000)
     timeout_s: float = setting(
         30.0,
         "Seconds that one call of a reward function, or of rollout.environment, may take.",
@@ -253,7 +256,7 @@ def _validation_sampling() -> SamplingConfig:
 class ValidationConfig:
     every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
     at_start: bool = setting(True, "Validate before the first step.")
-    samples: int = setting(1, "Responses sampled for each held-out prompt.", minimum=1)
+    samples: int = setting(1, "Responses sampled for each held-out prompt.", minimum=1, maximum=100_000)
     prompts: int = setting(0, "Number of held-out prompts to use, from the first; 0 uses all.", minimum=0)
     success: str = setting(
         "reward",

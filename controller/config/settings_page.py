@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from controller.config.file import Numbers, Options, Setting, settings, value_of
+from controller.config.file import LARGEST_FLOAT, LARGEST_INT, Numbers, Options, Setting, settings, value_of
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.config.schema import Config
 from controller.config.training import TrainingConfig
@@ -18,7 +18,8 @@ HEAD = """\
 Made from the dataclasses in {sources} by
 `python -m controller.config.settings_page{argument} > docs/{file}`; a test holds this page to them. In YAML dots nest:
 `policy.optimizer.beta1` is `policy: {{optimizer: {{beta1: ...}}}}`. Any setting can be given behind the command, as in
-`policy.max_tokens=16384`. A setting that would do nothing in a combination is refused.
+`policy.max_tokens=16384`. A setting that would do nothing in a combination is refused. Where no maximum is given, whole
+numbers are at most {largest_int:,} and others at most {largest_float:,.0f} in size. Numbers are read in base 10.
 """
 
 
@@ -59,7 +60,12 @@ def settings_markdown(argument: str = "") -> str:
         sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
     parts = [_section(name, value_of(config, name), found) for name, found in sections.items()]
     head = HEAD.format(
-        title=page.title, sources=page.sources, file=page.file, argument=f" {argument}" if argument else ""
+        title=page.title,
+        sources=page.sources,
+        file=page.file,
+        argument=f" {argument}" if argument else "",
+        largest_int=LARGEST_INT,
+        largest_float=LARGEST_FLOAT,
     )
     return "\n".join([head, *parts])
 

@@ -6,8 +6,6 @@ Nothing is imported or started for it: models are read by their config.json, rew
 What a cluster can give is known only to Ray and is checked when the placement groups are reserved.
 """
 
-import math
-
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.given import NONE_GIVEN, GivenFunctions
@@ -152,11 +150,9 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
         )
     key = "reward.functions" if config.reward.functions else "reward.function"
     names: dict[str, str] = {}
-    for function, weight in config.reward.weights.items():
+    for function in config.reward.weights:
         if function not in given:
             check_function(key, function)
-        if not math.isfinite(weight):
-            raise ConfigError(f"{key}: the weight of {function} must be a finite number, not {weight}.")
         other = names.setdefault(function.rpartition(":")[2], function)
         if other != function:
             raise ConfigError(f"{key}: {other} and {function} have the same name in metrics; rename one of them.")

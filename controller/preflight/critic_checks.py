@@ -1,7 +1,5 @@
 """Checks of a configuration with a critic or a reward model, beside those of `checks`."""
 
-import math
-
 from controller.config import Config
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.preflight.count_checks import OPTIMIZER_STEPS
@@ -43,7 +41,7 @@ def check_reward_model(config: Config, policy: ModelFiles) -> None:
     if not any(name.endswith("ForSequenceClassification") for name in made):
         raise ConfigError(f"{key}={path} is {' or '.join(made) or 'of no architecture'}, not sequence classification.")
     check_same_vocabulary(config, policy, key, path, VALUE, output=SCORE)
-    if not math.isfinite(config.reward.model.weight) or config.reward.model.weight == 0:
+    if config.reward.model.weight == 0:
         raise ConfigError(f"reward.model.weight={config.reward.model.weight} leaves the model without effect.")
 
 

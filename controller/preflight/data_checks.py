@@ -1,6 +1,5 @@
 """Checks of data.*: the files are there, and their first records have the columns that settings name."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def is_elsewhere(config: Config, path: str) -> bool:
 
 def _check_sources(config: Config) -> None:
     for path, weight in config.data.sources.items():
-        if not (weight > 0 and math.isfinite(weight)):
+        if weight <= 0:
             raise ConfigError(f"data.sources: the weight of {path} must be above 0, not {weight:g}.")
     if bool(config.data.train) == bool(config.data.sources):
         raise ConfigError("one of data.train and data.sources (several, by weight) must be set, and not both.")

@@ -9,6 +9,7 @@ from controller.preflight.critic_checks import check_reward_model
 from controller.preflight.data_checks import check_data
 from controller.preflight.engine_checks import check_engine_model, check_lengths, check_temperatures, check_turns
 from controller.preflight.model_types import CAUSAL, check_model_type
+from controller.preflight.training_checks import check_writable
 from controller.preflight.weights import HEAD, check_weights
 from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
@@ -16,6 +17,7 @@ from workers.rollout.engine_options import check_engine_options
 
 def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN, *, needs_reward: bool) -> None:
     """Raise ConfigError at the first thing that cannot work. config: narrowed. given: see `check`."""
+    check_writable(config.run_folder, "--output")
     check_address(config)
     _check_samples_differ(config)
     check_engine_options(config.rollout.engine)

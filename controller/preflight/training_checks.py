@@ -36,7 +36,7 @@ def check_run(config: TrainingConfig) -> None:
         check_folder_is_free(config)
     _check_resume(config.run.resume)
     _check_hub(config)
-    _check_writable(config.run_folder)
+    check_writable(config.run_folder, "run.dir")
     check_address(config)
 
 
@@ -63,11 +63,12 @@ def _check_hub(config: TrainingConfig) -> None:
         )
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path, key: str) -> None:
+    """Raise ConfigError for a folder that cannot be made or written. key: what names it."""
     # By writing: permissions say nothing of a disk that is full or read-only, nor of what root may do below /proc.
     if not folder.is_absolute() and is_job_copy(Path.cwd()):
         raise ConfigError(
-            f"run.dir: {folder} is relative, and this Ray job works in a copy of its --working-dir that Ray removes "
+            f"{key}: {folder} is relative, and this Ray job works in a copy of its --working-dir that Ray removes "
             "with all that the run writes; give an absolute path, on storage that all nodes share."
         )
     existing = folder
@@ -77,7 +78,7 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".ballast-"):
             pass
     except OSError:
-        raise ConfigError(f"run.dir: {folder} cannot be written, {existing} is not a writable folder.") from None
+        raise ConfigError(f"{key}: {folder} cannot be written, {existing} is not a writable folder.") from None
 
 
 def _check_resume(resume: str) -> None:

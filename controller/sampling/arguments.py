@@ -20,8 +20,6 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(kind: Kind, arguments: Sequence[str] | None) -> tuple[Request, bool]:
     """(what is asked for, whether it is a dry run). Raises ConfigError; SystemExit(0) after --help."""
     parsed = _parser(kind).parse_intermixed_args(arguments)
-    if parsed.prompts < 0:
-        raise ConfigError(f"--prompts {parsed.prompts} is below 0; 0 takes all.")
     overrides = tuple(parsed.overrides)
     request = Request(parsed.config, parsed.model, parsed.output, overrides=overrides, prompts=parsed.prompts)
     return request, parsed.dry_run

@@ -98,6 +98,8 @@ def read_job(kind: Kind, request: Request) -> Job:
 
 def checked_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:
     """The narrowed settings, the model that they are for, and functions that they stand for. Raises as `read_job`."""
+    if request.prompts < 0:
+        raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
     config, model = job_settings(kind, request)
     given = give_rewards(config.reward, request.reward)
     check_sampler(config, given, needs_reward=kind.needs_reward)
@@ -127,6 +129,8 @@ def job_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model]:
 
 def _of_run(model: Model) -> Path:
     """The settings that the model's run has recorded."""
+    if model.path and not Path(model.path).exists():
+        raise ConfigError(f"--model={model.path}: there is no such run. Name a run, or give --config FILE too.")
     if model.run is None:
         raise ConfigError("--config is not given; give it, or --model runs/NAME, whose settings are then taken.")
     if not isinstance(load_recorded(model.run / OF_RUN), Config):

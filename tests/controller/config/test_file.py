@@ -94,12 +94,38 @@ def test_a_setting_with_a_letter_missing_is_recognised(setting: Setting) -> None
             "policy.optimizer=adam",
             "policy.optimizer is a section and takes settings (policy.optimizer.NAME), not 'adam'.",
         ),
-        ("policy.ranks=0", "policy.ranks must be at least 1, not 0."),
+        ("policy.ranks=0", "policy.ranks must be at least 1 and at most 100,000, not 0."),
         ("policy.optimizer.beta1=1", "policy.optimizer.beta1 must be at least 0 and below 1, not 1.0."),
         ("rollout.sampling.top_p=0", "rollout.sampling.top_p must be above 0 and at most 1, not 0.0."),
         ("rollout.sampling.top_p=1.1", "rollout.sampling.top_p must be above 0 and at most 1, not 1.1."),
-        ("policy.optimizer.learning_rate=.nan", "policy.optimizer.learning_rate must be above 0, not nan."),
-        ("algorithm.loss.clip_high=.inf", "algorithm.loss.clip_high must be at least 0, not inf."),
+        (
+            "policy.optimizer.learning_rate=.nan",
+            "policy.optimizer.learning_rate must be above 0 and at most 1, not",
+        ),
+        (
+            "policy.optimizer.learning_rate=1e308",
+            "policy.optimizer.learning_rate must be above 0 and at most 1, not",
+        ),
+        ("algorithm.loss.clip_high=.inf", "algorithm.loss.clip_high must be at most 1,000,000.0, not inf."),
+        ("algorithm.loss.clip_high=.nan", "algorithm.loss.clip_high must be at least 0, not nan."),
+        (
+            "algorithm.loss.clip_cov_low=-1e300",
+            "algorithm.loss.clip_cov_low must be at most 1,000,000.0 in size, ",
+        ),
+        (
+            "batch.prompts_per_step=100000000000",
+            "batch.prompts_per_step must be at least 1 and at most 1,000,000, ",
+        ),
+        ("policy.max_tokens=1000000001", "policy.max_tokens must be at most 1,000,000,000, not 1000000001."),
+        ("reward.functions={f: .nan}", "reward.functions must be at most 1,000,000.0 in size, not {'f': nan}."),
+        ("run.steps=1:30", "run.steps: 1:30 is a number in another base in YAML. "),
+        ("run.steps=010", "run.steps: 010 is a number in another base in YAML. "),
+        ("run.name=010", "run.name: 010 is a number in another base in YAML. "),
+        (f"run.seed={'1' * 5001}", "run.seed: '1111111111"),
+        (f"policy.optimizer.learning_rate=1{'0' * 400}", "policy.optimizer.learning_rate: '1000000"),
+        (f"rollout.engine={{a: !!int '{'1' * 5001}'}}", "rollout.engine: '1111"),
+        ("run.dir=a${run.seed", "run.dir: of ${...} only other settings are read, not 'a${run.seed'."),
+        ("run.dir=\ud800", "run.dir: the value '\\ud800' is not valid YAML; "),
         ("model.dtype=float16", "model.dtype must be one of auto, float32, bfloat16, not 'float16'."),
         ("run.seed=${run.sed}", "run.seed: Interpolation key 'run.sed' not found."),
         (
@@ -128,6 +154,10 @@ def test_a_wrong_override_is_refused_in_one_line_that_says_why(override: str, me
         (b"\xff\xfe\xfa", "is not a YAML text file: "),
         (b"run.steps: 3", "run.steps: in YAML a dot does not nest; write `run: {steps: ...}`."),
         (b"policy: {max_token: 3}", "policy.max_token is not a setting; did you mean policy.max_tokens?"),
+        (b"run:\n  steps: 1:30", "line 2: 1:30 is a number in another base in YAML. "),
+        (b"run:\n  dir: a${run.seed", "line 2: of ${...} only other settings are read, not 'a${run.seed'."),
+        (b"run: {seed: 1" + b"0" * 400 + b"}", "line 1: '10000"),
+        (b"run: &a {name: *a}", "not valid YAML: "),
         (b"policy:", "policy is a section and takes settings (policy.NAME), not empty."),
         (b"policy: {1: 3}", "policy.1 is not a setting; policy has ranks, "),
         (b"", "model.path is not set; "),
@@ -211,4 +241,4 @@ def test_arguments_of_the_engine_add_up_and_hold_any_value(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"^rollout.engine must be values by name .*, not 'fp8'"):
         load(path, ["rollout.engine=fp8"])
     with pytest.raises(ConfigError, match=r"^rollout.engine: \$\{...\} is not read here"):
-        load(path, ["rollout.engine.a=${oc.env:HOME}"])
+        load(path, ["rollout.engine.a=${run.seed}"])
