@@ -178,9 +178,7 @@ def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, ste
 def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
     if not config.rollout.environment:
         return None
-    text = prompt.columns[config.data.prompt_key]
-    if config.data.system_prompt:
-        text = with_system_prompt(text, config.data.system_prompt, prompt.uid)
+    text = with_system_prompt(prompt.columns[config.data.prompt_key], config.data.system_prompt, prompt.uid)
     return EpisodeStart(prompt.columns, text)
 
 

@@ -8,7 +8,7 @@ Users' code and chat templates are programs: this process neither imports nor, b
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,17 +28,17 @@ from controller.data.prompts import (
     PromptRules,
     Prompts,
     characters,
-    check_prompt,
     is_too_long,
     with_system_prompt,
 )
 from controller.data.records import Record, check_loss_columns, read_records
-from controller.observability.shown_text import redacted, shortened, shown_prompt
+from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Say, told_if_slow
 from controller.preflight.validation_checks import check_keep_best
-from workers.chat_template import render_isolated, template_of, time_limit
+from workers.chat_template import render_isolated, template_of
 from workers.environment import as_text
 from workers.errors import DataError
+from workers.rendering import Renderer
 from workers.reward_process import RewardFunction
 from workers.score import Score
 from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_function
@@ -52,9 +52,8 @@ LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 @dataclass(frozen=True)
 class Tried:
     """Inputs that need no tokenizer. train, held_out: records by path. environment: the pickled class of
-    rollout.environment, empty without one. prompt: the first one, as engines read it; a list of messages if the chat
-    template is not here. score: of an empty response to it, by the reward functions; None without any. answered:
-    by the environment, tried on the first record; None without one."""
+    rollout.environment, empty without one. score: of an empty response to the first record, by the reward functions;
+    None without any. answered: by the environment, tried on the first record; None without one."""
 
     train: Records
     held_out: Records
@@ -63,14 +62,14 @@ class Tried:
     curriculum: IsolatedCurriculum | None
     cost_model: CostModel
     identity: DataIdentity
-    prompt: Any
     score: Score | None
     answered: Answered | None
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a run. identity: of the training data, for its checkpoints. environment: as in `Tried`."""
+    """Inputs of a run. identity: of the training data, for its checkpoints. environment: as in `Tried`. first_prompt:
+    its ids, decoded. warnings: lines for the user."""
 
     sources: list[PromptDataset]
     validation: PromptDataset | None
@@ -79,6 +78,8 @@ class Inputs:
     weights: dict[str, float]
     environment: bytes
     identity: DataIdentity
+    first_prompt: str
+    warnings: tuple[str, ...]
 
     @property
     def prompts(self) -> Prompts:
@@ -100,13 +101,11 @@ def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GI
     first = next(iter(train.values()))[0]
     functions, score = reward_functions(config, first, say, given)
     for path, rows in (train | held_out).items():
-        _check_records(path, rows, data.prompt_key, functions)
+        _check_records(path, rows, functions)
         _check_lengths(config, path, rows)
     for path, rows in train.items():
         check_loss_columns(path, rows, config.loss_columns)
-    rendered = try_template(config, _first_chats(config, train | held_out), say)
-    prompt = first[data.prompt_key]
-    prompt = rendered or prompt if isinstance(prompt, list) else prompt
+    try_template(config, _first_chats(config, train | held_out), say)
     environment, answered = _environment(config, first, say)
     curriculum = _curriculum(config, train, say)
     if config.algorithm.loss.name == "custom":
@@ -114,7 +113,7 @@ def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GI
         with _waiting(say, f"the import of {name}, {key}", config):
             check_loss(key, name, timeout_s=config.resources.user_code_timeout_s)
     cost_model = CostModel.from_model_config(config.model_description())
-    return Tried(train, held_out, functions, environment, curriculum, cost_model, identity, prompt, score, answered)
+    return Tried(train, held_out, functions, environment, curriculum, cost_model, identity, score, answered)
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:
@@ -122,7 +121,6 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
     code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
     return [
         *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
-        *_quoted("the first prompt, as engines read it:", shown_prompt(tried.prompt)),
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
         *([_score_line(tried.score)] if tried.score else []),
         *(_episode_lines(tried.answered) if tried.answered else []),
@@ -156,7 +154,8 @@ def _score_line(score: Score) -> str:
 def prompt_lines(inputs: Inputs) -> list[str]:
     """Lines of a dry run about prompts in tokens."""
     datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
-    return [_tokens_line(dataset) for dataset in datasets]
+    shown = _quoted("the first prompt, as engines read it:", inputs.first_prompt)
+    return [*shown, *(_tokens_line(dataset) for dataset in datasets), *(f"warning: {line}" for line in inputs.warnings)]
 
 
 def _tokens_line(dataset: PromptDataset) -> str:
@@ -176,11 +175,11 @@ def read_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_G
 def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
     """The inputs, tokenized; raises ConfigError or DataError for prompts that cannot be."""
     data = config.data
-    tokenizer = limited_tokenizer(config, say)
+    renderer = replace(load_renderer(config, say), continue_last=data.continue_last_message)
     if config.rollout.environment:
-        _check_continuing(config, tokenizer, tried.train)
+        _check_continuing(config, renderer, tried.train)
     rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
-    dataset = partial(PromptDataset, tokenizer=tokenizer, rules=rules, say=say)
+    dataset = partial(PromptDataset, renderer=renderer, rules=rules, say=say)
     sources = [
         dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
         for path, rows in tried.train.items()
@@ -196,6 +195,8 @@ def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
         data.weights,
         tried.environment,
         identity,
+        renderer.tokenizer.decode(next(iter(sources[0])).ids),
+        (),
     )
 
 
@@ -246,10 +247,9 @@ def _curriculum(config: Config, train: Records, say: Say) -> IsolatedCurriculum 
     return curriculum
 
 
-def _check_records(path: str, rows: list[Record], prompt_key: str, functions: Sequence[RewardFunction]) -> None:
+def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunction]) -> None:
     needed = {column: function.name for function in functions for column in function.columns}
     for number, record in enumerate(rows, start=1):
-        check_prompt(record[prompt_key], f"{path} record {number}")
         if missing := sorted(needed.keys() - record.keys()):
             raise DataError(f"{path}: record {number} lacks {missing}, which {needed[missing[0]]} takes.")
 
@@ -276,60 +276,50 @@ def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
     found: list[Any] = []
     for path, rows in data.items():
         chats = [row[config.data.prompt_key] for row in rows if isinstance(row[config.data.prompt_key], list)]
-        found += chats[:TRIED_PROMPTS]
-        if config.data.system_prompt:
-            found = [with_system_prompt(prompt, config.data.system_prompt, path) for prompt in found]
+        found += [with_system_prompt(prompt, config.data.system_prompt, path) for prompt in chats[:TRIED_PROMPTS]]
     return found
 
 
-def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print, *, answered: bool = False) -> str:
+def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print, *, answered: bool = False) -> None:
     """Render `chats`, lists of messages, by the template of model.path in a process of its own; none needs none.
 
-    answered: whether they end with a response. Returns the first one's text, empty where none was rendered. Raises
-    DataError without a template, ConfigError for one that fails.
+    answered: whether they end with a response. Raises DataError without a template, ConfigError for one that fails.
     """
     if not chats:
-        return ""
+        return
     template = template_of(read_model_files(config.model.path, "model.path").folder)
     if template is None and config.is_described:
-        return ""  # the tokenizer lies elsewhere
+        return  # the tokenizer lies elsewhere
     if template is None:
         raise DataError(
             f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
         )
     timeout_s = config.resources.user_code_timeout_s
     with _waiting(say, f"the chat template of model.path={config.model.path}", config):
-        return render_isolated(
+        render_isolated(
             template, chats, config.model.path, answered=answered, timeout_s=timeout_s, setting=TIMEOUT_SETTING
         )
 
 
-def limited_tokenizer(config: TrainingConfig, say: Say = print) -> Any:
-    """The tokenizer of model.path; its chat template raises TimeoutError after resources.user_code_timeout_s.
+def load_renderer(config: TrainingConfig, say: Say = print) -> Renderer:
+    """The tokenizer of model.path, whose template has the time of resources.user_code_timeout_s.
 
-    In the main thread, which takes signals; the prompts that `try_template` has rendered had the limit in any case.
     say: gets a line if loading takes long, as it does where torch is imported for the first time.
     """
     with told_if_slow(say, f"loading torch, and the tokenizer of model.path={config.model.path}"):
         from workers.model.model import load_tokenizer
 
-        tokenizer, timeout_s = load_tokenizer(config.model.path), config.resources.user_code_timeout_s
-    render = tokenizer.apply_chat_template
-
-    def render_in_time(*messages: Any, **options: Any) -> Any:
-        with time_limit(timeout_s, TIMEOUT_SETTING):
-            return render(*messages, **options)
-
-    tokenizer.apply_chat_template = render_in_time
-    return tokenizer
+        tokenizer = load_tokenizer(config.model.path)
+    vocabulary = read_model_files(config.model.path, "model.path").vocabulary or 0
+    return Renderer(tokenizer, vocabulary, config.resources.user_code_timeout_s)
 
 
-def _check_continuing(config: Config, tokenizer: Any, train: Records) -> None:
+def _check_continuing(config: Config, renderer: Renderer, train: Records) -> None:
     """Raise ConfigError if prompts need a chat template that cannot continue a turn."""
     from workers.rollout.conversation import check_template
 
     if isinstance(next(iter(train.values()))[0][config.data.prompt_key], list):
-        check_template(tokenizer, config.model.path)
+        check_template(renderer, config.model.path)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Chat templates are programs, which may never end: the first prompts are rendered in a process of their own.
 
-    tokenizer files --template_of--> Template --render_isolated, process--> the first one's text, or ConfigError
+    tokenizer files --template_of--> Template --render_isolated, process--> nothing, or ConfigError
 
 transformers' own renderer, without a tokenizer and without torch, is imported in a second.
 """
@@ -48,8 +48,8 @@ def template_of(folder: Path) -> Template | None:
 
 def render_isolated(
     template: Template, prompts: Sequence[Messages], model: str, *, answered: bool, timeout_s: float, setting: str
-) -> str:
-    """Render `prompts`, each a list of chat messages, in a process of its own; returns the first one's text.
+) -> None:
+    """Render `prompts`, each a list of chat messages, in a process of its own.
 
     answered: whether the messages end with a response. Raises ConfigError, naming `model`, if that fails or takes more
     than `timeout_s` seconds, which `setting` limits.
@@ -57,7 +57,7 @@ def render_isolated(
     which = f"the chat template of model.path={model}"
     try:
         options = template.special_tokens | {"add_generation_prompt": not answered}
-        return str(ask(RENDER, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=setting))
+        ask(RENDER, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=setting)
     except NoAnswerError as error:
         raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts; mend the template.") from None
 

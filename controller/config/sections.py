@@ -78,6 +78,10 @@ class DataConfig:
         "", "Column that names a record's source, for validation by source; empty takes the path it was read from."
     )
     system_prompt: str = setting("", "System message put before chat messages that have none.")
+    continue_last_message: bool = setting(
+        False,
+        "Let responses continue chat messages that end with an assistant's; otherwise such prompts are refused.",
+    )
     max_prompt_tokens: int = setting(1024, "Longest prompt, in tokens.", minimum=1)
     over_long: str = setting(
         "drop",

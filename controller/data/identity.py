@@ -25,7 +25,9 @@ DataIdentity = dict[str, Any]
 their order; and, of a run, `prompts`, how many of each source are no longer than data.max_prompt_tokens, or, of given
 sequences, `records`, how many are no longer than data.max_tokens."""
 
-CONTENT_SETTINGS = ("data.prompt_key", "data.system_prompt", "data.shuffle", "data.curriculum")
+CONTENT_SETTINGS = (
+    *("data.prompt_key", "data.system_prompt", "data.continue_last_message", "data.shuffle", "data.curriculum"),
+)
 
 
 def data_identity(config: Config, train: Mapping[str, Sequence[Record]]) -> DataIdentity:

@@ -1,6 +1,6 @@
 """Prompts: records, tokenized once, dealt in an endless stream by a seeded shuffle.
 
-record --system prompt, chat template, tokenizer--> Prompt     over-long ones: dropped, truncated or refused
+record --system prompt, Renderer--> Prompt     over-long ones: dropped, truncated or refused
 PromptDataset of each source --PromptMixture, by weight--> take(start, count), a pure function of the seed
 """
 
@@ -14,7 +14,7 @@ from controller.data.curriculum import checked_order
 from controller.data.records import Record
 from controller.observability.slow_work import Say, counted_if_slow
 from workers.errors import DataError
-from workers.isolation.process import named
+from workers.rendering import Renderer
 
 DATA_ORDER = 0  # sets this random stream apart from others of the same seed
 CHARACTERS_PER_TOKEN = (
@@ -65,7 +65,7 @@ class PromptDataset:
     def __init__(
         self,
         records: list[Record],
-        tokenizer: Any,
+        renderer: Renderer,
         rules: PromptRules,
         *,
         shuffle: bool = True,
@@ -87,7 +87,7 @@ class PromptDataset:
         self.dropped = self.truncated = 0
         counted = counted_if_slow(records, f"{name}: prompts tokenized", say, total=len(records))
         for index, record in enumerate(counted, start=1):
-            ids = self._tokenized(record, tokenizer, rules, index)
+            ids = self._tokenized(record, renderer, rules, index)
             if ids is not None:
                 self._prompts.append((ids, record, str(record.get(rules.source_key, name))))
         if not self._prompts:
@@ -96,13 +96,14 @@ class PromptDataset:
                 "raise it, or set data.over_long=truncate."
             )
 
-    def _tokenized(self, record: Record, tokenizer: Any, rules: PromptRules, index: int) -> np.ndarray | None:
+    def _tokenized(self, record: Record, renderer: Renderer, rules: PromptRules, index: int) -> np.ndarray | None:
         """Ids of a prompt within the limit; None for one that is dropped."""
         prompt = record[rules.prompt_key]
         if rules.over_long != "truncate" and is_too_long(prompt, rules.max_prompt_tokens):
             self._leave_out(f"{characters(prompt):,} characters", rules, index)  # tokenizing 60 MB would take minutes
             return None
-        ids = tokenize_record(record, tokenizer, rules, f"{self.name} record {index}")
+        where = f"{self.name} record {index}"
+        ids = renderer.prompt_ids(with_system_prompt(prompt, rules.system_prompt, where), where)
         if len(ids) <= rules.max_prompt_tokens:
             return ids
         if rules.over_long == "truncate":
@@ -209,60 +210,19 @@ def characters(prompt: Any) -> int:
     """Characters of a text, or of the texts of chat messages."""
     if isinstance(prompt, str):
         return len(prompt)
-    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
-    return sum(len(content) for content in contents if isinstance(content, str))
-
-
-def tokenize_record(record: Record, tokenizer: Any, rules: PromptRules, where: str) -> np.ndarray:
-    """Token ids int32 [P] of a record's prompt. Raises DataError naming the record `where`."""
-    prompt = record[rules.prompt_key]
-    if rules.system_prompt:
-        prompt = with_system_prompt(prompt, rules.system_prompt, where)
-    return tokenize(tokenizer, prompt, where=where)
+    contents = [message.get("content", "") for message in prompt]
+    return sum(len(text) if isinstance(text, str) else sum(len(part["text"]) for part in text) for text in contents)
 
 
 def with_system_prompt(prompt: Any, system_prompt: str, where: str) -> Any:
-    """Chat messages with a system message first, unless they have one. Raises DataError, naming `where`, for a text."""
+    """Chat messages with a system message first, unless they have one or `system_prompt` is empty.
+
+    Raises DataError, naming the record `where`, for a text.
+    """
+    if not system_prompt:
+        return prompt
     if isinstance(prompt, str):
         raise DataError(f"{where} is a text, but data.system_prompt goes before chat messages; make it a list of them.")
-    if not isinstance(prompt, list) or (prompt and prompt[0].get("role") == "system"):
+    if prompt[0]["role"] == "system":
         return prompt
     return [{"role": "system", "content": system_prompt}, *prompt]
-
-
-def check_prompt(prompt: Any, where: str) -> None:
-    """Raise DataError, naming the record `where`, for what is neither a text nor chat messages."""
-    if not isinstance(prompt, (str, list)):
-        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
-    if not prompt:
-        raise DataError(f"{where} has an empty prompt.")
-    if isinstance(prompt, list) and not all(isinstance(message, dict) and "role" in message for message in prompt):
-        raise DataError(f"{where} has a chat message that is no object with a role and a content.")
-
-
-def tokenize(tokenizer: Any, prompt: Any, *, where: str) -> np.ndarray:
-    """Token ids int32 [P] of a string, or of chat messages through the tokenizer's chat template."""
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    elif isinstance(prompt, list):
-        if not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"{where} is a list of chat messages, but the tokenizer of model.path has no chat template."
-            )
-        ids = rendered(tokenizer, prompt, where, add_generation_prompt=True)
-    else:
-        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
-    if len(ids) == 0:
-        raise DataError(f"{where} has an empty prompt.")
-    return np.asarray(ids, dtype=np.int32)
-
-
-def rendered(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> Any:
-    """Token ids of chat messages, or with return_dict=True what the tokenizer gives.
-
-    options: of `apply_chat_template`. Raises DataError naming the record `where`.
-    """
-    try:
-        return tokenizer.apply_chat_template(messages, **{"return_dict": False} | options)
-    except Exception as error:  # a template may raise whatever it likes
-        raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error

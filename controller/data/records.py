@@ -18,6 +18,7 @@ from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Say, counted_if_slow
 from workers.errors import DataError
+from workers.rendering import cleaned
 
 Record = dict[str, Any]
 DEEPEST = 100  # levels of lists and objects in a line
@@ -68,12 +69,18 @@ def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:
 
 
 def _checked(record: Any, where: str, prompt_key: str) -> Record:
-    """The record. Raises DataError, naming it, if it is none, or has no `prompt_key`."""
+    """The record, its prompt cleaned. Raises DataError, naming it, if it is none, has half a character in a text, or no
+    `prompt_key`."""
     if not isinstance(record, dict) and not prompt_key:
         raise DataError(f"{where} is not a record, which gives each column's value by its name.")
     if prompt_key and (not isinstance(record, dict) or prompt_key not in record):
         raise DataError(f"{where} has no {prompt_key!r}; set data.prompt_key to the prompt's column.")
-    return cast(Record, record)
+    for name, value in record.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False, default=repr).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: column {name!a} is no Unicode text: {error.reason}.") from None
+    return cast(Record, record | {prompt_key: cleaned(record[prompt_key], where)} if prompt_key else record)
 
 
 def data_files(path: Path) -> list[Path]:

@@ -1,7 +1,6 @@
 """Datasets: tokenized records, dealt in an endless stream of epochs; a step's tokens go to the object store once."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from controller.observability.slow_work import counted_if_slow
 from controller.offline.tokenized import Example, Row, example_row
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+from workers.rendering import Renderer
 
 Item = tuple[Row, ...]
 """The sequences of one record. They are trained on in the same step."""
@@ -27,7 +27,7 @@ class SequenceDataset:
     def __init__(
         self,
         records: Sequence[tuple[Example, ...]],
-        tokenizer: Any,
+        renderer: Renderer,
         settings: OfflineDataConfig,
         *,
         name: str,
@@ -45,7 +45,7 @@ class SequenceDataset:
         counted = counted_if_slow(records, f"{name}: records tokenized", print, total=len(records))
         for index, record in enumerate(counted):
             where = record_name(name, index)
-            self._add(tuple(example_row(tokenizer, example, where) for example in record), settings, where)
+            self._add(tuple(example_row(renderer, example, where) for example in record), settings, where)
         if not self._items:
             raise DataError(
                 f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}; raise it."

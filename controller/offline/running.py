@@ -18,7 +18,7 @@ from controller.config.training import counted
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
 from controller.hub import push_to_hub
-from controller.inputs import TRIED_PROMPTS, limited_tokenizer, try_template
+from controller.inputs import TRIED_PROMPTS, load_renderer, try_template
 from controller.observability.run_log import run_log
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
@@ -119,10 +119,10 @@ class OfflineCommand(Generic[Settings]):
         """Data and cost model. Raises ConfigError or DataError for what cannot be used."""
         examples, identity = self.read_examples(config)
         cost_model = CostModel.from_model_config(config.model_description())
-        tokenizer, data, seed = limited_tokenizer(config), config.data, config.run.seed
+        renderer, data, seed = load_renderer(config), config.data, config.run.seed
 
         def dataset(path: str, *, shuffle: bool) -> SequenceDataset:
-            return SequenceDataset(examples[path], tokenizer, data, name=path, shuffle=shuffle, seed=seed)
+            return SequenceDataset(examples[path], renderer, data, name=path, shuffle=shuffle, seed=seed)
 
         validation = dataset(data.validation, shuffle=False) if data.validation else None
         train = dataset(data.train, shuffle=data.shuffle)

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from controller.data.prompts import check_prompt, rendered, tokenize
 from controller.data.records import Record
 from workers.errors import DataError
+from workers.rendering import Messages, Renderer, cleaned
 
 Row = dict[str, np.ndarray]
 """`input_ids` int32 [T], `loss_mask` bool [T]."""
-Messages = list[dict[str, Any]]
 Example = tuple[Any, Any]
 """A prompt and its response: two texts, or two lists of chat messages."""
 MARKS = re.compile(r"\{%-?\s*generation\b")
@@ -78,7 +77,13 @@ def _example(prompt: Any, response: Any, where: str) -> Example:
         raise DataError(f"{where} has a text as prompt, and a response of type {type(response).__name__}.")
     if isinstance(response, str):
         response = [{"role": "assistant", "content": response}]
-    return _messages(prompt, where), _messages(response, where)
+    prompt, response = _messages(prompt, where), _messages(response, where)
+    if prompt[-1]["role"] == response[0]["role"] == "assistant":
+        raise DataError(
+            f"{where} has a prompt that ends with an assistant's message, behind which the response would be another; "
+            "begin the response with that message's text."
+        )
+    return prompt, response
 
 
 def _messages(value: Any, where: str) -> Messages:
@@ -86,11 +91,10 @@ def _messages(value: Any, where: str) -> Messages:
         raise DataError(f"{where} has a value of type {type(value).__name__} in place of a list of chat messages.")
     if not value:
         raise DataError(f"{where} has an empty list of chat messages.")
-    check_prompt(value, where)
-    return value
+    return list(cleaned(value, where))
 
 
-def example_row(tokenizer: Any, example: Example, where: str) -> Row:
+def example_row(renderer: Renderer, example: Example, where: str) -> Row:
     """The tokens of prompt and response; of the response the text, or all assistant turns, are learned.
 
     Raises DataError, naming the record `where`, if there is no token to learn, or if the template's rendering does not
@@ -98,49 +102,48 @@ def example_row(tokenizer: Any, example: Example, where: str) -> Row:
     """
     prompt, response = example
     if isinstance(response, str):
-        return _text_row(tokenizer, prompt, response, where)
-    return _chat_row(tokenizer, [*prompt, *response], len(prompt), where)
+        return _text_row(renderer, prompt, response, where)
+    return _chat_row(renderer, [*prompt, *response], len(prompt), where)
 
 
-def _text_row(tokenizer: Any, prompt: Any, response: str, where: str) -> Row:
-    if tokenizer.eos_token_id is None:
+def _text_row(renderer: Renderer, prompt: str, response: str, where: str) -> Row:
+    end = renderer.tokenizer.eos_token_id
+    if end is None:
         raise DataError(f"{where}: the tokenizer of model.path has no end-of-sequence token to end a response with.")
-    before = tokenize(tokenizer, prompt, where=where)
-    learned = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    before, learned = renderer.prompt_ids(prompt, where), renderer.ids(response, where)
+    learned += [end] * (learned[-1:] != [end])
     return _row([*before.tolist(), *learned], [False] * len(before) + [True] * len(learned), where)
 
 
-def _chat_row(tokenizer: Any, messages: Messages, first: int, where: str) -> Row:
+def _chat_row(renderer: Renderer, messages: Messages, first: int, where: str) -> Row:
     """Assistant turns from message `first` on are learned."""
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
-        raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
-    if not MARKS.search(str(template)):
-        return _row_by_prefixes(tokenizer, messages, first, where)
-    found = rendered(tokenizer, messages, where, return_dict=True, return_assistant_tokens_mask=True)
-    ids, learned = found["input_ids"], np.array(found["assistant_masks"], dtype=bool)
+    if not MARKS.search(str(renderer.tokenizer.chat_template)):
+        return _row_by_prefixes(renderer, messages, first, where)
+    ids, learned = renderer.marked(messages, where)
     if first:
-        learned[: _length_of_start(tokenizer, messages[:first], ids, where, turn_follows=True)] = False
+        learned[: _length_of_start(renderer, messages[:first], ids, where, turn_follows=True)] = False
     return _row(ids, learned, where)
 
 
-def _row_by_prefixes(tokenizer: Any, messages: Messages, first: int, where: str) -> Row:
-    ids = rendered(tokenizer, messages, where)
+def _row_by_prefixes(renderer: Renderer, messages: Messages, first: int, where: str) -> Row:
+    ids = renderer.ids(renderer.text(messages, where), where)
     learned = np.zeros(len(ids), dtype=bool)
     for index in range(first, len(messages)):
         if messages[index]["role"] == "assistant":
-            start = _length_of_start(tokenizer, messages[:index], ids, where, turn_follows=True)
-            stop = _length_of_start(tokenizer, messages[: index + 1], ids, where, turn_follows=False)
+            start = _length_of_start(renderer, messages[:index], ids, where, turn_follows=True)
+            stop = _length_of_start(renderer, messages[: index + 1], ids, where, turn_follows=False)
             learned[start:stop] = True
     return _row(ids, learned, where)
 
 
-def _length_of_start(tokenizer: Any, messages: Messages, ids: Sequence[int], where: str, *, turn_follows: bool) -> int:
+def _length_of_start(
+    renderer: Renderer, messages: Messages, ids: Sequence[int], where: str, *, turn_follows: bool
+) -> int:
     """Tokens of the first messages. Raises DataError unless `ids` begins with them: the mask would be a guess."""
     if not messages:
         return 0
-    start = rendered(tokenizer, messages, where, add_generation_prompt=turn_follows)
-    if list(ids[: len(start)]) != list(start):
+    start = renderer.ids(renderer.text(messages, where, add_generation_prompt=turn_follows), where)
+    if list(ids[: len(start)]) != start:
         raise DataError(
             f"{where}: the chat template of model.path renders messages differently when others follow, so that the "
             "assistant's tokens cannot be told; give the template {% generation %} marks."

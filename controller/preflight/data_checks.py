@@ -71,11 +71,6 @@ def _check_sources(config: Config) -> None:
 
 
 def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) -> None:
-    if not isinstance(prompt, (str, list)):
-        raise ConfigError(
-            f"{which} (data.prompt_key={config.data.prompt_key}) must be strings or lists of chat messages, not "
-            f"{type(prompt).__name__}."
-        )
     if isinstance(prompt, list) and not model.chat_template and (model.tokenizer or not config.is_described):
         raise ConfigError(
             f"{which} are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."

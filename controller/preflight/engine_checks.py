@@ -41,6 +41,10 @@ def check_turns(config: Config) -> None:
     if not rollout.environment:
         return
     check_function("rollout.environment", rollout.environment)
+    if config.data.continue_last_message:
+        raise ConfigError(
+            "data.continue_last_message=true: rollout.environment plays whole turns; remove one of the two settings."
+        )
     for key, sampling in _samplings(config).items():
         if sampling.max_new_tokens > rollout.response_limit(sampling):
             raise ConfigError(

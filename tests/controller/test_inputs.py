@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import controller.data.prompts
 from controller.config import load
-from controller.data.prompts import rendered
-from controller.inputs import limited_tokenizer, read_inputs
+from controller.inputs import load_renderer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
 from workers.errors import BallastError, DataError
+from workers.rendering import Renderer
 
 CHAT = "{% for m in messages %}{{ raise_exception('no x') if m.content == 'x' else m.content }}{% endfor %}"
 ENDLESS = (
@@ -44,10 +43,9 @@ def test_a_line_of_megabytes_is_left_out_without_being_tokenized(
     records = [{"prompt": "1+" * 3_000_000}, {"prompt": "1+1="}]
     (workspace / "long.jsonl").write_text("\n".join(map(json.dumps, records)))
     tokenized: list[object] = []
-    whole = controller.data.prompts.tokenize
+    whole = Renderer.prompt_ids
     monkeypatch.setattr(
-        "controller.data.prompts.tokenize",
-        lambda tokenizer, prompt, *, where: tokenized.append(prompt) or whole(tokenizer, prompt, where=where),
+        Renderer, "prompt_ids", lambda self, prompt, where: tokenized.append(prompt) or whole(self, prompt, where)
     )
     (source,) = read_inputs(load(None, [*SETTINGS, "data.validation=''", "data.train=long.jsonl"])).sources
     assert (len(source), source.dropped, tokenized) == (1, 1, ["1+1="])
@@ -64,21 +62,19 @@ def test_a_template_that_raises_on_a_later_prompt_names_the_record(workspace: Pa
 
 def test_a_template_that_never_ends_on_a_later_prompt_is_ended(workspace: Path) -> None:
     (workspace / "model" / "chat_template.jinja").write_text(ENDLESS)
-    tokenizer = limited_tokenizer(load(None, [*SETTINGS, "resources.user_code_timeout_s=0.2"]))
+    renderer = load_renderer(load(None, [*SETTINGS, "resources.user_code_timeout_s=0.2"]))
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(DataError, match=r"record 41 is not rendered .* took more than resources.user_code_timeout_s="):
-        rendered(tokenizer, messages, "chat.jsonl record 41")
+        renderer.text(messages, "chat.jsonl record 41")
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_in_another_thread_prompts_are_rendered_without_a_limit(workspace: Path) -> None:
     (workspace / "model" / "chat_template.jinja").write_text(CHAT)
-    tokenizer = limited_tokenizer(load(None, SETTINGS))
+    renderer = load_renderer(load(None, SETTINGS))
     messages = [{"role": "user", "content": "12"}]
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(rendered, tokenizer, messages, "chat.jsonl record 1").result() == rendered(
-            tokenizer, messages, "chat.jsonl record 1"
-        )
+        assert pool.submit(renderer.text, messages, "chat.jsonl record 1").result() == "12"
 
 
 def test_a_curriculum_orders_a_run_and_is_not_imported_by_it(workspace: Path) -> None:

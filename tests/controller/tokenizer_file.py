@@ -5,7 +5,8 @@ import string
 from pathlib import Path
 
 END = "<|endoftext|>"
-CHARACTERS = [END, *string.printable[:94], "\u0120", "\u010a"]  # space and newline, as byte-level models write them
+# Those of sums first, for models of few ids; space and newline as byte-level models write them.
+CHARACTERS = [END, *string.digits, *string.punctuation, *string.ascii_letters, "\u0120", "\u010a"]
 _BYTES = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 _TOKENIZER = {
     "version": "1.0",

@@ -1,5 +1,6 @@
 """Functions for `ask` that import torch or transformers, which settings and their checks must not."""
 
+import resource
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -10,7 +11,10 @@ from workers.config import LossConfig
 from workers.errors import ConfigError
 from workers.isolation.process import named
 from workers.model.loss_rules import undecorated
+from workers.rendering import Messages, check_size, forms, in_form
 from workers.user_code import load
+
+MOST_BYTES = 2**31  # of memory, for a template
 
 
 def bind_loss(key: str, name: str) -> None:
@@ -34,20 +38,24 @@ def _without_models(name: str) -> None:
     package.__dict__["__version__"] = version(name)
 
 
-def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> str:
-    """Render prompts, each a list of chat messages; returns the first as text.
+def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
+    """Render prompts, each a list of chat messages.
 
-    options: special tokens, and add_generation_prompt. Raises ConfigError, naming `which` template, for one that fails.
+    options: special tokens, and add_generation_prompt. Raises ConfigError, naming `which` template, for one that fails,
+    or writes or keeps more than it may.
     """
     _without_models("transformers")
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    first = ""
+    def render(messages: Messages) -> str:
+        (text,), _ = render_jinja_template([messages], chat_template=template, **options)
+        return check_size(str(text))
+
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))  # this process ends after one answer
+    shown = forms(render)
     for number, messages in enumerate(prompts, start=1):
         try:
-            (text,), _ = render_jinja_template([messages], chat_template=template, **options)
-            first = first or str(text)
+            render(in_form(messages, *shown))
         except Exception as error:
             line = f", in line {error.lineno}" if hasattr(error, "lineno") else ""
             raise ConfigError(f"{which} raised {named(error)}{line}, on prompt {number} of those tried.") from None
-    return first

@@ -10,22 +10,19 @@ With chat messages, the new text is the part that the template renders after the
     encoded                                                        \n<user>Sure?<end>\n<assistant>
 """
 
-from typing import Any
-
 import numpy as np
 
 from workers.environment import Text
 from workers.errors import ConfigError, EpisodeError
-
-Messages = list[dict[str, Any]]
+from workers.rendering import Messages, Renderer, cleaned
 
 
 class Conversation:
     """The conversation of one episode. Chat messages are rendered by the tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Any, prompt: Text, model: str) -> None:
+    def __init__(self, renderer: Renderer, prompt: Text, model: str) -> None:
         """`prompt`: as it was tokenized, including its system message. `model`: names the template in errors."""
-        self._tokenizer, self._model = tokenizer, model
+        self._renderer, self._tokenizer, self._model = renderer, renderer.tokenizer, model
         self._messages = list(prompt) if isinstance(prompt, list) else None
 
     def opened(self, prompt_ids: np.ndarray, opening: Text) -> np.ndarray:
@@ -56,13 +53,10 @@ class Conversation:
         return self._encode(appended_text(before, after, end, self._model))
 
     def _encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return np.asarray(ids, dtype=np.int32)
+        return np.asarray(self._renderer.ids(text, "the conversation"), dtype=np.int32)
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        )
+        return self._renderer.text(messages, "the conversation", add_generation_prompt=add_generation_prompt)
 
 
 def appended_text(before: str, after: str, end: str, model: str) -> str:
@@ -84,10 +78,10 @@ def appended_text(before: str, after: str, end: str, model: str) -> str:
     return tail + after[len(before) :]
 
 
-def check_template(tokenizer: Any, model: str) -> None:
+def check_template(renderer: Renderer, model: str) -> None:
     """Raise ConfigError if the tokenizer's chat template cannot continue a turn; tried on a made-up conversation."""
-    conversation = Conversation(tokenizer, [{"role": "user", "content": "one"}], model)
-    turn = np.asarray([*tokenizer("two", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], np.int32)
+    conversation = Conversation(renderer, [{"role": "user", "content": "one"}], model)
+    turn = np.asarray([*renderer.ids("two", "the conversation"), renderer.tokenizer.eos_token_id], np.int32)
     try:
         conversation.observation_ids(turn, "three")
     except EpisodeError as failure:
@@ -101,4 +95,5 @@ def _text_only(observation: Text) -> str:
 
 
 def _as_messages(observation: Text) -> Messages:
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    return list(cleaned(messages, "the environment's answer"))

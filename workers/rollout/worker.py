@@ -26,6 +26,7 @@ from workers.environment_process import EnvironmentPool
 from workers.errors import DataError, LostError, RolloutError
 from workers.network import use_rays_interface
 from workers.remote_batch import TokenBlock
+from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation
 from workers.rollout.engine import (
     build_engine,
@@ -96,7 +97,7 @@ class RolloutWorker:
         self._numbers = itertools.count()
         self._under_way: dict[str, SampleRequest] = {}  # by the name that vLLM knows it by
         self._environments = EnvironmentPool(environment, environment_timeout_s) if environment else None
-        self._tokenizer: Any = None
+        self._renderer: Renderer | None = None
         self._update_began = 0.0
         self._loads: list[WeightLoad] = []
 
@@ -122,7 +123,7 @@ class RolloutWorker:
         # In a thread, so that `stop` and `pids` answer while the engine loads.
         engine = await asyncio.to_thread(self._build)
         if self._environments is not None:
-            self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
+            self._renderer = Renderer(await asyncio.to_thread(self._load_tokenizer))
         await engine.update_weight_version("0")
         self._engine = engine
 
@@ -192,9 +193,9 @@ class RolloutWorker:
         if request.start is None:
             episode.add(await self._response(request, sampling))
             return _success(request, episode, episode.turns[-1].finish_reason)
-        if self._environments is None:
+        if self._environments is None or self._renderer is None:
             raise DataError("the request has an environment, but rollout.environment is not set.")
-        conversation = Conversation(self._tokenizer, request.start.prompt, self.model.path)
+        conversation = Conversation(self._renderer, request.start.prompt, self.model.path)
         environments = self._environments.episode()
         return _success(
             request, episode, *await play(episode, sample, environments, conversation, request.start.record)

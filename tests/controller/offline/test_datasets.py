@@ -7,6 +7,7 @@ from controller.offline.datasets import SequenceDataset
 from controller.offline.tokenized import Example
 from tests.controller.stand_ins.local_ray import LocalRay
 from workers.remote_batch import RemoteBatch
+from workers.rendering import Renderer
 
 COUNT = 7
 
@@ -33,7 +34,7 @@ def example(number: int) -> Example:
 
 def dataset(seed: int = 0, *, shuffle: bool = True) -> SequenceDataset:
     records = [(example(number), example(number + COUNT)) for number in range(COUNT)]
-    return SequenceDataset(records, Numbers(), OfflineDataConfig(), name="x", shuffle=shuffle, seed=seed)
+    return SequenceDataset(records, Renderer(Numbers()), OfflineDataConfig(), name="x", shuffle=shuffle, seed=seed)
 
 
 def numbers(batch: RemoteBatch) -> list[int]:

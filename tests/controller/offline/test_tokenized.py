@@ -9,6 +9,7 @@ from controller.data.records import Record
 from controller.offline.tokenized import Row, example_row, preference_examples, sft_examples
 from examples.addition.warm_start import tokenizer as characters
 from workers.errors import DataError
+from workers.rendering import Renderer
 
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}"
@@ -19,10 +20,10 @@ SFT, PAIR = ("messages", "prompt", "response"), ("prompt", "chosen", "rejected")
 FORGETFUL = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '#' }}.{% endfor %}"
 
 
-def tokenizer(template: str | None = None) -> Any:
+def tokenizer(template: str | None = None) -> Renderer:
     made = characters()
     made.chat_template = template
-    return made
+    return Renderer(made)
 
 
 def turns(*contents: str) -> list[dict[str, str]]:
@@ -31,18 +32,18 @@ def turns(*contents: str) -> list[dict[str, str]]:
 
 def learned(row: Row) -> str:
     """The learned tokens, with `_` for the others."""
-    made = tokenizer()
+    made = characters()
     pieces = [made.decode([i]) if mask else "_" for i, mask in zip(row["input_ids"], row["loss_mask"], strict=True)]
     assert row["input_ids"].dtype == np.int32
     return "".join(pieces)
 
 
-def sft_row(made: Any, record: Record, where: str = "record 1") -> Row:
+def sft_row(made: Renderer, record: Record, where: str = "record 1") -> Row:
     (example,) = sft_examples(record, SFT, where)
     return example_row(made, example, where)
 
 
-def pair(made: Any, record: Record, where: str = "record 1") -> list[str]:
+def pair(made: Renderer, record: Record, where: str = "record 1") -> list[str]:
     return [learned(example_row(made, example, where)) for example in preference_examples(record, PAIR, where)]
 
 

@@ -28,7 +28,7 @@ DATA = (
     BadInput("record without prompt", ["train.jsonl:2 has no 'prompt'"], write=append("train.jsonl", '{"x": 1}')),
     BadInput(
         "prompt of another type",
-        ["train.jsonl record 2", "int"],
+        ["train.jsonl:2", "int"],
         write=append("train.jsonl", '{"prompt": 7, "solution": "2"}'),
     ),
     BadInput(

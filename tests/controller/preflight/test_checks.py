@@ -446,7 +446,7 @@ def test_what_cannot_work_is_refused(workspace: Path, overrides: tuple[str, ...]
             '[{"prompt": "1"}]',
             "data.train: train.jsonl:1 has no 'prompt'; set data.prompt_key",
         ),
-        ("train.jsonl", '{"prompt": 3}', "data.train: the prompts of train.jsonl (data.prompt_key=prompt) must be str"),
+        ("train.jsonl", '{"prompt": 3}', "data.train: train.jsonl:1 has a prompt of type int"),
         ("validation.jsonl", '{\n"prompt": "1"}', "data.validation: validation.jsonl:1 is not JSON: "),
         ("reward.py", "def reward(:", "reward.function='reward.py:reward': reward.py is not valid Python: "),
         ("reward.py", "print(reward)", "reward.function='reward.py:reward': reward.py defines no reward."),

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from tests.workers.rollout import tiny
 from workers.errors import ConfigError, EpisodeError
+from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation, appended_text, check_template
 
 APPENDING = (
@@ -33,7 +34,7 @@ def chat(tokenizer: Any) -> Any:
 
 
 def test_a_text_follows_a_text(tokenizer: Any) -> None:
-    conversation = Conversation(tokenizer, "a", "tiny")
+    conversation = Conversation(Renderer(tokenizer), "a", "tiny")
     assert conversation.opened(ids_of("a"), "bc").tolist() == ids_of("abc").tolist()
     assert conversation.opened(ids_of("a"), "").tolist() == ids_of("a").tolist()
     assert conversation.response(ids_of("d", tiny.EOS)) == "d"
@@ -48,7 +49,7 @@ def ids_of(text: str, *more: int) -> np.ndarray:
 
 def test_turns_and_observations_together_are_what_the_template_renders(chat: Any) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    conversation = Conversation(chat, messages, "tiny")
+    conversation = Conversation(Renderer(chat), messages, "tiny")
     ids = chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     for said, answer in (("four", "sure?"), ("yes", "good")):
         turn = ids_of(said, tiny.EOS)
@@ -59,7 +60,7 @@ def test_turns_and_observations_together_are_what_the_template_renders(chat: Any
 
 def test_an_opening_of_messages_is_rendered_with_the_prompt(chat: Any) -> None:
     prompt, opening = [{"role": "system", "content": "be"}], [{"role": "user", "content": "go"}]
-    opened = Conversation(chat, prompt, "tiny").opened(ids_of("x"), opening)
+    opened = Conversation(Renderer(chat), prompt, "tiny").opened(ids_of("x"), opening)
     rendered = chat.apply_chat_template(prompt + opening, add_generation_prompt=True, return_dict=False)
     assert opened.tolist() == rendered
 
@@ -75,7 +76,7 @@ def test_only_a_pure_suffix_is_taken() -> None:
 
 @pytest.mark.parametrize(("template", "reason"), [(REWRITING, "renders earlier"), (ENDLESS, "does not end")])
 def test_a_template_that_cannot_go_on_is_refused_before_the_run(chat: Any, template: str, reason: str) -> None:
-    check_template(chat, "models/tiny")
+    check_template(Renderer(chat), "models/tiny")
     chat.chat_template = template
     with pytest.raises(ConfigError, match=f"rollout.environment: the chat template of models/tiny {reason}"):
-        check_template(chat, "models/tiny")
+        check_template(Renderer(chat), "models/tiny")

@@ -1,0 +1,190 @@
+"""From a file to ids: decoded, a prompt is what its record shows, whatever the tokenizer adds of itself."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from controller import evaluate, fit, generate, preferences, sft
+from controller.config import Config, load, load_as, to_yaml
+from controller.config.offline import PreferencesConfig, SftConfig
+from controller.data.records import read_records
+from controller.inputs import Inputs, prompt_lines, tokenized, try_inputs
+from examples.addition.warm_start import create_model
+from examples.addition.warm_start import tokenizer as characters
+from tests.controller.stand_ins.run import SETTINGS
+from workers.errors import BallastError
+from workers.rendering import Renderer, cleaned
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '+' if m.role == 'user' else '=' }}{{ m.content }}"
+    "{{ '9' if 'tool_calls' in m }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    "{{ '=' if add_generation_prompt }}"
+)
+USER, SAID = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+SCHEMA = {sft: SftConfig, preferences: PreferencesConfig}
+CHAT = [*SETTINGS, "data.train=x.jsonl", "data.validation=''", "data.max_prompt_tokens=64", "policy.max_tokens=72"]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("def reward(response):\n    return 0.0\n")
+    write_model(tmp_path / "model", adds="$A")
+    return tmp_path
+
+
+def write_model(folder: Path, adds: str) -> None:
+    """adds: what the tokenizer makes of a text `$A`."""
+    made = characters()
+    made.add_special_tokens({"bos_token": "<bos>"})
+    tokens = [(name, made.convert_tokens_to_ids(name)) for name in ("<bos>", "<eos>")]
+    made.backend_tokenizer.post_processor = TemplateProcessing(single=adds, special_tokens=tokens)
+    made.chat_template = TEMPLATE
+    create_model(folder, 0, made, width=32, layers=1)
+
+
+def write(path: Path, prompts: list[Any]) -> None:
+    rows = [{"prompt": prompt} for prompt in prompts]
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+
+
+def decoded(found: Inputs) -> list[str]:
+    decode = characters()
+    decode.add_special_tokens({"bos_token": "<bos>"})
+    return [decode.decode(prompt.ids) for source in found.sources for prompt in source]
+
+
+def texts(rng: random.Random) -> str:
+    return "".join(rng.choices(["<bos>", "<eos>", "1", "2", "+", "="], [1, 1, 3, 3, 3, 3], k=rng.randint(1, 9)))
+
+
+def chats(rng: random.Random) -> list[dict[str, Any]]:
+    """From two to four messages, the last of the user, with keys that are None, and texts in parts."""
+    roles = [["user", "assistant"][i % 2] for i in range(rng.choice([1, 3]))]
+    return [
+        {
+            "role": role,
+            "content": [{"type": "text", "text": texts(rng), "image": None} for _ in range(2)],
+            "tool_calls": None,
+        }
+        for role in roles
+    ]
+
+
+def shown(prompt: Any, adds: str) -> str:
+    if isinstance(prompt, str):
+        return prompt if prompt.startswith("<bos>") or "<bos>" not in adds else f"<bos>{prompt}"
+    turns = [
+        ("+" if m["role"] == "user" else "=")
+        + "".join(part["text"] for part in m["content"])
+        + "<eos>" * (m["role"] == "assistant")
+        for m in prompt
+    ]
+    return f"<bos>{''.join(turns)}="
+
+
+def test_decoded_a_prompt_is_what_its_record_shows(workspace: Path) -> None:
+    rng = random.Random(0)
+    text, chat = [[make(rng) for _ in range(30)] for make in (texts, chats)]
+    sources = {"text.jsonl": text, "chat.jsonl": chat, "text.parquet": text, "chat.parquet": chat}
+    for name, prompts in sources.items():
+        write(workspace / name, prompts)
+    weights = ", ".join(f"{name}: 1" for name in sources)
+    config = load(None, [*CHAT, "data.train=''", f"data.sources={{{weights}}}"])
+    tried = try_inputs(config)
+    for adds in ("$A", "<bos> $A", "$A <eos>", "<bos> $A <eos>"):
+        write_model(workspace / "model", adds)
+        found = tokenized(config, tried)
+        assert decoded(found) == [shown(prompt, adds) for prompts in sources.values() for prompt in prompts]
+        assert prompt_lines(found)[1].strip() == shown(text[0], adds)
+
+
+def test_an_assistants_last_message_is_refused_or_continued(workspace: Path) -> None:
+    write(workspace / "x.jsonl", [[USER, SAID], [USER]])
+    tried = try_inputs(load(None, CHAT))
+    with pytest.raises(BallastError, match=r"x.jsonl record 1 ends with an assistant's .* data.continue_last_message="):
+        tokenized(load(None, CHAT), tried)
+    found = tokenized(load(None, [*CHAT, "data.continue_last_message=true"]), tried)
+    assert decoded(found) == ["<bos>+1+1=2", "<bos>+1+1="]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "an empty prompt"),
+        (7, "a prompt of type int"),
+        (["1+1"], "is no object with a role and a content"),
+        ([{"role": "user"}], "of role 'user' whose content is of type NoneType"),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "of role 'assistant' whose content is of"),
+        ([{"role": "user", "content": 7}], "whose content is of type int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "with a part of type 'image_url'"),
+        ("1\ud800", "column 'prompt' is no Unicode text"),
+        ([{"role": "user", "content": "1\ud800"}], "column 'prompt' is no Unicode text"),
+    ],
+)
+def test_a_prompt_that_is_none_is_named_when_it_is_read(workspace: Path, prompt: Any, words: str) -> None:
+    write(workspace / "x.jsonl", ["1+1=", prompt])
+    with pytest.raises(BallastError, match=f"x.jsonl:2:? .*{words}"):
+        read_records("x.jsonl", "prompt")
+
+
+def test_none_is_dropped_at_the_top_of_a_message_alone(workspace: Path) -> None:
+    call = {"role": "assistant", "content": None, "name": None, "tool_calls": [{"arguments": {"x": None}}]}
+    write(workspace / "x.jsonl", [[USER | {"name": None}, call, USER]])
+    calls = {"role": "assistant", "tool_calls": [{"arguments": {"x": None}}]}
+    assert read_records("x.jsonl", "prompt") == [{"prompt": [USER, calls, USER]}]
+
+
+@pytest.mark.parametrize("content", ["12", [{"type": "text", "text": "1"}, "2"]], ids=["text", "parts"])
+@pytest.mark.parametrize(
+    "shows",
+    [
+        "{{ m.content }}",
+        "{% for part in m.content %}{{ part.text }}{% endfor %}",
+        "{% for p in ([{'text': m.content}] if m.content is string else m.content) %}{{ p.text }}{% endfor %}",
+        "{{ m.content | trim }}",
+    ],
+)
+def test_a_template_gets_contents_in_the_form_that_it_shows(shows: str, content: Any) -> None:
+    made = characters()
+    made.chat_template = f"{{% for m in messages %}}{shows}{{% endfor %}}="
+    prompt = cleaned([{"role": "user", "content": content}], "x")
+    assert made.decode(Renderer(made).prompt_ids(prompt, "x")) == "12="
+
+
+@pytest.mark.parametrize(
+    ("command", "record"),
+    [
+        (fit, {"prompt": [{"role": "user", "content": None}]}),
+        (generate, {"prompt": [{"role": "user"}]}),
+        (evaluate, {"prompt": [{"role": "user", "content": None}]}),
+        (sft, {"messages": [USER, {"role": "assistant", "content": None}]}),
+        (sft, {"prompt": [USER, SAID], "response": "3"}),
+        (preferences, {"prompt": [USER], "chosen": "1", "rejected": [{"role": "assistant"}]}),
+        *((command, {"prompt": "1", "response": "2\ud800"}) for command in (fit, generate, evaluate, sft)),
+        (preferences, {"prompt": "1", "chosen": "2", "rejected": "3", "\udfff": 1}),
+    ],
+)
+def test_every_command_refuses_a_bad_record_by_name(
+    workspace: Path, command: Any, record: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "x.jsonl").write_text(json.dumps(record))
+    online = command in (fit, generate, evaluate)
+    settings = (
+        [*CHAT, "data.validation=x.jsonl"]
+        if online
+        else ["model.path=model", "data.train=x.jsonl", "data.max_tokens=64"]
+    )
+    (workspace / "config.yaml").write_text(to_yaml(load_as(Config if online else SCHEMA[command], None, settings)))
+    assert command.main(["--config", "config.yaml", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "x.jsonl" in error and error.count("\n") == 1

@@ -1,0 +1,173 @@
+"""Rendering: the one place where a text or chat messages become the ids that a model reads.
+
+    prompt of a record --cleaned--> text, or messages --Renderer.prompt_ids--> ids
+
+    text        the tokenizer's own tokens before it, unless it begins with them, and none of its own behind it
+    messages    the chat template's text, to which the tokenizer adds nothing
+
+Special tokens that are written in a text are read as such.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from workers.chat_template import time_limit
+from workers.errors import DataError
+from workers.isolation.process import named
+from workers.user_code import TIMEOUT_SETTING
+
+Messages = list[dict[str, Any]]
+LONGEST_RENDERED = 20_000_000  # characters: above any model's context, and tokenized within a minute
+PROBE = "probe"
+
+
+def cleaned(prompt: Any, where: str) -> Any:
+    """The text, or the chat messages without keys whose value is None, as Arrow gives those of other messages.
+
+    Raises DataError, naming the record `where`, for what is neither, or a message without a content and calls of tools.
+    """
+    if not isinstance(prompt, (str, list)):
+        raise DataError(f"{where} has a prompt of type {type(prompt).__name__}; a string or chat messages are needed.")
+    if not prompt:
+        raise DataError(f"{where} has an empty prompt.")
+    return prompt if isinstance(prompt, str) else [_message(message, where) for message in prompt]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where} has a chat message that is no object with a role and a content.")
+    found = {name: value for name, value in message.items() if value is not None}
+    content = found.get("content")
+    if isinstance(content, list):
+        return found | {"content": [_part(part, where) for part in content]}
+    if not isinstance(content, str) and (content is not None or not found.get("tool_calls")):
+        raise DataError(
+            f"{where} has a chat message of role {message['role']!r} whose content is of type "
+            f"{type(content).__name__}; give it a text, which may be empty."
+        )
+    return found
+
+
+def _part(part: Any, where: str) -> dict[str, str]:
+    part = {"type": "text", "text": part} if isinstance(part, str) else part
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise DataError(f"{where} has a chat message with a part of type {kind!r}; only parts of type 'text' are read.")
+    return {"type": "text", "text": part["text"]}
+
+
+def forms(render: Callable[[Messages], str]) -> tuple[bool, bool]:
+    """Whether a template, called by `render`, shows contents that are texts, and contents that are lists of parts."""
+
+    def shows(content: Any) -> bool:
+        try:
+            text = render([{"role": "user", "content": content}])
+        except Exception:  # a template may raise whatever it likes
+            return False
+        return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+
+    return shows(PROBE), shows([{"type": "text", "text": PROBE}])
+
+
+def in_form(messages: Messages, texts: bool, parts: bool) -> Messages:
+    """The messages with contents as the template shows them: parts joined, or a text as a part. See `forms`."""
+
+    def shown(content: Any) -> Any:
+        if isinstance(content, list) and not parts:
+            return "".join(part["text"] for part in content)
+        return [{"type": "text", "text": content}] if isinstance(content, str) and parts and not texts else content
+
+    return [m | {"content": shown(m["content"])} if "content" in m else m for m in messages]
+
+
+def check_size(text: str) -> str:
+    """What a template wrote. Raises ValueError if it is more than any model reads."""
+    if len(text) > LONGEST_RENDERED:
+        raise ValueError(f"the text has {len(text):,} characters, more than {LONGEST_RENDERED:,}")
+    return text
+
+
+@dataclass
+class Renderer:
+    """A tokenizer with its chat template. vocabulary: ids of the model, 0 if it is not known. timeout_s: limit of a
+    rendering in the main thread, 0 for none. continue_last: whether an assistant's last message is continued."""
+
+    tokenizer: Any
+    vocabulary: int = 0
+    timeout_s: float = 0.0
+    continue_last: bool = False
+
+    def prompt_ids(self, prompt: Any, where: str) -> np.ndarray:
+        """Ids int32 [P] of a cleaned prompt, behind which the response begins. Raises DataError, naming `where`."""
+        if isinstance(prompt, str):
+            whole, bare = (self._encoded(prompt, where, add_special_tokens=own) for own in (True, False))
+            start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+            ids = bare if bare[:start] == whole[:start] else [*whole[:start], *bare]
+        else:
+            ids = self.ids(self.text(prompt, where, **self._end(prompt, where)), where)
+        if len(ids) == 0:
+            raise DataError(f"{where} has an empty prompt.")
+        return np.asarray(ids, dtype=np.int32)
+
+    def _end(self, prompt: Messages, where: str) -> dict[str, bool]:
+        if prompt[-1]["role"] != "assistant":
+            return {"add_generation_prompt": True}
+        if not self.continue_last:
+            raise DataError(
+                f"{where} ends with an assistant's message; set data.continue_last_message=true to have it continued, "
+                "or leave it out."
+            )
+        return {"continue_final_message": True}
+
+    def text(self, messages: Messages, where: str, **options: Any) -> str:
+        """Cleaned messages as the chat template writes them. options: of `apply_chat_template`.
+
+        Raises DataError, naming the record `where`.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise DataError(f"{where} holds chat messages, but the tokenizer of model.path has no chat template.")
+        try:
+            return self._render(in_form(messages, *self._forms), **options)
+        except Exception as error:  # a template may raise whatever it likes
+            raise DataError(f"{where} is not rendered by the chat template of model.path: {named(error)}.") from error
+
+    def ids(self, text: str, where: str) -> list[int]:
+        """Ids of a text, to which the tokenizer adds nothing. Raises DataError, naming the record `where`."""
+        return self._encoded(text, where, add_special_tokens=False)
+
+    def marked(self, messages: Messages, where: str) -> tuple[list[int], np.ndarray]:
+        """Ids of messages, and which of them the template marks as the assistant's. Raises as `text`."""
+        self.text(messages, where)
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._applied(in_form(messages, *self._forms), **options)
+        return self._checked(found["input_ids"], where), np.array(found["assistant_masks"], dtype=bool)
+
+    @cached_property
+    def _forms(self) -> tuple[bool, bool]:
+        return forms(self._render)
+
+    def _render(self, messages: Messages, **options: Any) -> str:
+        return check_size(str(self._applied(messages, tokenize=False, **options)))
+
+    def _applied(self, messages: Messages, **options: Any) -> Any:
+        with time_limit(self.timeout_s, TIMEOUT_SETTING):  # signals reach the main thread alone
+            return self.tokenizer.apply_chat_template(messages, **options)
+
+    def _encoded(self, text: str, where: str, **options: bool) -> list[int]:
+        try:
+            text.encode()  # tokenizers say less about half a character
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where} is no Unicode text: {named(error)}.") from None
+        return self._checked(self.tokenizer(text, **options)["input_ids"], where)
+
+    def _checked(self, ids: list[int], where: str) -> list[int]:
+        if self.vocabulary and max(ids, default=0) >= self.vocabulary:
+            raise DataError(
+                f"{where} has token id {max(ids)}, {self.tokenizer.decode([max(ids)])!r}, outside the model's "
+                f"vocabulary of {self.vocabulary}; give the tokenizer that model.path was trained with."
+            )
+        return ids
