@@ -6,7 +6,8 @@ Mini-batches are a random choice, made before balancing and never changed by it,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from balancing.pipeline import Pipeline
 from balancing.redeal import redealt
 from controller.beginnings import shared_beginnings
 from controller.config import TrainingConfig
-from workers.errors import ConfigError
 
 if TYPE_CHECKING:
     from workers.remote_batch import RemoteBatch
@@ -128,21 +128,24 @@ class Planner:
         """Assign every sequence to a rank and a micro-step; mini-batches stay as drawn.
 
         batch: light columns `length`, `response_tokens` and `uid`. of: a pass in `config.limits`, such as
-        `policy.update`. Raises ConfigError where the batch has too few sequences for the counts of micro-batches.
+        `policy.update`. Where too few sequences are left for the counts of micro-batches that the settings ask for,
+        there are as many as the smallest mini-batch can fill; stages of a pipeline add empty ones.
         """
+        plan = partial(
+            plan_batch,
+            batch["length"],
+            mini_batches=mini_batches,
+            loss_tokens=batch["response_tokens"],
+            groups=group_numbers(batch),
+            cost_model=self.cost_model,
+        )
+        arguments = plan_arguments(self.config, of, self.prefixes(batch, of), self.stages)
         try:
-            return plan_batch(
-                batch["length"],
-                mini_batches=mini_batches,
-                loss_tokens=batch["response_tokens"],
-                groups=group_numbers(batch),
-                cost_model=self.cost_model,
-                **plan_arguments(self.config, of, self.prefixes(batch, of), self.stages),
-            )
-        except CountError as error:
-            raise ConfigError(
-                f"{of}: {error} (policy.min_micro_batches or forward_min_micro_batches, and balance.count_multiple)"
-            ) from None
+            return plan(**arguments)
+        except CountError:
+            pipeline = arguments["pipeline"] and replace(arguments["pipeline"], virtual_stages=1, stage_shares=None)
+            fewest = min(arguments["min_count"], *map(len, mini_batches))
+            return plan(**arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline})
 
     def prefixes(self, batch: "RemoteBatch", of: str) -> dict[str, np.ndarray]:
         """Arguments of `plan_batch` about what sequences begin with alike; empty where the pass shares nothing.

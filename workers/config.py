@@ -118,7 +118,7 @@ class PolicyConfig:
     min_micro_batches: int = setting(
         1,
         "Minimum number of micro-batches of a rank in each mini-batch, of policy and critic; raise it if memory is "
-        "short.",
+        "short. A step of which fewer sequences are left has as many as these fill.",
         minimum=1,
     )
     forward_min_micro_batches: int = setting(

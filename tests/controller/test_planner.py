@@ -74,3 +74,29 @@ def test_a_plan_knows_the_stages_that_its_micro_batches_pass() -> None:
         assert pipeline.shares == pytest.approx([0.05, 0.1, 0.15, 0.2] * 2)
         assert plan.settings.order == "makespan"
         assert {len(plan.for_rank(0).mini_batches[0].micro_batches) % 4} == {0}
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from(["karmarkar_karp", "none", "verl", "roll", "mindspeed_rl"]),
+    st.sampled_from([(1, 1), (3, 1), (3, 2)]),
+    st.sampled_from(["policy.update", "policy.log_probs"]),
+)
+def test_what_is_left_of_a_step_is_planned_however_few_sequences_that_are(
+    sequences: int, mini_batches: int, least: int, multiple: int, algorithm: str, stages: tuple[int, int], of: str
+) -> None:
+    config = Config()
+    config.policy.ranks, config.policy.max_tokens, config.balance.algorithm = 4, 64, algorithm
+    config.policy.min_micro_batches = config.policy.forward_min_micro_batches = least
+    config.balance.count_multiple = multiple
+    config.policy.parallel.pipeline_parallel, config.policy.parallel.virtual_stages = stages
+    columns = {"length": np.arange(20, 20 + sequences), "response_tokens": np.full(sequences, 9)}
+    batch = RemoteBatch(columns | {"uid": np.arange(sequences)}, {})
+    drawn = draw_mini_batches(sequences, mini_batches, seed=1, step=1)
+    plan = Planner(config, CostModel.tokens()).plan(batch, drawn, of)
+    assert sorted(np.concatenate([part.rows for part in plan.mini_batches]).tolist()) == list(range(sequences))
+    fewest = min(map(len, drawn))
+    assert all(part.steps >= min(least, fewest) for part in plan.mini_batches)
