@@ -25,6 +25,11 @@ def check_advantage(config: Config) -> None:
             f"algorithm.groups_without_signal={algorithm.groups_without_signal} with algorithm.advantage="
             f"{algorithm.advantage} leaves out sequences that have an advantage; remove it."
         )
+    if algorithm.advantage == "maxrl" and config.reward.overlong_tokens:
+        raise ConfigError(
+            "algorithm.advantage=maxrl takes rewards as rates of success, and reward.overlong_tokens makes them "
+            "negative; remove one of the two."
+        )
     if algorithm.kl_in_reward.coefficient:
         _check_kl_in_reward(config)
 

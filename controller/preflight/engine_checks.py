@@ -3,7 +3,7 @@
 from controller.config import Config
 from controller.config.function_files import check_function
 from controller.config.model_files import ModelFiles
-from controller.preflight.training_checks import check_caps_hold
+from controller.preflight.training_checks import check_caps, check_caps_hold
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 
@@ -61,6 +61,11 @@ def check_lengths(config: Config) -> None:
         f"{response_limit(config)}={config.longest_response} = {longest} tokens"
     )
     check_caps_hold(config, parts)
+    if config.uses_reward_model and config.data.validation:  # it scores these too
+        key, response = "validation.sampling.max_new_tokens", config.rollout.response_limit(config.validation.sampling)
+        validated = config.data.max_prompt_tokens + response
+        parts = f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {key}={response} = {validated} tokens"
+        check_caps(config, [config.limits["reward_model.scores"]], validated, parts)
     if config.max_model_tokens < config.needed_model_tokens:
         raise ConfigError(
             f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "

@@ -3,12 +3,14 @@
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from controller.actors.cluster_address import check_address
 from controller.checkpoint import checkpoints_at
 from controller.config import TrainingConfig
 from controller.config.job_copy import is_job_copy
+from controller.config.limits import Limits
 from controller.config.model_files import ModelFiles, check_whole, read_model_files
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.model_types import check_model_type
@@ -108,9 +110,13 @@ def check_caps_hold(config: TrainingConfig, parts: str) -> None:
     """Raise ConfigError for a cap below the longest possible sequence, which would stop the run at the first batch
     that has one. parts: the settings that its length is made of, in words.
     """
-    longest = config.longest_sequence
+    check_caps(config, config.limits.values(), config.longest_sequence, parts)
+
+
+def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, parts: str) -> None:
+    """As `check_caps_hold`, for some of the caps and their longest sequence."""
     sharing = config.policy.parallel.context_parallel
-    for limits in config.limits.values():
+    for limits in caps:
         needed, multiple = -(-longest // limits.length_multiple) * limits.length_multiple, limits.length_multiple
         if limits.max_tokens * sharing < needed:
             rounded = f", {needed} as a multiple of {multiple}" if needed > longest else ""

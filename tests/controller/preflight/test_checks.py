@@ -404,6 +404,15 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "algorithm.max_sampling_rounds=3 has no effect without algorithm.groups_w",
         ),
         (("reward.overlong_tokens=64",), "reward.overlong_tokens=64 punishes every response"),
+        (
+            ("algorithm.advantage=maxrl", "reward.overlong_tokens=8"),
+            "algorithm.advantage=maxrl takes rewards as rates of success, and reward.overlong_tokens makes",
+        ),
+        (
+            ("reward.model.path=model", "reward.model.max_tokens=96", "validation.sampling.max_new_tokens=65"),
+            "reward.model.max_tokens=96 is below the longest possible sequence, data.max_prompt_tokens=32 + "
+            "validation.sampling.max_new_tokens=65 = 97 tokens",
+        ),
         (("validation.success=exact",), "validation.success=exact has no effect without validation.samples above 1"),
         (("data.curriculum=gone.py:order",), "data.curriculum='gone.py:order': there is no file gone.py."),
         (
