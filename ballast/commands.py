@@ -34,6 +34,7 @@ COMMANDS = {
     "balance": Command("balancing.__main__", "what each strategy makes of the lengths in a run or a file"),
     "doctor": Command("controller.doctor", "look at this machine, or a cluster, before the first run"),
     "replay": Command("controller.replay", "train a recorded step of a run again"),
+    "migrate": Command("controller.migrate", "verl's or TRL's configuration as settings here"),
 }
 
 

@@ -189,7 +189,7 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
             raise ConfigError(f"{source}{key}: ??? stands for a value that is not set; leave the key out instead.")
         # What ${...} stands for is known only after merging, where OmegaConf checks its type.
         deferred = isinstance(value, str) and (value == MISSING or "${" in value)
-        if not deferred and not _is_of_type(value, known[key].type):
+        if not deferred and not is_of_type(value, known[key].type):
             raise ConfigError(f"{source}{key} must be {_TYPES[known[key].type]}, not {shown(value)}.")
 
 
@@ -222,13 +222,14 @@ _TYPES = {
 }
 
 
-def _is_of_type(value: Any, wanted: type) -> bool:
+def is_of_type(value: Any, wanted: type) -> bool:
+    """Whether a setting of the type `wanted` takes `value`."""
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
     if wanted == Options:
         return isinstance(value, dict)
     if wanted == Numbers:
-        return isinstance(value, dict) and all(_is_of_type(number, float) for number in value.values())
+        return isinstance(value, dict) and all(is_of_type(number, float) for number in value.values())
     accepted: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str, int, float)}
     return isinstance(value, accepted[wanted])
 

@@ -45,6 +45,21 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
 
     given: reward functions that a call was given, which the settings only stand for.
     """
+    check_settings(config)
+    model = read_model_files(config.model.path, "model.path")
+    _check_model(config, model)
+    check_replicate(config)
+    check_order(config)
+    _check_reference(config, model)
+    check_critic(config, model)
+    check_reward_model(config, model)
+    check_data(config, model)
+    check_rewards(config, given)
+    check_trackers(config)
+
+
+def check_settings(config: Config) -> None:
+    """The part of `check` that reads no files of models, data or rewards."""
     check_settings_have_effect(config)
     check_run(config)
     check_advantage(config)
@@ -58,16 +73,6 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     _check_overlong(config)
     check_lengths(config)
     _check_devices(config)
-    model = read_model_files(config.model.path, "model.path")
-    _check_model(config, model)
-    check_replicate(config)
-    check_order(config)
-    _check_reference(config, model)
-    check_critic(config, model)
-    check_reward_model(config, model)
-    check_data(config, model)
-    check_rewards(config, given)
-    check_trackers(config)
 
 
 def check_layout(config: Config) -> None:

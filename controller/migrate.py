@@ -1,0 +1,47 @@
+"""`python -m controller.migrate FILE_OR_COMMAND [--output FILE]`: another system's configuration as settings here.
+
+verl's scripts, commands and YAML, TRL's Python, YAML, JSON and commands; `controller.migration` describes how.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from workers.errors import ConfigError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the YAML, and its counts to stderr. Exit code: 0, or 2 with one line that says what is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m controller.migrate",
+        usage="python -m controller.migrate FILE_OR_COMMAND [--output FILE]",
+        description="Another system's configuration (verl's, TRL's) as settings of controller.fit. Nothing is run.",
+    )
+    parser.add_argument("--output", type=Path, help="file to write; without it the YAML is printed")
+    options, source = parser.parse_known_args(None if arguments is None else list(arguments))
+    if not source:
+        parser.error("name a file, or give a command in quotes")
+    from controller.migration.reading import given
+    from controller.migration.translation import migrate
+
+    try:
+        found = migrate(given(source))
+        if options.output:
+            options.output.write_text(found.yaml, encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not options.output:
+        print(found.yaml, end="")
+    print(
+        f"{found.system}: {len(found.settings)} settings, {len(found.open)} to decide, {len(found.defaults)} defaults "
+        f"that differ, {len(found.without)} keys without a counterpart, {len(found.unknown)} unknown; the YAML's first "
+        "comments list them",
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Settings here that follow from several keys of another system.
+
+verl: prompts of a step over prompts of a mini-batch; nodes x GPUs over ranks that share a model; ...
+"""
+
+import math
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+Theirs = Mapping[str, Any]
+Ours = MutableMapping[str, Any]
+CAP = 16384  # tokens of a micro-batch where none is given
+ACTOR = "actor_rollout_ref.actor."
+
+
+def derive(system: str, theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
+    """Add to `ours` what follows from several keys; to_decide gets what cannot be known."""
+    if rule := {"verl": _verl, "TRL": _trl}.get(system):
+        rule(theirs, ours, to_decide)
+
+
+DERIVED = {
+    "verl": (
+        "data.train_files",
+        "data.val_files",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.actor.ppo_micro_batch_size",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        "critic.ppo_mini_batch_size",
+        "critic.ppo_micro_batch_size",
+        "critic.ppo_micro_batch_size_per_gpu",
+        "critic.forward_micro_batch_size",
+        "critic.forward_micro_batch_size_per_gpu",
+        "*custom_reward_function.path",
+        "*custom_reward_function.name",
+        "*reward_manager",
+        "*reward_manager.*",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "trainer.total_epochs",
+    ),
+    "TRL": (
+        "generation_batch_size",
+        "steps_per_generation",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "max_steps",
+        "num_train_epochs",
+        "warmup_ratio",
+    ),
+}
+"""Keys that no setting takes as they are."""
+
+
+def _count(theirs: Theirs, key: str, default: int, to_decide: list[str]) -> int:
+    value = theirs.get(key, default)
+    if isinstance(value, int) and value > 0:
+        return int(value)
+    to_decide.append(f"{key}={value}: must be a whole number above 0. Taken as {default}.")
+    return default
+
+
+def _verl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
+    _files(theirs, ours, to_decide)
+    prompts = _count(theirs, "data.train_batch_size", 1024, to_decide)
+    mini = _count(theirs, f"{ACTOR}ppo_mini_batch_size", 256, to_decide)
+    ours["batch.prompts_per_step"] = prompts
+    ours["batch.mini_batches"] = max(1, round(prompts / mini))
+    if prompts % mini:
+        to_decide.append(
+            f"batch.mini_batches={ours['batch.mini_batches']}: {prompts} prompts are no multiple of {mini}."
+        )
+    _gpus(theirs, ours, to_decide)
+    _steps(theirs.get("trainer.total_epochs", 30), theirs.get(f"{ACTOR}optim.lr_warmup_steps_ratio"), ours, to_decide)
+    _caps(ours, to_decide)
+    if ours.get("algorithm.loss.name") in ("gspo", "sapo", "gmpo"):  # there, too, they have one of their own
+        ours.pop("algorithm.loss.aggregation", None)
+    path = theirs.get("*custom_reward_function.path")
+    if path:
+        name = theirs.get("*custom_reward_function.name") or "compute_score"
+        ours["reward.function"] = f"{path}:{name}"
+        to_decide.append(f"reward.function={path}:{name}: takes other arguments here, see docs/migration.md#verl.")
+    elif manager := theirs.get("*reward_manager") or theirs.get("*reward_manager.*"):
+        to_decide.append(f"reward.function: verl's reward manager {manager} scores by data source. Write a function.")
+    if "run.dir" in ours:
+        ours["run.dir"] = str(ours["run.dir"]).removesuffix(f"/{ours.get('run.name')}")
+
+
+def _files(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
+    train, *others = _paths(theirs.get("data.train_files"))
+    if others:
+        ours["data.sources"] = dict.fromkeys([train, *others], 1.0)
+    elif train:
+        ours["data.train"] = train
+    held_out, *others = _paths(theirs.get("data.val_files"))
+    if held_out:
+        ours["data.validation"] = held_out
+    if others:
+        to_decide.append(f"data.validation={held_out}: one file here. Join the others: {', '.join(others)}.")
+
+
+def _paths(value: Any) -> list[str]:
+    return [str(path) for path in value] or [""] if isinstance(value, list) else [str(value or "")]
+
+
+def _gpus(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
+    nodes = _count(theirs, "trainer.nnodes", 1, to_decide)
+    of_a_node = _count(theirs, "trainer.n_gpus_per_node", 8, to_decide)
+    sharing = math.prod(ours.get(f"policy.parallel.{way}_parallel", 1) for way in ("context", "tensor", "pipeline"))
+    gpus, tensor = nodes * of_a_node, ours.get("rollout.tensor_parallel", 2)
+    ours["policy.ranks"] = max(1, gpus // sharing)
+    ours["rollout.replicas"], ours["rollout.placement"] = max(1, gpus // tensor), "colocated"
+    shard = theirs.get(f"{ACTOR}fsdp_config.fsdp_size", -1)
+    if isinstance(shard, int) and 0 < shard < gpus:
+        ours["policy.parallel.replicate"] = gpus // shard
+
+
+def _steps(epochs: Any, warmup: Any, ours: Ours, to_decide: list[str]) -> None:
+    if "run.steps" not in ours:
+        to_decide.append(
+            f"run.steps: {epochs} epochs are {epochs} x the number of records / {ours['batch.prompts_per_step']} steps."
+        )
+    if isinstance(warmup, float):
+        steps = ours.get("run.steps", 100) * ours["batch.mini_batches"]
+        ours.setdefault("policy.optimizer.warmup_steps", round(warmup * steps))
+
+
+def _caps(ours: Ours, to_decide: list[str]) -> None:
+    """A cap where there is none: twice the longest sequence, or more."""
+    if "policy.max_tokens" not in ours:
+        longest = ours.get("data.max_prompt_tokens", 1024) + ours.get("rollout.sampling.max_new_tokens", 1024)
+        cap = ours["policy.max_tokens"] = max(CAP, 2 * longest)
+        to_decide.append(
+            f"policy.max_tokens={cap}: tokens of a micro-batch, in place of its sequences. Raise or lower it."
+        )
+
+
+def _trl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
+    group = _count(theirs, "num_generations", 8, to_decide)
+    accumulated = _count(theirs, "gradient_accumulation_steps", 1, to_decide)
+    of_a_device = _count(theirs, "per_device_train_batch_size", 8, to_decide)
+    of_all = of_a_device * _count(theirs, "steps_per_generation", accumulated, to_decide)
+    completions = _count(theirs, "generation_batch_size", of_all, to_decide)
+    if "generation_batch_size" not in theirs:
+        to_decide.append(f"batch.prompts_per_step={max(1, completions // group)}: of one GPU. Multiply it by yours.")
+    ours["batch.prompts_per_step"] = max(1, completions // group)
+    ours["batch.mini_batches"] = max(1, completions // (of_a_device * accumulated))
+    updates = ours["batch.mini_batches"] * ours.get("batch.epochs", 1)
+    if theirs.get("max_steps", -1) != -1:
+        ours["run.steps"] = max(1, _count(theirs, "max_steps", 100, to_decide) // updates)
+    _steps(theirs.get("num_train_epochs", 3), theirs.get("warmup_ratio"), ours, to_decide)
+    _caps(ours, to_decide)
+    if ours.get("algorithm.loss.aggregation") == "sequence_mean_token_sum_norm":
+        ours["algorithm.loss.constant_length"] = ours.get("rollout.sampling.max_new_tokens", 512)

@@ -1,0 +1,98 @@
+"""Keys and values of another system's configuration, from a shell script, a command, Python, YAML or JSON.
+
+run.sh, "a.b=1 c.d=2", train.py, config.yaml --given--> {"a.b": 1, "c.d": 2}
+"""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from controller.migration.shell import script_words
+from workers.errors import ConfigError
+
+OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_]\w*(?:[./@]\w+)+)=(.*)", re.DOTALL)
+FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+CALLS = re.compile(r"\w*(Config|Trainer|Arguments)")
+
+
+def given(source: Sequence[str]) -> dict[str, Any]:
+    """The keys that a file, or the words of a command, give. Raises ConfigError where there is none."""
+    if len(source) == 1 and not re.search(r"[=\s]", source[0]):
+        found = _of_file(Path(source[0]))
+    else:
+        found = _of_script(source[0] if len(source) == 1 else shlex.join(source))
+    if not found:
+        raise ConfigError(
+            f"{source[0][:60]}: no key of a configuration found. Give a file, or a command with key=value."
+        )
+    return found
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            return dict(_of_python(ast.parse(text)))
+        if path.suffix in (".yaml", ".yml", ".json"):
+            content = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+            return dict(_leaves(content)) if isinstance(content, Mapping) else {}
+        return _of_script(text)
+    except (OSError, ValueError, SyntaxError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}.") from None
+
+
+def _leaves(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _of_python(tree: ast.AST) -> Iterator[tuple[str, Any]]:
+    """Keyword arguments of calls such as GRPOConfig(...) and GRPOTrainer(...); code in place of a value stays code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and CALLS.fullmatch(getattr(node.func, "id", getattr(node.func, "attr", ""))):
+            for keyword in node.keywords:
+                key = {None: "", "args": "", "model": "model_name_or_path"}.get(keyword.arg, keyword.arg)
+                if key:
+                    try:
+                        yield key, ast.literal_eval(keyword.value)
+                    except ValueError:
+                        yield key, f"${{{ast.unparse(keyword.value)}}}"
+
+
+def _of_script(text: str) -> dict[str, Any]:
+    """key.sub=value words; where there is none, `--key value` and `--flag`."""
+    try:
+        words = list(script_words(text))
+    except ValueError as error:
+        raise ConfigError(f"the command cannot be read: {error}.") from None
+    overrides = {found[1]: typed(found[2]) for word in words if (found := OVERRIDE.fullmatch(word))}
+    if overrides:
+        return overrides
+    flags: dict[str, Any] = {}
+    for word, follower in zip(words, [*words[1:], "--"], strict=True):
+        if found := FLAG.fullmatch(word):
+            flags[found[1]] = typed(
+                found[2] if found[2] is not None else "true" if FLAG.match(follower) or follower == "--" else follower
+            )
+    return flags
+
+
+def typed(text: str) -> Any:
+    """A value as YAML reads it; a text where it is none."""
+    if not text:
+        return text
+    try:
+        value = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))["value"]
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError):
+        return text
+    return None if value == "None" else value

@@ -1,0 +1,198 @@
+"""Another system's keys and values as settings here, with a list of what differs.
+
+keys --rows of the table--> settings --derived--> settings --checks of a configuration--> Migration
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import yaml
+
+from controller.config import Config, load
+from controller.config.file import is_of_type, settings
+from controller.config.names_elsewhere import Counterpart, counterparts
+from controller.migration.derived import DERIVED, derive
+from controller.migration.reading import typed
+from controller.preflight.checks import check_settings
+from workers.errors import ConfigError
+
+KNOWN = {found.key: found for found in settings(Config())}
+ROWS = [row for row in counterparts() if row.is_of(KNOWN)]
+ENGINE = "rollout.engine"
+PLACEHOLDERS = {"model.path": "models/policy", "data.train": "data/train.jsonl", "reward.function": "reward.py:reward"}
+
+
+@dataclass
+class Migration:
+    """settings: by key. open: for the user to decide. differs: done in another way here. defaults: settings that keep
+    a default of theirs, with the reason. without: keys that have no counterpart. unknown: keys that are in no row."""
+
+    system: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    open: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
+    defaults: dict[str, str] = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def yaml(self) -> str:
+        """The settings as a file for --config, with the lists as its first comments."""
+        lists = {
+            "to decide": self.open,
+            f"defaults of {self.system} that differ from the ones here, kept": [
+                f"{key}: {why}" for key, why in self.defaults.items()
+            ],
+            "done in another way here": self.differs,
+            "without a counterpart, left out": self.without,
+            "not known to this version, left out": self.unknown,
+        }
+        lines = [f"# From {self.system}, by `ballast migrate`."]
+        for title, entries in lists.items():
+            lines += [f"# {title}:", *(f"#   {entry}" for entry in entries)] if entries else []
+        nested: dict[str, Any] = {}
+        for key in KNOWN:
+            if key in self.settings:
+                *sections, name = key.split(".")
+                section = nested
+                for part in sections:
+                    section = section.setdefault(part, {})
+                section[name] = self.settings[key]
+        text = yaml.safe_dump(nested, sort_keys=False, default_flow_style=None, width=100)
+        return "\n".join(lines) + "\n" + text
+
+
+def migrate(given: Mapping[str, Any]) -> Migration:
+    """The migration of keys and values. Raises ConfigError where they are no system's, or nothing is left."""
+    system = _system(given)
+    migration = Migration(system)
+    rows = _rows(system, given, migration)
+    for theirs, value, row, is_given in rows:
+        _apply(migration, row, theirs, value, is_given=is_given)
+    derive(
+        system,
+        {row.key: value for _, value, row, _ in rows if value is not None and "$" not in str(value)},
+        migration.settings,
+        migration.open,
+    )
+    for key, placeholder in PLACEHOLDERS.items():
+        if key not in migration.settings and not (key == "data.train" and "data.sources" in migration.settings):
+            migration.settings[key] = placeholder
+            migration.open.append(f"{key}={placeholder}: a placeholder. Name yours.")
+    _settle(migration)
+    return migration
+
+
+def _system(given: Mapping[str, Any]) -> str:
+    """The system that has most of the keys."""
+    counts = {
+        system: sum(any(_matches(row, key) for row in ROWS if row.system == system) for key in given)
+        for system in dict.fromkeys(row.system for row in ROWS)
+    }
+    system = max(counts, key=lambda name: counts[name])
+    if not counts[system]:
+        raise ConfigError(f"{', '.join(list(given)[:3])}: keys of no known system. Known are {', '.join(counts)}.")
+    return system
+
+
+def _matches(row: Counterpart, key: str) -> bool:
+    return fnmatchcase(key.replace("-", "_"), row.key.replace("-", "_"))
+
+
+def _rows(system: str, given: Mapping[str, Any], migration: Migration) -> list[tuple[str, Any, Counterpart, bool]]:
+    """(their key, value, row, whether it is given) of keys and of defaults, in the order in which they are applied:
+    defaults first, a row of several settings before those of one, and switches last."""
+    of_system = [row for row in ROWS if row.system == system]
+    found = []
+    for theirs, value in given.items():
+        row = next((row for row in of_system if _matches(row, theirs)), None)
+        if row:
+            found.append((theirs, value, row, True))
+        else:
+            migration.unknown.append(f"{theirs}={text_of(value)}")
+    named = {row.key for _, _, row, _ in found}
+    found += [(row.key, typed(row.default), row, False) for row in of_system if row.default and row.key not in named]
+    return sorted(found, key=lambda each: (bool({"true", "false"} & set(each[2].values)), each[3], -len(each[2].here)))
+
+
+def text_of(value: Any) -> str:
+    """A value as the table writes it."""
+    return (
+        {True: "true", False: "false", None: "null"}[value]
+        if value is None or value is True or value is False
+        else str(value)
+    )
+
+
+def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, is_given: bool) -> None:
+    changes: dict[str, Any] = {}
+    shown = f"{theirs}={text_of(value)}"
+    if isinstance(value, str) and "$" in value:
+        migration.open.append(f"{shown}: a value that only its own program knows; {row.answer}.")
+        return
+    if row.key in DERIVED.get(row.system, ()):
+        return
+    ones = value if isinstance(value, list) and row.values else [value]
+    in_table = all(text_of(one) in row.values for one in ones)
+    for one in ones:
+        if text_of(one) in row.values:
+            changes |= {key: typed(ours) for key, ours in row.values[text_of(one)].items()}
+        elif not row.here:
+            if is_given:
+                migration.without.append(f"{shown}: {row.note}")
+        elif value is not None:
+            changes |= _passed_on(migration, row, shown, one)
+    for key, ours in changes.items():
+        if is_given:
+            migration.settings[key] = ours
+            migration.defaults.pop(key, None)
+        elif ours == KNOWN[key].default:
+            migration.settings.pop(key, None)  # a switch that is off by default
+            migration.defaults.pop(key, None)
+        else:
+            migration.settings[key] = ours
+            migration.defaults[key] = f"{text_of(ours)} ({shown} there, {text_of(KNOWN[key].default)} here)"
+    if is_given and changes and row.note and not in_table:
+        migration.differs.append(f"{shown}: {row.answer}")
+
+
+def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -> dict[str, Any]:
+    """The value as it is, where a setting here takes it."""
+    value = typed(value) if isinstance(value, str) else value  # a number that JSON or Python quotes
+    if row.here == (ENGINE,) and not isinstance(value, Mapping):
+        return {ENGINE: {**migration.settings.get(ENGINE, {}), row.key.rpartition(".")[2]: value}}
+    values = value if isinstance(value, list) and len(value) == len(row.here) > 1 else [value] * len(row.here)
+    changes = {key: one for key, one in zip(row.here, values, strict=True) if key in KNOWN and _takes(key, one)}
+    if len(changes) < len(row.here):
+        migration.open.append(f"{shown}: {row.answer}, which does not take this value.")
+        return {}
+    return changes
+
+
+def _takes(key: str, value: Any) -> bool:
+    return is_of_type(value, KNOWN[key].type) and KNOWN[key].allows(value)
+
+
+def _override(key: str, value: Any) -> str:
+    return f"{key}={yaml.safe_dump(value, default_flow_style=True)}"
+
+
+def _settle(migration: Migration) -> None:
+    """Take out, one after the other, the settings that the checks of a configuration refuse, and list them."""
+    chosen = migration.settings
+    while True:
+        try:
+            check_settings(load(None, [_override(key, value) for key, value in chosen.items()]))
+            return
+        except ConfigError as error:
+            places = {key: str(error).find(key) for key in chosen if key in str(error) and key not in PLACEHOLDERS}
+            if not places:
+                raise
+            key = min(places, key=lambda key: (places[key], -len(key)))
+            value = chosen.pop(key)
+            if not migration.defaults.pop(key, ""):
+                idle = "has no effect" in str(error)
+                reason = "no effect in this combination" if idle else f"left out. {error}"
+                (migration.without if idle else migration.open).append(f"{key}={text_of(value)}: {reason}")
