@@ -11,6 +11,7 @@ entries are the lengths.
 """
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from balancing.analysis.json_records import has_step, json_records
 from balancing.errors import LengthFileError
 from balancing.validation import whole_numbers
 
@@ -50,17 +52,21 @@ def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
     path = folder / RUN_RECORD
     if not path.is_file():
         raise LengthFileError(f"{path} is not there; the run has recorded no lengths, so give a file of them instead")
-    steps = {}
-    for number, record in _json_lines(path):
-        if not isinstance(record, Mapping) or not {"step", "lengths"} <= record.keys():
-            raise LengthFileError(f'{path}, line {number} is not {{"step": ..., "lengths": [...]}}')
-        steps[int(record["step"])] = record
+    steps = {record["step"]: record for _, record in json_records(path, has_step, check_lengths)}
     if not steps:
         return {}
     wanted = max(steps) if step is None else step
     if wanted not in steps:
         raise LengthFileError(f"{path} has no step {step}; its steps are {min(steps)} to {max(steps)}")
     return steps[wanted]
+
+
+def check_lengths(record: Mapping[str, Any]) -> None:
+    """Raise unless a run's record has lengths, and other columns of as many whole numbers."""
+    columns = [whole_numbers(record[name], name, minimum=0) for name in record.keys() - {"step", "plan"}]
+    whole_numbers(record["lengths"], "lengths", minimum=1)
+    if len({len(column) for column in columns}) != 1:
+        raise LengthFileError("its columns are not equally long")
 
 
 def read_json(path: Path) -> Any:
@@ -93,7 +99,7 @@ def _from_json_lines(path: Path, column: str | None) -> list[Any]:
 
 
 def _json_lines(path: Path) -> Iterable[tuple[int, Any]]:
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
             try:
                 yield number, json.loads(line)
@@ -102,7 +108,7 @@ def _json_lines(path: Path) -> Iterable[tuple[int, Any]]:
 
 
 def _from_csv(path: Path, column: str | None) -> list[str]:
-    rows = [row for row in csv.reader(_text(path).splitlines()) if row]
+    rows = [row for row in csv.reader(io.StringIO(_text(path), newline="")) if row]
     if not rows:
         return []
     if column is None and len(rows[0]) == 1 and _is_number(rows[0][0]):

@@ -60,10 +60,15 @@ def read_run(folder: Path, step: int | None = None) -> RunPlan:
     prefixes = {name: whole_numbers(record[name], name, minimum=0) for name in PREFIXES if name in record}
     if "plan" not in record:
         return _of_config(folder, groups, prefixes)
-    numbers = whole_numbers(record["mini_batch"], "mini_batch", minimum=0)
+    try:
+        numbers, arguments = whole_numbers(record["mini_batch"], "mini_batch", minimum=0), _arguments(record["plan"])
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise LengthFileError(
+            f"{folder}: the plan that step {record['step']} recorded is damaged; give another --step"
+        ) from None
     return RunPlan(
         source=f"step {record['step']} of {folder}, as the run planned it",
-        arguments=_arguments(record["plan"]),
+        arguments=arguments,
         mini_batches=tuple(np.flatnonzero(numbers == number) for number in range(int(numbers.max()) + 1)),
         groups=groups,
         prefixes=prefixes,

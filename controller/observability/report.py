@@ -169,15 +169,15 @@ def _longest(run: RunFolder) -> Table:
 
 
 def _sample_rows(samples: Iterable[Row], by: str) -> list[list[str]]:
-    chosen = sorted(samples, key=lambda row: -row[by])[:SHOWN_SAMPLES]
+    chosen = sorted(samples, key=lambda row: -(row[by] or 0))[:SHOWN_SAMPLES]
     return [
         [
             f"{row['step']:,}",
-            f"{row['uid']}/{row['sample']}",
-            f"{row['response_tokens']:,}",
-            f"{row['seconds']:.2f}",
-            f"{row['reward']:.3f}",
-            *(redacted(shortened(row.get(name, ""), TEXT)) for name in ("prompt", "response")),
+            f"{row.get('uid', '')}/{row['sample']}",
+            f"{row['response_tokens'] or 0:,}",
+            f"{row['seconds'] or 0:.2f}",
+            f"{_reward(row):.3f}",
+            *(redacted(shortened(str(row.get(name, "")), TEXT)) for name in ("prompt", "response")),
         ]
         for row in chosen
     ]
@@ -191,7 +191,7 @@ def _validation(run: RunFolder) -> Table:
     chosen = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
     columns = [Column("prompt", CODE), Column("response", CODE), Column("reward")]
     table = [
-        [redacted(shortened(str(row[name]), TEXT)) for name in ("prompt", "response")] + [f"{_reward(row):.3f}"]
+        [redacted(shortened(str(row.get(name, "")), TEXT)) for name in ("prompt", "response")] + [f"{_reward(row):.3f}"]
         for row in chosen
     ]
     note = f"Validation at step {step}: {len(chosen)} of {counted(len(rows), 'response')}, "

@@ -222,9 +222,9 @@ def _drawing(panel: Panel) -> Draw:
 def _stacked_phases(axes: Axes, run: RunFolder) -> None:
     """Seconds of the phases, one upon the other; what the step took beyond them is left white."""
     whole = run.curve("time/step_s")
-    by_step = {row["step"]: row for row in run.metrics}
-    names = [name for name in PHASES if any(f"time/{name}_s" in row for row in run.metrics)]
-    seconds = [[by_step[step].get(f"time/{name}_s") or 0.0 for step in whole.steps] for name in names]
+    curves = {name: run.curve(f"time/{name}_s") for name in PHASES if f"time/{name}_s" in run.names}
+    by_step = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
+    names, seconds = list(curves), [[found.get(step, 0.0) for step in whole.steps] for found in by_step.values()]
     labels, colours = [name.replace("_", "-") for name in names], [PHASES[name] for name in names]
     if len(whole.steps) > MOST_BARS:
         axes.stackplot(whole.steps, seconds, labels=labels, colors=colours, alpha=0.85, linewidth=0)

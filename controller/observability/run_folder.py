@@ -5,15 +5,21 @@ runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from balancing import CostModel
+from balancing.analysis.json_records import has_step, json_records
+from balancing.analysis.lengths_file import check_lengths
 from workers.errors import DataError
 
 Row = dict[str, Any]
+LARGEST = 1e100
+"""From here on, axes overflow."""
 LOG = "run.log"
 """File of what a run has said."""
 
@@ -39,14 +45,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Missing files, and lines that a crash cut short, count as empty."""
+    """Missing files count as empty. Damaged lines are left out, with a warning."""
 
     path: Path
 
     @cached_property
     def metrics(self) -> list[Row]:
         """A row a step. Raises DataError where there is none: then this is not the folder of a run."""
-        rows = self._rows("metrics.jsonl")
+        rows = self._rows("metrics.jsonl", has_step, lambda row: _check_numbers(row, *row))
         if not rows:
             raise DataError(f"{self.path / 'metrics.jsonl'} holds no step; give the folder of a run that has made one.")
         return rows
@@ -54,23 +60,31 @@ class RunFolder:
     @cached_property
     def lengths(self) -> dict[int, list[int]]:
         """Lengths of the sequences of every step, in the order of its batch."""
-        return {row["step"]: row["lengths"] for row in self._rows("lengths.jsonl")}
+        return {row["step"]: row["lengths"] for row in self._lengths}
 
     @cached_property
     def columns(self) -> dict[int, dict[str, list[int]]]:
         """Records of the sequences of every step beside their lengths, in the same order."""
-        rows = self._rows("lengths.jsonl")
-        return {row["step"]: {name: row[name] for name in row.keys() - {"step", "lengths", "plan"}} for row in rows}
+        names = {"step", "lengths", "plan"}
+        return {row["step"]: {name: row[name] for name in row.keys() - names} for row in self._lengths}
+
+    @cached_property
+    def _lengths(self) -> list[Row]:
+        return self._rows("lengths.jsonl", has_step, check_lengths)
 
     @cached_property
     def samples(self) -> list[Row]:
         """Some samples of every step; see `Rollout.examples`."""
-        return self._rows("samples.jsonl")
+        numbers = ("sample", "response_tokens", "seconds", "reward")
+        return self._rows("samples.jsonl", has_step, lambda row: _check_numbers(row, *numbers))
 
     @cached_property
     def costs(self) -> dict[int, tuple[float, float]]:
         """Linear and quadratic cost of every step's plan."""
-        return {row["step"]: tuple(row["cost"]) for row in self._rows("timeline.jsonl") if row["micro_steps"]}
+        rows = self._rows(
+            "timeline.jsonl", has_step, lambda row: CostModel(*row["cost"]), lambda row: row["micro_steps"]
+        )
+        return {row["step"]: tuple(row["cost"]) for row in rows if row["micro_steps"]}
 
     @property
     def finished_steps(self) -> int:
@@ -87,7 +101,7 @@ class RunFolder:
         if not files:
             return 0, []
         step = max(files)
-        return step, self._rows(f"validation/step-{step}.jsonl")
+        return step, self._rows(f"validation/step-{step}.jsonl", lambda row: _check_numbers(row, "reward"))
 
     @property
     def names(self) -> list[str]:
@@ -95,18 +109,17 @@ class RunFolder:
         return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
 
     def curve(self, name: str) -> Curve:
-        """A metric over steps; steps without it, or without a finite value, are left out."""
-        points = [(row["step"], row[name]) for row in self.metrics if row.get(name) is not None]
+        """A metric over steps; steps without it, or without a value that can be drawn, are left out."""
+        rows = [row for row in self.metrics if row.get(name) is not None]
+        points = [(row["step"], row[name]) for row in rows if abs(row[name]) < LARGEST]
         return Curve([step for step, _ in points], [value for _, value in points])
 
-    def _rows(self, name: str) -> list[Row]:
+    def _rows(self, name: str, *checks: Callable[[Row], object]) -> list[Row]:
         file = self.path / name
-        return list(_json_lines(file)) if file.is_file() else []
+        return [row for _, row in json_records(file, *checks)] if file.is_file() else []
 
 
-def _json_lines(file: Path) -> Iterator[Row]:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:  # cut short by a crash
-            continue
+def _check_numbers(row: Row, *names: str) -> None:
+    """Raise unless the row has a number under every name. None stands for one that was not finite."""
+    for name in names:
+        math.isfinite(0 if row[name] is None else row[name])

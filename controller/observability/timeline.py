@@ -21,6 +21,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from balancing.analysis.json_records import has_step, json_records
 from workers.errors import DataError
 
 RECORD = "timeline.jsonl"
@@ -64,15 +65,14 @@ class Track(NamedTuple):
 
 
 def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, Any]]:
-    """The records of a run, in order; those of `steps` alone where given.
+    """The records of a run, in order; those of `steps` alone where given. Damaged ones are left out, with a warning.
 
     Raises DataError if the run has recorded none, or none of these steps.
     """
     path = folder / RECORD
     if not path.is_file():
         raise DataError(f"{path} is not there; a run writes it with tracking.timeline=true.")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines if line.endswith("}")]  # a last line may be cut short by a crash
+    records = [record for _, record in json_records(path, has_step, lambda record: trace_events([record]))]
     chosen = [record for record in records if steps is None or record["step"] in steps]
     if not chosen:
         there = f"steps {records[0]['step']} to {records[-1]['step']}" if records else "none"

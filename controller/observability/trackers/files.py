@@ -3,11 +3,12 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from balancing.analysis.json_records import has_step, json_records
 from workers.errors import OutputError
 
 
@@ -26,14 +27,13 @@ class JsonLines:
     """A file of JSON lines, each flushed at once, so that a killed run loses nothing. Raises OutputError."""
 
     def __init__(self, path: Path, *, after: int = 0) -> None:
-        """`after`: the step that a run resumes from; later lines, and one that a crash cut short, are removed. 0 keeps
+        """`after`: the step that a run resumes from; later lines, and damaged ones, are removed. 0 keeps
         nothing."""
         self.path = path
         with writing(path):
-            kept = _lines_until(path, after) if after and path.exists() else []
-            self._file = path.open("w", encoding="utf-8")
-            self._file.writelines(kept)
-            self._file.flush()
+            found = json_records(path, has_step) if after and path.exists() else ()
+            path.write_bytes(b"".join(line.rstrip(b"\n") + b"\n" for line, row in found if row["step"] <= after))
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any], **options: Any) -> None:
         """Append one record; options: of `json.dumps`."""
@@ -44,15 +44,6 @@ class JsonLines:
     def close(self) -> None:
         with writing(self.path):
             self._file.close()
-
-
-def _lines_until(path: Path, step: int) -> list[str]:
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-    return kept
 
 
 class JsonLinesTracker:

@@ -97,7 +97,7 @@ def test_missing_files_records_and_text_are_named(tmp_path):
     with pytest.raises(LengthFileError, match=r"lengths\.jsonl is not there; the run has recorded no lengths"):
         read_lengths(tmp_path)
     write(tmp_path, "lengths.jsonl", '{"step": 3}\n')
-    with pytest.raises(LengthFileError, match="line 1 is not"):
+    with pytest.raises(LengthFileError, match="holds no lengths"):
         read_lengths(tmp_path)
     (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(LengthFileError, match="not text in UTF-8"):
