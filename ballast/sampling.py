@@ -51,16 +51,17 @@ def evaluate(
     output: str | Path | None = None,
     overrides: Values = (),
     data: Records | None = None,
+    trust_run: bool = False,
 ) -> Evaluation:
     """Validation metrics of a model on data.validation, as `python -m controller.evaluate`; trains nothing.
 
     config: as for `fit`, a configuration of a training; None takes that of the run which `model` is of. model: a
     folder, a hub name, a run, or a checkpoint of a run; empty takes model.path. output: a folder; samples that are
-    there are not made again. data: records in place of data.validation. reward, overrides, and what is raised: as for
-    `fit`.
+    there are not made again. data: records in place of data.validation. trust_run: run the functions that the run's
+    settings name. reward, overrides, and what is raised: as for `fit`.
     """
     request = _request(EVALUATE, config, overrides, "data.validation", data)
-    request = replace(request, model=str(model), reward=reward, output=_path("output", output))
+    request = replace(request, model=str(model), reward=reward, output=_path("output", output), trust_run=trust_run)
     return Evaluation.read(_run(EVALUATE, finish_evaluation, request))
 
 
@@ -72,6 +73,7 @@ def generate(
     output: str | Path | None = None,
     overrides: Values = (),
     data: Records | None = None,
+    trust_run: bool = False,
     prompts: int = 0,
 ) -> Path:
     """Samples with token ids and log-probs, as `python -m controller.generate`; returns the file, a line a sample.
@@ -81,8 +83,8 @@ def generate(
     """
     check_type("prompts", prompts, int)
     request = _request(GENERATE, config, overrides, "data.train", data)
-    request = replace(request, model=str(model), reward=reward, output=_path("output", output), prompts=prompts)
-    return _run(GENERATE, finish_generation, request) / SAMPLES
+    request = replace(request, model=str(model), reward=reward, output=_path("output", output), trust_run=trust_run)
+    return _run(GENERATE, finish_generation, replace(request, prompts=prompts)) / SAMPLES
 
 
 def _request(kind: Kind, config: Settings, overrides: Values, key: str, data: Records | None) -> Request:

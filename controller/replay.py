@@ -17,7 +17,7 @@ from pathlib import Path
 from controller.actors.cluster_address import check_address, check_cluster
 from controller.checkpoint import FOLDER, checkpoints_at
 from controller.config import Config, load
-from controller.config.recorded import load_recorded
+from controller.config.recorded import check_trusted, load_recorded
 from controller.observability.run_folder import RunFolder, recorded_steps
 from controller.preflight.checks import check_layout
 from controller.session import exit_code, ray_session
@@ -37,11 +37,12 @@ ROW = "{:30}{:>16}{:>16}{:>14}"
 
 @dataclass(frozen=True)
 class Request:
-    """The command line. folder: of the run."""
+    """The command line. folder: of the run. trust_run: run the loss function that its settings name."""
 
     folder: Path
     step: int
     overrides: tuple[str, ...] = ()
+    trust_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ def settings(request: Request) -> Config:
     for override in request.overrides:
         if override.startswith("rollout.sampling."):
             raise ConfigError(f"{override}: the samples and their log-probs are those of the run. Leave it out.")
-    return load(path, request.overrides)
+    config = load(path, request.overrides)
+    if not request.trust_run:
+        check_trusted(request.folder, [config.algorithm.loss.function], request.overrides, "add --trust-run")
+    return config
 
 
 def start_before(request: Request, resume: str) -> Start:
@@ -172,15 +176,16 @@ def _shown(value: float | None) -> str:
 def _request(arguments: Sequence[str] | None) -> Request:
     parser = argparse.ArgumentParser(
         prog="python -m controller.replay",
-        usage="python -m controller.replay runs/NAME --step K [key.sub=value ...]",
+        usage="python -m controller.replay runs/NAME --step K [--trust-run] [key.sub=value ...]",
         description="Train a step of a run again, on the samples that it recorded (run.record_samples=true).",
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, from 1")
+    parser.add_argument("--trust-run", action="store_true", help="run the loss function that the run's settings name")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the run's")
     parsed = parser.parse_intermixed_args(arguments)
-    return Request(parsed.folder, parsed.step, tuple(parsed.overrides))
+    return Request(parsed.folder, parsed.step, tuple(parsed.overrides), parsed.trust_run)
 
 
 if __name__ == "__main__":

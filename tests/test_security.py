@@ -3,14 +3,18 @@
 import ast
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from controller.config import load
+from controller import evaluate, generate
+from controller.config import load, to_yaml
+from controller.replay import Request, settings
 from controller.sample_files import read_samples
 from controller.step_samples import read_step
 from tests.controller.config_workspace import write_workspace
@@ -155,3 +159,36 @@ def test_yaml_makes_no_objects(tmp_path: Path) -> None:
 def test_settings_may_follow_one_another(tmp_path: Path) -> None:
     config = load(write_workspace(tmp_path), ["validation.sampling.max_new_tokens=${rollout.sampling.max_new_tokens}"])
     assert config.validation.sampling.max_new_tokens == 64
+
+
+@pytest.mark.parametrize("kind", [evaluate, generate], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("setting", ["reward.function", "rollout.environment"])
+def test_a_foreign_runs_functions_run_only_if_the_caller_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: Any, setting: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, run, trace = write_workspace(tmp_path), tmp_path / "runs" / "foreign", tmp_path / "trace"
+    run.mkdir(parents=True)
+    shutil.copytree("model", run / "model")
+    (run / "bomb.py").write_text(f"open({str(trace)!r}, 'w').close()\ndef f(**_): return 1.0\n")
+    options = ["reward.function=workers.reward_functions:length", "rollout.max_turns=1"] * (
+        setting != "reward.function"
+    )
+    foreign = to_yaml(load(config, [*options, f"{setting}={run}/bomb.py:f"]))
+    (run / "config.yaml").write_text(foreign)
+    command = ["--model", str(run), "--dry-run"]
+    assert kind.main(command) == 2
+    told = capsys.readouterr().err
+    assert "--trust-run" in told and f"{run}/bomb.py:f" in told and not trace.exists()
+    kind.main([*command, "--config", str(config)])
+    assert not trace.exists()
+    kind.main([*command, "--trust-run"])
+    assert trace.exists()
+
+
+def test_a_foreign_runs_loss_is_neither_replayed_nor_loaded_with_its_policy(tmp_path: Path) -> None:
+    config = load(write_workspace(tmp_path), ["algorithm.loss.name=custom", "algorithm.loss.function=bomb.py:f"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    with pytest.raises(ConfigError, match=r"bomb.py:f.*--trust-run"):
+        settings(Request(tmp_path, 1))
+    assert settings(Request(tmp_path, 1, trust_run=True)).algorithm.loss.function == "bomb.py:f"

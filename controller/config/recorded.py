@@ -1,5 +1,6 @@
 """Settings read back from the folder of a run, whichever command has made it."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import yaml
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.config.schema import Config, load_as
 from controller.config.training import TrainingConfig
+from workers.errors import ConfigError
 
+OURS = "workers.reward_functions:"
 SCHEMAS: tuple[type[TrainingConfig], ...] = (Config, SftConfig, PreferencesConfig)
 
 
@@ -23,3 +26,15 @@ def load_recorded(path: Path) -> TrainingConfig:
         return load_as(Config, path)  # which says what is wrong
     found = (schema for schema in SCHEMAS if sections <= {item.name for item in fields(schema)})  # type: ignore[arg-type]
     return load_as(next(found, Config), path)
+
+
+def check_trusted(run: Path, functions: Iterable[str], overrides: Sequence[str], fix: str) -> None:
+    """Raise ConfigError if a run's config.yaml names functions that are neither ours nor given by `overrides`.
+
+    fix: what to do instead, in words.
+    """
+    given = [override.partition("=")[2] for override in overrides]
+    if found := [name for name in functions if name and not name.startswith(OURS) and name not in given]:
+        raise ConfigError(
+            f"{run / 'config.yaml'} names code that would run here: {', '.join(found)}. Read it, then {fix}."
+        )

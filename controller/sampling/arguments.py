@@ -2,13 +2,17 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from controller.sampling.jobs import Kind, Request
 from workers.errors import ConfigError
 
-USAGE = "python -m controller.{} [--config FILE] [--model PATH] [--output FOLDER]{} [--dry-run] [key.sub=value ...]"
+USAGE = (
+    "python -m controller.{} [--config FILE] [--model PATH] [--trust-run] [--output FOLDER]{} [--dry-run] "
+    "[key.sub=value ...]"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,7 +26,7 @@ def parse_arguments(kind: Kind, arguments: Sequence[str] | None) -> tuple[Reques
     parsed = _parser(kind).parse_intermixed_args(arguments)
     overrides = tuple(parsed.overrides)
     request = Request(parsed.config, parsed.model, parsed.output, overrides=overrides, prompts=parsed.prompts)
-    return request, parsed.dry_run
+    return replace(request, trust_run=parsed.trust_run), parsed.dry_run
 
 
 def _parser(kind: Kind) -> argparse.ArgumentParser:
@@ -35,6 +39,9 @@ def _parser(kind: Kind) -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings (those of --model's run)")
     parser.add_argument(
         "--model", default="", metavar="PATH", help="a model, a run, or a checkpoint of a run (model.path)"
+    )
+    parser.add_argument(
+        "--trust-run", action="store_true", help="run functions that the settings of --model's run name"
     )
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", help="where samples go; those that are there are not made again"

@@ -11,7 +11,7 @@ from typing import Any
 
 from controller.config import Config, load_as
 from controller.config.given import GivenFunctions, Reward, give_rewards
-from controller.config.recorded import load_recorded
+from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sampler import SamplerConfig, check_effect
 from controller.config.training import counted
 from controller.data.prompts import Prompt
@@ -32,6 +32,7 @@ class Request:
     config: a YAML file; None takes that of the run which `model` is of. model: see `choose_model`. output: a folder;
     None takes one beside the runs, or in the run that the model is of. settings: in place of a file's. overrides: of
     either; one without effect is refused. prompts: take so many, the first; 0 takes all. reward: in place of reward.*.
+    trust_run: run the functions that the settings of `model`'s run name.
     """
 
     config: Path | None = None
@@ -41,6 +42,7 @@ class Request:
     overrides: tuple[str, ...] = ()
     prompts: int = 0
     reward: Reward | None = None
+    trust_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,9 @@ def job_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model]:
     model = choose_model(request.model)
     path = request.config or (None if request.settings else _of_run(model))
     config = load_as(kind.schema, path, [*request.settings, *request.overrides, "run.resume=auto"])
+    if not (request.config or request.settings or request.trust_run) and model.run is not None:
+        functions = [*(() if request.reward else config.reward.weights), config.rollout.environment]
+        check_trusted(model.run, functions, request.overrides, "add --trust-run, or give your own --config")
     check_effect(config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None)
     if model.path and any(override.startswith("model.path=") for override in request.overrides):
         raise ConfigError("--model and model.path name a model each; give one of them.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from controller.checkpoint import FOLDER, checkpoints_at
+from controller.config import Config
 from controller.config.recorded import load_recorded
 from controller.config.sampler import SamplerConfig
 from workers.errors import CheckpointError, ConfigError
@@ -52,6 +53,8 @@ class Model:
 
         trained = load_recorded(self.run / OF_RUN)
         settings: Any = replace(trained, policy=config.policy, resources=config.resources)  # type: ignore[type-var]
+        if isinstance(trained, Config):  # without its loss, which may be code of whoever made the run
+            settings = replace(settings, algorithm=config.algorithm)
         folder, begun = Path(self.path), unfinished_folder(Path(self.path))
         console.log(f"writing {self.checkpoint} as a model to {folder}")
         try:

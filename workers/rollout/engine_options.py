@@ -1,19 +1,29 @@
 """`rollout.engine`: arguments of vLLM that are passed through to its engines, and those that are refused.
 
-    {quantization: fp8} --a field of vLLM's? --no setting of ours? --goes with updates of weights?--> AsyncEngineArgs
+    {quantization: fp8} --allowed?--> goes with updates of weights? --> AsyncEngineArgs
 
-vLLM's fields are read from its source, not by importing it: a dry run takes a second, an import of vLLM ten.
+Only listed arguments pass: others name classes, modules, files or addresses, and so could run code or reach out.
 """
 
-import ast
 import difflib
-import functools
-import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from workers.errors import ConfigError
+
+ALLOWED = {
+    "all2all_backend", "async_scheduling", "attention_backend", "block_size", "cudagraph_capture_sizes",
+    "decode_context_parallel_size", "disable_cascade_attn", "disable_custom_all_reduce",
+    "disable_hybrid_kv_cache_manager", "disable_log_stats", "distributed_timeout_seconds", "enable_chunked_prefill",
+    "enable_dbo", "enable_expert_parallel", "enable_flashinfer_autotune", "enable_prefix_caching",
+    "expert_placement_strategy", "gdn_prefill_backend", "kv_cache_dtype", "kv_cache_dtype_skip_layers",
+    "linear_backend", "load_format", "long_prefill_token_threshold", "mamba_backend", "mamba_block_size",
+    "mamba_cache_dtype", "mamba_cache_mode", "mamba_ssm_cache_dtype", "max_cudagraph_capture_size",
+    "max_num_batched_tokens", "max_parallel_loading_workers", "moe_backend", "num_gpu_blocks_override", "numa_bind",
+    "optimization_level", "performance_mode", "quantization", "speculative_config", "stream_interval",
+    "use_fp64_gumbel", "use_tqdm_on_load",
+}  # fmt: skip
+"""vLLM's arguments that change speed and memory, by plain values."""
 
 OWNED = {
     "model": "model.path",
@@ -65,21 +75,17 @@ DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that vLLM does not have, that a setting of ours determines, or that would break
-    updates of weights.
-
-    Names are not checked if vLLM is not installed.
-    """
-    known = vllm_fields()
+    """Raise ConfigError for an option that is not allowed, that a setting of ours determines, or that would break
+    updates of weights."""
     for name, value in options.items():
-        if known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see the fields of vllm.EngineArgs."
-            raise ConfigError(f"rollout.engine.{name} is not an argument of vLLM's engines; {hint}")
         if name in OWNED:
             raise ConfigError(f"rollout.engine.{name} follows from {OWNED[name]}; set that instead.")
         if name in REFUSED:
             raise ConfigError(f"rollout.engine.{name} cannot be set: {REFUSED[name]}.")
+        if name not in ALLOWED:
+            near = difflib.get_close_matches(name, ALLOWED, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(sorted(ALLOWED))}."
+            raise ConfigError(f"rollout.engine.{name}: not an argument of vLLM that passes through. {hint}")
         _check_value(name, value)
 
 
@@ -96,21 +102,7 @@ def _check_value(name: str, value: Any) -> None:
                 f"rollout.engine.speculative_config: the draft model of method={method} gets no new weights, and fits "
                 f"the policy less with every step; use one of {', '.join(DRAFTS_WITHOUT_WEIGHTS)}."
             )
-    if name == "load_format" and value == "dummy":
-        raise ConfigError("rollout.engine.load_format=dummy: the first samples would come from random weights.")
-
-
-@functools.cache
-def vllm_fields() -> frozenset[str]:
-    """Fields of vLLM's AsyncEngineArgs; none where vLLM is not installed."""
-    package = importlib.util.find_spec("vllm")
-    if package is None or not package.submodule_search_locations:
-        return frozenset()
-    source = Path(package.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
-    return frozenset(
-        statement.target.id
-        for part in ast.parse(source).body
-        if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs")
-        for statement in part.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    )
+        if extra := [key for key, part in value.items() if key != "method" and not isinstance(part, (int, float))]:
+            raise ConfigError(f"rollout.engine.speculative_config.{extra[0]}: expected a number. Leave it out.")
+    if name == "load_format" and value not in ("auto", "safetensors"):
+        raise ConfigError(f"rollout.engine.load_format={value}: weights are safetensors. Use auto or safetensors.")

@@ -152,9 +152,10 @@ def test_a_run_is_its_model_or_its_last_checkpoint(workspace: Path) -> None:
 def test_a_model_of_a_run_is_evaluated_with_the_runs_settings_into_its_folder(workspace: Path) -> None:
     run = write_run(workspace)
     write_model(run / "model-best")
-    config, _ = job_settings(EVALUATE, Request(model=str(run / "model-best")))
+    config, _ = job_settings(EVALUATE, Request(model=str(run / "model-best"), trust_run=True))
     assert (config.model.path, config.run_folder) == (str(run / "model-best"), run / "evaluate" / "model-best")
-    config, _ = job_settings(EVALUATE, Request(model=str(run / "model-best"), output=Path("elsewhere")))
+    request = Request(model=str(run / "model-best"), output=Path("elsewhere"), reward=lambda **_: 1.0)
+    config, _ = job_settings(EVALUATE, request)
     assert config.run_folder == Path("elsewhere")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 
 import pytest
 from vllm import AsyncEngineArgs
@@ -10,7 +11,7 @@ from controller.config import load
 from workers.config import ModelConfig, RolloutConfig
 from workers.errors import ConfigError
 from workers.rollout.engine import PREFILL_TOKENS, engine_arguments
-from workers.rollout.engine_options import OWNED, REFUSED, check_engine_options, vllm_fields
+from workers.rollout.engine_options import ALLOWED, OWNED, REFUSED, check_engine_options
 from workers.rollout.worker import RolloutWorker
 
 REQUIRED = ["model.path=model", "data.train=train.jsonl", "reward.function=reward.py:reward"]
@@ -20,9 +21,24 @@ def arguments(config: RolloutConfig, placement: str = "apart") -> AsyncEngineArg
     return engine_arguments(ModelConfig(path="model"), config, placement=placement, max_model_tokens=64, seed=0)
 
 
-def test_the_fields_that_are_read_from_the_source_are_vllms() -> None:
-    assert vllm_fields() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    assert vllm_fields() >= OWNED.keys() | REFUSED.keys()
+FIELDS = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
+
+
+def test_the_names_that_we_list_are_vllms_and_listed_once() -> None:
+    assert FIELDS.keys() >= OWNED.keys() | REFUSED.keys() | ALLOWED
+    assert not (OWNED.keys() & REFUSED.keys()) | (ALLOWED & (OWNED.keys() | REFUSED.keys()))
+
+
+def test_an_argument_that_names_code_a_file_or_an_address_is_refused() -> None:
+    """Arguments whose values are classes, modules, paths, tokens or nested configurations, which have such in them."""
+    telling = re.compile(
+        r"cls|class|plugin|parser|path|addr|endpoint|token$|remote|_dir|format|_config|port$|overrides"
+    )
+    named = {name for name in FIELDS if telling.search(name)}
+    assert {"worker_cls", "worker_extension_cls", "scheduler_cls", "kv_transfer_config", "logging_config"} <= named
+    for name in named - {"speculative_config", "load_format"}:
+        with pytest.raises(ConfigError, match=f"^rollout.engine.{name}"):
+            check_engine_options({name: "x"})
 
 
 def test_every_argument_that_we_give_is_ours_or_may_be_changed() -> None:
@@ -34,16 +50,7 @@ def test_every_argument_that_we_give_is_ours_or_may_be_changed() -> None:
             for field in dataclasses.fields(AsyncEngineArgs)
             if getattr(plain, field.name) != getattr(AsyncEngineArgs(), field.name)
         }
-        free = {
-            "enable_prefix_caching",
-            "disable_log_stats",
-            "use_tqdm_on_load",
-            "max_num_batched_tokens",
-            "block_size",
-            "enable_chunked_prefill",
-            "ir_op_priority",
-        }
-        assert given <= OWNED.keys() | REFUSED.keys() | free, given
+        assert given <= OWNED.keys() | REFUSED.keys() | ALLOWED | {"ir_op_priority"}, given
 
 
 @pytest.mark.parametrize("placement", ["colocated", "apart"])
@@ -92,8 +99,11 @@ def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantisation": "fp8"}, "quantisation is not an argument of vLLM's engines; did you mean quantization"),
-        ({"xyz": 1}, "xyz is not an argument of vLLM's engines; see the fields"),
+        (
+            {"quantisation": "fp8"},
+            "quantisation: not an argument of vLLM that passes through. Did you mean quantization",
+        ),
+        ({"xyz": 1}, "xyz: not an argument of vLLM that passes through. Use one of "),
         ({"max_model_len": 9}, "max_model_len follows from rollout.max_model_tokens; set that instead"),
         ({"gpu_memory_utilization": 0.9}, "follows from rollout.memory_fraction"),
         ({"trust_remote_code": True}, "cannot be set: code of a model is never run"),
@@ -101,7 +111,12 @@ def test_an_update_keeps_keys_and_values_where_the_configuration_says_so(setting
         ({"quantization": "awq"}, "is for weights that were quantized beforehand.* use one of fp8,"),
         ({"speculative_config": {"method": "eagle3", "model": "m"}}, "method=eagle3 gets no new weights"),
         ({"speculative_config": {"model": "m"}}, "draft model of method=None gets no new weights"),
-        ({"load_format": "dummy"}, "the first samples would come from random weights"),
+        *(
+            ({"load_format": name}, f"load_format={name}: weights are safetensors")
+            for name in ("dummy", "pt", "tensorizer")
+        ),
+        ({"worker_extension_cls": "os.system"}, "worker_extension_cls: not an argument"),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, "speculative_config.model: expected a number"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(options: dict, message: str) -> None:
