@@ -39,7 +39,7 @@ from workers.chat_template import render_isolated, template_of
 from workers.environment import as_text
 from workers.errors import DataError
 from workers.rendering import Renderer
-from workers.reward_process import RewardFunction
+from workers.reward_process import RAW, RewardFunction
 from workers.score import Score
 from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_function
 
@@ -248,7 +248,7 @@ def _curriculum(config: Config, train: Records, say: Say) -> IsolatedCurriculum 
 
 
 def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunction]) -> None:
-    needed = {column: function.name for function in functions for column in function.columns}
+    needed = {column: function.name for function in functions for column in function.columns if column != RAW}
     for number, record in enumerate(rows, start=1):
         if missing := sorted(needed.keys() - record.keys()):
             raise DataError(f"{path}: record {number} lacks {missing}, which {needed[missing[0]]} takes.")

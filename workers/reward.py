@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from workers.remote_batch import TokenBlock
-from workers.reward_process import Call, RewardFunction, RewardProcess
+from workers.reward_process import RAW, Call, RewardFunction, RewardProcess
 from workers.score import Score
 
 
@@ -40,6 +40,7 @@ class RewardWorker:
         from transformers import AutoTokenizer
 
         self._process = RewardProcess(functions, timeout_s=timeout_s, concurrency=concurrency)
+        self._takes_raw = any(RAW in function.columns for function in functions)
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
 
     def __repr__(self) -> str:
@@ -53,9 +54,10 @@ class RewardWorker:
     def score(self, block: TokenBlock, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One Score for each request, in order; one that could not be scored says why in `failure`."""
         rows = [block.row(request.row) for request in requests]
+        last = [row["input_ids"][last_turn(row["loss_mask"])] for row in rows]
         calls = [
-            Call(i, self._text(row["input_ids"][last_turn(row["loss_mask"])]), request.columns)
-            for i, (row, request) in enumerate(zip(rows, requests, strict=True))
+            Call(i, self._text(ids), request.columns | self._raw(ids))
+            for i, (ids, request) in enumerate(zip(last, requests, strict=True))
         ]
         scores = self._process.run(calls)
         return [
@@ -69,6 +71,9 @@ class RewardWorker:
 
     def _turns(self, ids: np.ndarray, loss_mask: np.ndarray) -> tuple[dict[str, str], ...]:
         return tuple({who: self._text(ids[part])} for who, part in turns(loss_mask))
+
+    def _raw(self, ids: np.ndarray) -> dict[str, str]:
+        return {RAW: str(self._tokenizer.decode(ids.tolist()))} if self._takes_raw else {}
 
     def _text(self, ids: np.ndarray) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))

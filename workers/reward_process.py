@@ -22,6 +22,8 @@ from workers.errors import DataError, quoted
 from workers.isolation.process import RAISED, START_SECONDS, Channel, EndedError, Process, named, reply
 from workers.score import Score, as_score, weighted
 
+RAW = "response_raw"  # stands among the columns: the response with its special tokens, for functions that name it
+
 
 @dataclass(frozen=True)
 class RewardFunction:

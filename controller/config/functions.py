@@ -12,7 +12,7 @@ from typing import Any
 from workers.environment import Observation, Text
 from workers.environment_process import EnvironmentPool
 from workers.errors import ConfigError, EpisodeError
-from workers.reward_process import Call, RewardFunction, RewardProcess
+from workers.reward_process import RAW, Call, RewardFunction, RewardProcess
 from workers.score import Score
 from workers.user_code import Signature
 
@@ -20,7 +20,7 @@ RESPONSES = {"response", "responses"}
 
 
 def requested_columns(signature: Signature, record: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Which of the record's columns the function takes by name, beside `response` or, for all at once, `responses`.
+    """Which of the record's columns, and `response_raw`, the function takes by name, beside `response` or `responses`.
 
     Raises ConfigError if it has neither parameter or requires a column that the data does not have.
     """
@@ -35,10 +35,10 @@ def requested_columns(signature: Signature, record: Mapping[str, Any], name: str
             f"reward.function={name!r} must take a parameter 'response', or 'responses' for many at once."
         )
     offered = set(record)
-    lacking = sorted(set(signature.required) - offered - RESPONSES)
+    lacking = sorted(set(signature.required) - offered - RESPONSES - {RAW})
     if lacking:
         raise ConfigError(f"reward.function={name!r} asks for {lacking}, but the data has {sorted(offered)}.")
-    return tuple(sorted((offered if signature.takes_all else names & offered) - RESPONSES))
+    return tuple(sorted((offered if signature.takes_all else names & offered) - RESPONSES | names & {RAW}))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def check_rewards(functions: Sequence[RewardFunction], example: Mapping[str, Any
     """
     process = RewardProcess(functions, timeout_s=timeout_s, concurrency=1, silent=True)
     try:
-        score = process.run([Call(0, "", example)])[0]
+        score = process.run([Call(0, "", {**example, RAW: ""})])[0]
     finally:
         process.stop()
     if score.failure:

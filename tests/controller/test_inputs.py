@@ -7,6 +7,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from controller.config import load
@@ -14,7 +15,9 @@ from controller.inputs import load_renderer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
 from workers.errors import BallastError, DataError
+from workers.remote_batch import TokenBlock
 from workers.rendering import Renderer
+from workers.reward import RewardWorker, ScoreRequest
 
 CHAT = "{% for m in messages %}{{ raise_exception('no x') if m.content == 'x' else m.content }}{% endfor %}"
 ENDLESS = (
@@ -67,6 +70,25 @@ def test_a_template_that_never_ends_on_a_later_prompt_is_ended(workspace: Path) 
     with pytest.raises(DataError, match=r"record 41 is not rendered .* took more than resources.user_code_timeout_s="):
         renderer.text(messages, "chat.jsonl record 41")
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_reward_sees_special_tokens_where_it_asks_for_the_raw_response(workspace: Path) -> None:
+    (workspace / "raw.py").write_text(
+        "def one(response, response_raw):\n"
+        "    return {'reward': float(response == '12'), 'ends': response_raw.count('<eos>')}\n\n\n"
+        "def many(responses, response_raw, level=0):\n"
+        "    return [len(raw) for raw in response_raw]\n"
+    )
+    functions = read_inputs(
+        load(None, [*SETTINGS, "reward.function=''", "reward.functions={raw.py:one: 1, raw.py:many: 1}"])
+    ).reward_functions
+    worker = RewardWorker(functions, "model", timeout_s=5, concurrency=1)
+    ids = worker._tokenizer.convert_tokens_to_ids(["1", "=", "1", "2", "<eos>"])
+    mask = np.array([False, False, True, True, True])
+    block = TokenBlock.from_rows([{"input_ids": np.array(ids, np.int32), "loss_mask": mask}])
+    (score,) = worker.score(block, [ScoreRequest(0, 2, {"level": 1})])
+    assert (score.response, score.failure) == ("12", "")
+    assert (score.parts["one/ends"], score.reward) == (1.0, 1.0 + len("12<eos>"))
 
 
 def test_in_another_thread_prompts_are_rendered_without_a_limit(workspace: Path) -> None:
