@@ -120,7 +120,7 @@ def run(config: Config, inputs: Inputs, callbacks: Sequence["Callback"] = ()) ->
 
 def _run(config: Config, inputs: Inputs, console: "Console", callbacks: Sequence["Callback"]) -> None:
     console.log(f"the run is written to {config.run_folder}")
-    for warning in warnings(config):
+    for warning in [*warnings(config), *inputs.warnings]:
         console.log(f"warning: {warning}")
     for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):

@@ -133,13 +133,13 @@ def _episode_lines(answered: Answered) -> list[str]:
     parts = "".join(f", {name} {value:g}" for name, value in observation.parts.items())
     end = ", which ends the episode" if observation.done else ""
     return [
-        *_quoted("the environment adds to it:", as_text(answered.opening)),
+        *quoted("the environment adds to the first prompt:", as_text(answered.opening)),
         f"the environment's reward of an empty response: {observation.reward:g}{parts}{end}",
-        *([] if observation.done else _quoted("its observation:", as_text(observation.text))),
+        *([] if observation.done else quoted("its observation:", as_text(observation.text))),
     ]
 
 
-def _quoted(title: str, text: str) -> list[str]:
+def quoted(title: str, text: str) -> list[str]:
     """A title and the text below it, indented; nothing of an empty text."""
     shown = shortened(redacted(text), LONGEST_SHOWN)
     return [title, *(f"    {line}" for line in shown.split("\n"))] if text else []
@@ -154,7 +154,7 @@ def _score_line(score: Score) -> str:
 def prompt_lines(inputs: Inputs) -> list[str]:
     """Lines of a dry run about prompts in tokens."""
     datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
-    shown = _quoted("the first prompt, as engines read it:", inputs.first_prompt)
+    shown = quoted("the first prompt, as engines read it:", inputs.first_prompt)
     return [*shown, *(_tokens_line(dataset) for dataset in datasets), *(f"warning: {line}" for line in inputs.warnings)]
 
 
@@ -196,7 +196,7 @@ def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
         tried.environment,
         identity,
         renderer.tokenizer.decode(next(iter(sources[0])).ids),
-        (),
+        turn_end_warnings(config, renderer) if _first_chats(config, tried.train) else (),
     )
 
 
@@ -311,7 +311,21 @@ def load_renderer(config: TrainingConfig, say: Say = print) -> Renderer:
 
         tokenizer = load_tokenizer(config.model.path)
     vocabulary = read_model_files(config.model.path, "model.path").vocabulary or 0
-    return Renderer(tokenizer, vocabulary, config.resources.user_code_timeout_s)
+    renderer = Renderer(tokenizer, vocabulary, config.resources.user_code_timeout_s)
+    if tokenizer.eos_token_id is not None:
+        renderer.checked([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")
+    return renderer
+
+
+def turn_end_warnings(config: TrainingConfig, renderer: Renderer) -> tuple[str, ...]:
+    """A line about a chat template that ends turns with a token at which engines do not stop."""
+    end, ends = renderer.turn_end(), read_model_files(config.model.path, "model.path").ends
+    if end is None or end in (renderer.tokenizer.eos_token_id, *ends):
+        return ()
+    return (
+        f"model.path={config.model.path}: the chat template ends a turn with {renderer.tokenizer.decode([end])!r}, and "
+        f"engines do not stop there. Add its id, {end}, to eos_token_id of generation_config.json.",
+    )
 
 
 def _check_continuing(config: Config, renderer: Renderer, train: Records) -> None:

@@ -144,7 +144,17 @@ class Renderer:
         self.text(messages, where)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         found = self._applied(in_form(messages, *self._forms), **options)
-        return self._checked(found["input_ids"], where), np.array(found["assistant_masks"], dtype=bool)
+        return self.checked(found["input_ids"], where), np.array(found["assistant_masks"], dtype=bool)
+
+    def turn_end(self) -> int | None:
+        """The added token that the chat template writes behind an assistant's message; None without one."""
+        messages = [{"role": role, "content": PROBE} for role in ("user", "assistant")]
+        try:
+            _, _, tail = self.text(messages, PROBE).rpartition(PROBE)
+        except DataError:
+            return None
+        added = self.tokenizer.added_tokens_decoder
+        return next((token for token in self.ids(tail, PROBE) if token in added), None)
 
     @cached_property
     def _forms(self) -> tuple[bool, bool]:
@@ -162,9 +172,10 @@ class Renderer:
             text.encode()  # tokenizers say less about half a character
         except UnicodeEncodeError as error:
             raise DataError(f"{where} is no Unicode text: {named(error)}.") from None
-        return self._checked(self.tokenizer(text, **options)["input_ids"], where)
+        return self.checked(self.tokenizer(text, **options)["input_ids"], where)
 
-    def _checked(self, ids: list[int], where: str) -> list[int]:
+    def checked(self, ids: list[int], where: str) -> list[int]:
+        """The ids. Raises DataError, naming `where`, for one that the model does not have."""
         if self.vocabulary and max(ids, default=0) >= self.vocabulary:
             raise DataError(
                 f"{where} has token id {max(ids)}, {self.tokenizer.decode([max(ids)])!r}, outside the model's "

@@ -15,6 +15,7 @@ from workers.errors import ConfigError
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
 FETCH_SECONDS = 10  # until the hub must have begun to answer
 SHIPPED = Path(__file__).parent / "models"
 """OWNER/NAME/config.json of the hub's models that examples name: the dry run of a cluster then asks no network."""
@@ -25,7 +26,8 @@ class ModelFiles:
     """Facts that settings must agree with; a size is None if config.json does not give it.
 
     folder: the model's. description: config.json. positions: longest sequence the model takes. weights, tokenizer:
-    whether there are any. chat_template: whether the tokenizer has one. end_of_sequence: whether a file names a token
+    whether there are any. chat_template: whether the tokenizer has one. ends: eos_token_id of config.json and
+    generation_config.json, without checks of their type. end_of_sequence: whether they or the tokenizer name a token
     that ends a response.
     """
 
@@ -38,6 +40,7 @@ class ModelFiles:
     weights: bool
     tokenizer: bool
     chat_template: bool
+    ends: tuple[Any, ...]
     end_of_sequence: bool
 
 
@@ -50,6 +53,8 @@ def read_model_files(path: str, key: str) -> ModelFiles:
     content = read_json(folder / "config.json", key)
     text = content.get("text_config", content)  # models that also see keep the language model's sizes in there
     heads = text.get("num_attention_heads", text.get("n_head"))
+    named = (text.get("eos_token_id"), _named(folder, key, "generation_config.json", "eos_token_id"))
+    ends = tuple(end for ids in named if ids is not None for end in (ids if isinstance(ids, list) else [ids]))
     return ModelFiles(
         folder=folder,
         description=content,
@@ -60,12 +65,13 @@ def read_model_files(path: str, key: str) -> ModelFiles:
         weights=_first(folder, WEIGHTS) is not None,
         tokenizer=_first(folder, TOKENIZERS) is not None,
         chat_template=_has_chat_template(folder, key),
-        end_of_sequence=_has_end_of_sequence(folder, key, text),
+        ends=ends,
+        end_of_sequence=bool(ends) or any(_named(folder, key, file, "eos_token") for file in TOKENS),
     )
 
 
 def check_whole(model: ModelFiles, path: str, key: str) -> None:
-    """Raise ConfigError, naming `key`, if the model at `path` has no weights or no tokenizer."""
+    """Raise ConfigError, naming `key`, if the model at `path` lacks weights or a tokenizer, or ends with no token."""
     folder = model.folder
     if folder.is_relative_to(SHIPPED):
         raise _missing(path, key)
@@ -76,6 +82,12 @@ def check_whole(model: ModelFiles, path: str, key: str) -> None:
             f"{key}={path}: {folder} has no tokenizer ({', '.join(TOKENIZERS)}). Add it: "
             f"tokenizer.save_pretrained({str(folder)!r})."
         )
+    for end in model.ends:
+        if not isinstance(end, int) or not 0 <= end < (model.vocabulary or end + 1):
+            raise ConfigError(
+                f"{key}={path}: eos_token_id {end!r} is outside the vocabulary of {model.vocabulary}; mend config.json "
+                "or generation_config.json."
+            )
 
 
 def fetch_description(path: str, key: str, say: Callable[[str], None]) -> None:
@@ -180,15 +192,9 @@ def _positions(text: dict[str, Any]) -> int | None:
     return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
 
 
-def _has_end_of_sequence(folder: Path, key: str, text: dict[str, Any]) -> bool:
-    """Whether one of the files from which engines take it names one: the model's, of generation, or the tokenizer's."""
-    places = (
-        ("generation_config.json", "eos_token_id"),
-        ("tokenizer_config.json", "eos_token"),
-        ("special_tokens_map.json", "eos_token"),
-    )
-    named = [read_json(folder / file, key).get(name) for file, name in places if (folder / file).is_file()]
-    return any(value is not None for value in [text.get("eos_token_id"), *named])
+def _named(folder: Path, key: str, file: str, name: str) -> Any:
+    """The value of `name` in a JSON file, None without the file. Raises as `read_json`."""
+    return read_json(folder / file, key).get(name) if (folder / file).is_file() else None
 
 
 def _has_chat_template(folder: Path, key: str) -> bool:

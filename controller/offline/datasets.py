@@ -22,7 +22,8 @@ def record_name(path: str, index: int) -> str:
 
 
 class SequenceDataset:
-    """Records of one file, in a fixed or freshly shuffled order every epoch. `dropped`: records that were too long."""
+    """Records of one file, in a fixed or freshly shuffled order every epoch. `dropped`: records that were too long.
+    `warnings`: lines for the user."""
 
     def __init__(
         self,
@@ -50,6 +51,10 @@ class SequenceDataset:
             raise DataError(
                 f"{name}: all {len(records)} records are longer than data.max_tokens={settings.max_tokens}; raise it."
             )
+        equal = sum(_are_equal(item) for item in self._items)
+        if equal == len(self._items):
+            raise DataError(f"{name}: chosen and rejected responses are equal in all records; see data.chosen_key.")
+        self.warnings = [f"{name}: {equal} of {len(self)} pairs have equal responses, and teach nothing"] * (equal > 0)
 
     def _add(self, item: Item, settings: OfflineDataConfig, where: str) -> None:
         longest = max(len(row["input_ids"]) for row in item)
@@ -65,6 +70,11 @@ class SequenceDataset:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    @property
+    def first_ids(self) -> list[int]:
+        """The first sequence."""
+        return [int(token) for token in self._items[0][0]["input_ids"]]
 
     @property
     def lengths(self) -> list[int]:
@@ -90,6 +100,10 @@ class SequenceDataset:
         if self._shuffle and self._order[0] != epoch:
             self._order = epoch, epoch_order(self._seed, epoch, len(self._items))
         return self._items[self._order[1][index] if self._shuffle else index]
+
+
+def _are_equal(item: Item) -> bool:
+    return len(item) == 2 and np.array_equal(item[0]["input_ids"], item[1]["input_ids"])
 
 
 def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:

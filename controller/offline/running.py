@@ -18,7 +18,7 @@ from controller.config.training import counted
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
 from controller.hub import push_to_hub
-from controller.inputs import TRIED_PROMPTS, load_renderer, try_template
+from controller.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template, turn_end_warnings
 from controller.observability.run_log import run_log
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
@@ -93,8 +93,11 @@ class OfflineCommand(Generic[Settings]):
         print(describe(config, everything=everything))
         print("\n== inputs ==", flush=True)
         inputs = self.read_inputs(config)
+        print("\n".join(quoted("the first record, as the model reads it:", inputs.first_text)))
         for dataset in filter(None, (inputs.train, inputs.validation)):
             print("\n".join(_dataset_lines(dataset)))
+        for warning in inputs.warnings:
+            print(f"warning: {warning}")
         for line in parity_lines(config):
             print(line, flush=True)
 
@@ -128,7 +131,10 @@ class OfflineCommand(Generic[Settings]):
         train = dataset(data.train, shuffle=data.shuffle)
         identity |= {"records": len(train)}
         check_same_data(config, identity)
-        return Inputs(train, validation, cost_model, identity)
+        is_chat = isinstance(examples[data.train][0][0][1], list)
+        warnings = [*(turn_end_warnings(config, renderer) if is_chat else ()), *train.warnings]
+        first_text = renderer.tokenizer.decode(train.first_ids)
+        return Inputs(train, validation, cost_model, identity, first_text, warnings)
 
     def run(self, config: Settings, inputs: "Inputs", callbacks: Sequence["Callback"] = ()) -> None:
         """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
@@ -140,6 +146,8 @@ class OfflineCommand(Generic[Settings]):
 
     def _run(self, config: Settings, inputs: "Inputs", console: "Console", callbacks: Sequence["Callback"]) -> None:
         console.log(f"the run is written to {config.run_folder}")
+        for warning in inputs.warnings:
+            console.log(f"warning: {warning}")
         for dataset in (inputs.train, inputs.validation):
             if dataset is not None and dataset.dropped:
                 console.log(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
@@ -182,9 +190,12 @@ def _dataset_lines(dataset: SequenceDataset) -> list[str]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Read and checked before anything starts. identity: of the training data, for checkpoints."""
+    """Read and checked before anything starts. identity: of the training data, for checkpoints. first_text: of the
+    first record, its ids decoded. warnings: lines for the user."""
 
     train: SequenceDataset
     validation: SequenceDataset | None
     cost_model: CostModel
     identity: DataIdentity
+    first_text: str
+    warnings: list[str]

@@ -64,7 +64,7 @@ def _common_start(chosen: Any, rejected: Any, where: str) -> Messages:
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         raise DataError(f"{where} has no prompt; set data.prompt_key to its column.")
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    same = next((i for i, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    same = next((i for i, (one, other) in pairs if one != other), min(len(chosen), len(rejected)) - 1)
     if same == 0:
         raise DataError(f"{where} has no prompt, and its chosen and rejected messages begin differently.")
     return list(chosen[:same])

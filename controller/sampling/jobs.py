@@ -15,7 +15,7 @@ from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sampler import SamplerConfig, check_effect
 from controller.config.training import counted
 from controller.data.prompts import Prompt
-from controller.inputs import Inputs, read_inputs, try_inputs
+from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, try_inputs
 from controller.preflight.describe import warnings
 from controller.preflight.machine import check_machine
 from controller.preflight.sampler_checks import check_sampler
@@ -92,7 +92,7 @@ def read_job(kind: Kind, request: Request) -> Job:
     identity = job_identity(kind.name, model, config, inputs, given)
     check_same_job(config.run_folder, identity)
     prompts = dict(islice(_numbered(inputs), _wanted(config, request) or None))
-    told = tuple(warnings(config))
+    told = (*warnings(config), *inputs.warnings)
     # Until here the model of the settings stood for a checkpoint of it, which may be no folder of a model yet.
     config = replace(config, model=replace(config.model, path=model.path or config.model.path))
     return Job(kind, config, model, inputs, prompts, identity, told)
@@ -150,7 +150,7 @@ def _numbered(inputs: Inputs) -> Iterator[tuple[str, Prompt]]:
 
 
 def described(kind: Kind, request: Request) -> str:
-    """The job in words, for a dry run: data is read, code is tried, prompts are not tokenized. Raises as `read_job`."""
+    """The job in words, for a dry run: data is read and tokenized, code is tried. Raises as `read_job`."""
     config, model, given = checked_settings(kind, request)
     check_machine(config, dry_run=True)
     tried = try_inputs(config, given=given)
@@ -170,5 +170,6 @@ def described(kind: Kind, request: Request) -> str:
             f"rewards: {', '.join(rewards) or 'none'}",
             f"engines: {config.rollout.replicas}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
             f"output: {config.run_folder}",
+            *prompt_lines(tokenized(config, tried)),
         ]
     )

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,13 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_model(folder: Path, adds: str) -> None:
-    """adds: what the tokenizer makes of a text `$A`."""
+def write_model(folder: Path, adds: str, template: str = TEMPLATE, tokens: Sequence[str] = ()) -> None:
+    """adds: what the tokenizer makes of a text `$A`. tokens: special ones beside <bos> and <eos>."""
     made = characters()
-    made.add_special_tokens({"bos_token": "<bos>"})
-    tokens = [(name, made.convert_tokens_to_ids(name)) for name in ("<bos>", "<eos>")]
-    made.backend_tokenizer.post_processor = TemplateProcessing(single=adds, special_tokens=tokens)
-    made.chat_template = TEMPLATE
+    made.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": list(tokens)})
+    own = [(name, made.convert_tokens_to_ids(name)) for name in ("<bos>", "<eos>")]
+    made.backend_tokenizer.post_processor = TemplateProcessing(single=adds, special_tokens=own)
+    made.chat_template = template
     create_model(folder, 0, made, width=32, layers=1)
 
 
@@ -178,13 +179,50 @@ def test_every_command_refuses_a_bad_record_by_name(
     workspace: Path, command: Any, record: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workspace / "x.jsonl").write_text(json.dumps(record))
-    online = command in (fit, generate, evaluate)
-    settings = (
-        [*CHAT, "data.validation=x.jsonl"]
-        if online
-        else ["model.path=model", "data.train=x.jsonl", "data.max_tokens=64"]
-    )
-    (workspace / "config.yaml").write_text(to_yaml(load_as(Config if online else SCHEMA[command], None, settings)))
-    assert command.main(["--config", "config.yaml", "--dry-run"]) == 2
+    assert dry_run(command) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "x.jsonl" in error and error.count("\n") == 1
+
+
+PAIR = {"prompt": [USER], "chosen": [SAID], "rejected": "3"}
+EQUAL = PAIR | {"rejected": "2"}
+END = TEMPLATE.replace("eos_token", "'<end>'")
+
+
+@pytest.mark.parametrize(
+    ("command", "records", "code", "words"),
+    [
+        (fit, [{"prompt": "1<far>"}], 2, "x.jsonl record 1 has token id 38, '<far>', outside"),
+        (generate, [{"prompt": "1<far>"}], 2, "has token id 38"),
+        (sft, [{"prompt": "1", "response": "2<far>"}], 2, "has token id 38"),
+        (fit, [{"prompt": [USER]}], 0, "the chat template ends a turn with '<end>'"),
+        (evaluate, [{"prompt": [USER]}], 0, "Add its id, 19, to eos_token_id"),
+        (sft, [{"messages": [USER, SAID]}], 0, "the first record, as the model reads it:\n    <bos>+1+1=2<end>\n"),
+        (sft, [{"messages": [USER, SAID]}], 0, "the chat template ends a turn with '<end>'"),
+        (preferences, [PAIR, EQUAL], 0, "x.jsonl: 1 of 2 pairs have equal responses"),
+        (preferences, [{"chosen": [USER, SAID], "rejected": [USER, SAID]}], 2, "responses are equal in all records"),
+    ],
+)
+def test_a_dry_run_finds_what_a_model_cannot_read_end_or_learn(
+    workspace: Path, command: Any, records: list[Any], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(workspace / "model", "$A", END, ["<end>", *(f"<{number}>" for number in range(18)), "<far>"])
+    (workspace / "x.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert dry_run(command) == code
+    assert words in "".join(capsys.readouterr())
+    if "Add its id" in words:
+        (workspace / "model/generation_config.json").write_text('{"eos_token_id": [1, 19]}')
+        assert dry_run(command) == 0
+        assert "warning" not in capsys.readouterr().out
+        (workspace / "model/generation_config.json").write_text('{"eos_token_id": [1, 32]}')
+        assert dry_run(command) == 2
+        assert "eos_token_id 32 is outside the vocabulary of 32" in capsys.readouterr().err
+
+
+def dry_run(command: Any) -> int:
+    """Its exit code."""
+    online = command in (fit, generate, evaluate)
+    own = [*CHAT, "data.validation=x.jsonl", "resources.device=cpu", "policy.ranks=1"]
+    settings = own if online else ["model.path=model", "data.train=x.jsonl", "data.max_tokens=64"]
+    Path("config.yaml").write_text(to_yaml(load_as(Config if online else SCHEMA[command], None, settings)))
+    return int(command.main(["--config", "config.yaml", "--dry-run"]))

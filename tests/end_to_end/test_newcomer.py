@@ -220,7 +220,7 @@ def test_an_own_environment_plays(checkout: Checkout, mine: str) -> None:
         f"{settings.replace('max_episode_tokens: 256', 'max_episode_tokens: 96')}",
     )
     tried = checkout.run("python -m controller.fit --config my/config.yaml --dry-run")
-    first = tried.lines.index("the environment adds to it:")
+    first = tried.lines.index("the environment adds to the first prompt:")
     assert tried.lines[first + 1 : first + 3] == [
         "    Find a number below 100. ",
         "the environment's reward of an empty response: -1, which ends the episode",

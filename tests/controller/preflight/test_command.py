@@ -99,7 +99,7 @@ def test_a_dry_run_shows_what_an_environment_says(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert (
         "told.py:Told: tried on the first record and an empty response\n"
-        "the environment adds to it:\n    2+2=\n"
+        "the environment adds to the first prompt:\n    2+2=\n"
         "the environment's reward of an empty response: -0.5, turns 1\n"
         "its observation:\n    3+3=\n"
     ) in process.stdout

@@ -10,6 +10,7 @@ from controller.fit import main
 from controller.preflight.checks import check
 from controller.preflight.model_shape import model_shape
 from tests.controller.config_workspace import MODEL, refusal
+from tests.controller.tokenizer_file import END
 from workers.rollout.engine import CPU_KV_BLOCK_TOKENS
 
 LORA = "model.lora.rank=4"
@@ -62,8 +63,8 @@ def test_the_cache_is_counted_in_the_engines_blocks() -> None:
     [
         ("", {}, True),
         ("generation_config.json", {"eos_token_id": [2, 3]}, False),
-        ("tokenizer_config.json", {"eos_token": "</s>"}, False),
-        ("special_tokens_map.json", {"eos_token": {"content": "</s>"}}, False),
+        ("tokenizer_config.json", {"eos_token": END}, False),
+        ("special_tokens_map.json", {"eos_token": {"content": END}}, False),
         ("generation_config.json", {"eos_token_id": None}, True),
     ],
 )
