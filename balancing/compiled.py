@@ -2,8 +2,8 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +44,29 @@ def drop_stale_code(package: Path) -> None:
 
 if COMPILED:
     drop_stale_code(Path(__file__).parent)
+
+
+@contextmanager
+def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` when the block compiles something that the disk does not have, the first time."""
+    if numba is None:
+        yield
+        return
+    from numba.core import event
+
+    class Listener(event.Listener):  # type: ignore[misc]
+        told = False
+
+        def on_start(self, event: object) -> None:
+            if not self.told:
+                self.told = True
+                tell()
+
+        def on_end(self, event: object) -> None:
+            """Nothing to say."""
+
+    with event.install_listener("numba:compile", Listener()):
+        yield
 
 
 def compiled(function: Function) -> Function:

@@ -73,7 +73,12 @@ def prepare(
         return None
     check_machine(config, dry_run=False)
     check_cluster(config)
-    return locked(config, partial(run, config, read_inputs(config, given=given), callbacks))
+    from controller.observability.console import Console
+
+    console = Console(verbose=config.tracking.verbose)
+    with console.waiting("the data"):
+        inputs = read_inputs(config, console.say, given)
+    return locked(config, partial(run, config, inputs, console, callbacks))
 
 
 def dry_run(config: Config, request: Arguments) -> None:
@@ -109,11 +114,8 @@ def fetch_descriptions(config: Config) -> None:
             fetch_description(path, key, print)
 
 
-def run(config: Config, inputs: Inputs, callbacks: Sequence["Callback"] = ()) -> None:
+def run(config: Config, inputs: Inputs, console: "Console", callbacks: Sequence["Callback"] = ()) -> None:
     """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
-    from controller.observability.console import Console
-
-    console = Console()
     with run_log(config.run_folder, console):
         _run(config, inputs, console, callbacks)
 

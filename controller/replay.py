@@ -143,7 +143,7 @@ def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float
     from controller.observability.console import Console
     from controller.replayer import replay
 
-    console = Console()
+    console = Console(verbose=True)
     if before := start.describe():
         console.log(before)
     with ray_session(config, console):

@@ -19,7 +19,6 @@ from controller.config import TrainingConfig, to_yaml
 from controller.interrupts import heeded, in_main_thread
 from controller.observability.run_folder import RunFolder
 from controller.observability.run_log import rays_logging_in
-from controller.observability.slow_work import told_if_slow
 from controller.recovery import what_is_left
 from workers.errors import (
     BallastError,
@@ -93,7 +92,7 @@ def session(
     exported = RayMetrics(config.run.name)
     live = LiveMetrics(exported.export)
     with exported, live.entering("start", start(live)) as roles:
-        with told_if_slow(console.log, "waiting for the checkpoint that run.resume names, or the models"):
+        with console.waiting("the checkpoint that run.resume names, or the models"):
             progress = resume(config, roles, console, data)
         trackers = open_trackers(config, progress, console.log, exported)
         # A run that resumes under its own name keeps its records; under a new name there are none.
@@ -130,7 +129,7 @@ def report(config: TrainingConfig, console: "Console") -> None:
     from controller.observability.report import write_report
 
     try:
-        with told_if_slow(console.log, "writing the report"):
+        with console.waiting("the report"):
             write_report(config.run_folder)
     except (BallastError, OSError) as error:
         console.log(f"no report was written: {error}")
@@ -158,7 +157,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
     console.log("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
     try:
-        with told_if_slow(console.log, "waiting for Ray"):
+        with console.waiting("Ray"):
             context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
         if address == "local":

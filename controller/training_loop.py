@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from balancing import CostModel
+from balancing.compiled import telling_of_compilation
 from controller.checkpoint import Progress
 from controller.checkpoint_writer import CheckpointWriter
 from controller.config import TrainingConfig
@@ -108,7 +110,8 @@ class TrainingLoop(ABC):
         An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
         callbacks: see `Callback`. What one raises ends the run when the step is recorded and saved, see `StopTraining`.
         """
-        with self.interrupts:
+        tell = partial(self.record.console.say, "compiling the planner, once")
+        with self.interrupts, telling_of_compilation(tell):
             try:
                 outcome = self._train(callbacks)
             except KeyboardInterrupt:

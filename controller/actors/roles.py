@@ -27,7 +27,6 @@ from controller.generation.fleet import RestartBudget
 from controller.generation.rounds import Rollouts
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from controller.observability.slow_work import told_if_slow
 from workers.base import Worker
 from workers.config import (
     CriticConfig,
@@ -262,7 +261,7 @@ class Starter:
     def waiting(self, what: str, setting: str = "resources.start_timeout_s") -> AbstractContextManager[None]:
         """Say what is waited for, and the setting of its time limit, if the block lasts."""
         limit = f"at most {setting}={value_of(self.config, setting):g} s"
-        return told_if_slow(self.console.log, f"waiting for {what} ({limit})")
+        return self.console.waiting(f"{what} ({limit})")
 
     def group(self, role: str, worker_class: type[Worker], arguments: dict[str, Any]) -> WorkerGroup:
         """Start the actors and their process group; `build`, which loads the model, is left to the caller."""

@@ -318,6 +318,9 @@ class ResourcesConfig:
 
 @dataclass
 class TrackingConfig:
+    verbose: bool = setting(
+        False, "Show imbalances and mismatch of every step on the terminal, as -v does; else where they are bad."
+    )
     tensorboard: bool = setting(True, "Write TensorBoard events beside metrics.jsonl.")
     timeline: bool = setting(True, "Write timeline.jsonl, for `python -m controller.timeline runs/NAME`.")
     wandb: bool = setting(

@@ -1,41 +1,44 @@
-"""Console: the terminal of a run, with a live table, a line after every step, and completions on request.
+"""Console: the terminal of a run, with a row a step, a line that is alive below it, and completions on request.
 
-    log, step, validation, completions    lines and tables that stay
-    phase, samples                        the live table below them, on a terminal alone:
+    step, validation, log, completions    rows, lines and tables that stay
+    phase, samples, say                   the line that is alive, on a terminal alone:
 
-     step  phase    seconds  samples                       reward
-     7/60  rollout      1.4  ━━━━━━━━━━━━━━━━━━━  180/256  ▁▂▄▅▇█ 0.812
+      step  elapsed    left  reward  exact_match  response  tokens/s       s
+      6/60     0:09    1:21   0.812        0.812      24.1     5,321    1.98
+    ⠹ 7/60  0:10, 1:20 left  rollout  1.4 s  ━━━━━━━━━━━━━━──────  180/256  ▁▂▄▅▇█
 
-In a log, or a pipe, there are only lines; one a minute tells of a step that lasts.
+In a log, a pipe or a notebook there are only lines; one a minute tells of a step that lasts.
 """
 
+import math
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import rich.console
 from rich.live import Live
-from rich.markup import escape
-from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from controller.observability.slow_work import told_if_slow
+from controller.observability.step_columns import Cell, Metrics, StepTable, cells, clock, labelled
 
 if TYPE_CHECKING:
     from controller.samples import Rollout
     from workers.remote_batch import RemoteBatch
 
-SPREAD = ("reward/mean", "reward/std")
 REFRESHES_PER_SECOND = 4
 REWARDS_SHOWN = 12
 KEPT_WIDTH = 200  # of tables in a log
 HEARTBEAT_SECONDS = 60.0  # between lines about a step that lasts, where no table is alive
 BLOCKS = "▁▂▃▄▅▆▇█"
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+BAR = 20  # characters
 Entry = TypeVar("Entry")
 
 
@@ -49,49 +52,48 @@ class Samples:
 
 @dataclass
 class Status:
-    """Contents of the live table. phases: (name, start), the innermost last; rewards: of the last steps."""
+    """Contents of the line that is alive. phases: (name, start), the innermost last; rewards: of the last steps.
+
+    note: what is waited for. began, ends: when the run began and, by the steps so far, will end.
+    """
 
     step: str = ""
     phases: list[tuple[str, float]] = field(default_factory=list)
     rounds: list[Samples] = field(default_factory=list)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_SHOWN))
+    note: str = ""
+    began: float = field(default_factory=lambda: time.monotonic())
+    ends: float | None = None
 
-    def table(self, now: float) -> Table:
-        """A row for the innermost phase; `now` by the clock of `phases`."""
-        table = Table("step", "phase", box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for name in ("seconds", "samples", "reward"):
-            table.add_column(name, justify="right" if name == "seconds" else "left", no_wrap=True)
+    def row(self, now: float) -> Text:
+        """The innermost phase; `now` by the clock of `phases`."""
         name, began = self.phases[-1] if self.phases else ("", now)
-        table.add_row(self.step, name, f"{now - began:.1f}", self._samples(), self._rewards())
-        return table
+        left = "" if self.ends is None else f", {clock(max(self.ends - now, 0.0))} left"
+        parts = [(self.step, "bold"), (clock(now - self.began) + left, ""), (name, ""), (f"{now - began:.1f} s", "")]
+        for found in self.rounds[-1:]:
+            parts += [(bar(found.done / max(found.total, 1)), "cyan"), (f"{found.done:,}/{found.total:,}", "")]
+        parts += [(sparkline(self.rewards), ""), (self.note, "dim")]
+        spinner = SPINNER[int(now * REFRESHES_PER_SECOND) % len(SPINNER)]
+        row = Text(f"{spinner} ", no_wrap=True, overflow="ellipsis")
+        return row.append_text(Text("  ").join(Text(text, style) for text, style in parts if text))
 
     def line(self) -> str:
         """The step and phase in a line, for a log."""
         phases = list(self.phases)
         rounds = "".join(f", {found.done:,} of {found.total:,} samples" for found in list(self.rounds)[-1:])
-        return f"step {self.step or 0}: {phases[-1][0] if phases else ''}{rounds}"
-
-    def _samples(self) -> Table | str:
-        if not self.rounds:
-            return ""
-        found = self.rounds[-1]
-        grid = Table.grid(padding=(0, 1))
-        bar = ProgressBar(found.total, found.done, width=24, complete_style="cyan", finished_style="green")
-        grid.add_row(bar, f"{found.done:,}/{found.total:,}")
-        return grid
-
-    def _rewards(self) -> str:
-        return f"{sparkline(self.rewards)} {self.rewards[-1]:.3f}" if self.rewards else ""
+        return f"{f'step {self.step}: ' if self.step else ''}{phases[-1][0] if phases else ''}{rounds}"
 
 
 class Console:
     """Prints to standard output. Phases and rounds may come from several threads."""
 
-    def __init__(self, console: rich.console.Console | None = None) -> None:
-        """`console`: where to print instead."""
-        # The stream of now: while a run is kept in its log, sys.stdout is another, that would keep the live table too.
-        self._console = console or rich.console.Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    def __init__(self, console: rich.console.Console | None = None, *, verbose: bool = False) -> None:
+        """`console`: where to print instead. verbose: show imbalances and mismatch of every step."""
+        # The stream of now: while a run is kept in its log, sys.stdout is another, that would keep the live line too.
+        self._console = console or plain_console(sys.stdout, force_terminal=sys.stdout.isatty())
+        self._verbose, self._table = verbose, StepTable()
         self._status, self._lock = Status(), RLock()
+        self._first: tuple[int, float] | None = None  # the first step here, and when it began
         self._live: Live | None = None
         self._heartbeat = ExitStack()
         self.kept: TextIO | None = None
@@ -108,13 +110,23 @@ class Console:
 
     def log(self, text: str) -> None:
         """One line."""
-        self._print(escape(text))
+        self._print(text)
+
+    def say(self, text: str) -> None:
+        """What lasts: a part of the live line where there is one, else a line."""
+        if self._live is None:
+            self.log(text)
+            return
+        self._status.note = text
+        self._keep(text)
 
     def _print(self, what: str | Table, *, soft_wrap: bool = True) -> None:
-        self._console.print(what, soft_wrap=soft_wrap)
+        self._console.print(what, soft_wrap=soft_wrap, markup=False)
+        self._keep(what, soft_wrap=soft_wrap)
+
+    def _keep(self, what: str | Table, *, soft_wrap: bool = True) -> None:
         if self.kept is not None:
-            plain = rich.console.Console(file=self.kept, highlight=False, width=KEPT_WIDTH, color_system=None)
-            plain.print(what, soft_wrap=soft_wrap)
+            plain_console(self.kept, width=KEPT_WIDTH, color_system=None).print(what, soft_wrap=soft_wrap, markup=False)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -126,13 +138,22 @@ class Console:
             yield
 
     def begin_step(self, step: int, steps: int) -> None:
-        """Name the step that the live table shows."""
+        """Name the step that the live line shows."""
         self._status.step = f"{step}/{steps}"
+        self._first = self._first or (step, time.monotonic())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show phase `name` while the block runs."""
         with self._shown(self._status.phases, (name, time.monotonic())):
+            yield
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show what the block waits for: alive on a terminal, elsewhere, and in the log, in lines if it lasts."""
+        text, alive = f"waiting for {what}", self._console.is_interactive
+        say = self._keep if alive else self.log
+        with self.phase(text) if alive else nullcontext(), told_if_slow(say, text):
             yield
 
     @contextmanager
@@ -148,8 +169,9 @@ class Console:
 
     @contextmanager
     def _shown(self, entries: list[Entry], entry: Entry) -> Iterator[None]:
-        """Show the table from the first entry to the last, then erase it."""
+        """Show the live line from the first entry to the last, then erase it."""
         with self._lock:
+            self._status.note = ""
             entries.append(entry)
             if len(self._status.phases) + len(self._status.rounds) == 1:
                 self._start()
@@ -166,12 +188,12 @@ class Console:
                 self._heartbeat.close()  # without the lock, which its last line may wait for
 
     def _start(self) -> None:
-        if not self._console.is_terminal:
+        if not self._console.is_interactive:
             rhythm = {"after": HEARTBEAT_SECONDS, "every": HEARTBEAT_SECONDS}
             self._heartbeat.enter_context(told_if_slow(self.log, self._status.line, **rhythm))
             return
         self._live = Live(
-            get_renderable=lambda: self._status.table(time.monotonic()),
+            get_renderable=lambda: self._status.row(time.monotonic()),
             console=self._console,
             refresh_per_second=REFRESHES_PER_SECOND,
             transient=True,
@@ -180,39 +202,26 @@ class Console:
         )
         self._live.start()
 
-    def step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        """The line of one step, with its main metrics."""
-        if "reward/mean" in metrics:
+    def step(self, step: int, steps: int, metrics: Metrics) -> None:
+        """The row of one step, with its main metrics: of a table on a terminal, else a line. The log keeps them all."""
+        if math.isfinite(metrics.get("reward/mean", math.nan)):
             self._status.rewards.append(metrics["reward/mean"])
-        parts_of_reward = [
-            name
-            for name in metrics
-            if name.startswith("reward/") and name not in SPREAD and shows_something(name, metrics)
+        now, status = time.monotonic(), self._status
+        if self._first:
+            first, began = self._first
+            status.ends = now + (now - began) / max(step - first + 1, 1) * (steps - step)
+        times = [
+            Cell("step", f"{step:>{len(str(steps))}}/{steps}", 0),
+            Cell("elapsed", clock(now - status.began), 5),
+            *([Cell("left", clock(status.ends - now), 1)] if status.ends is not None else []),
         ]
-        age = (("age", "rollout/staleness_mean", ".1f"),) if metrics.get("rollout/staleness_max") else ()
-        balance = (
-            ("imbalance given", "balance/imbalance_before/micro_steps", ".1%"),
-            ("Karmarkar-Karp", "balance/imbalance_karmarkar_karp/micro_steps", ".2%"),
-            ("planned", "balance/imbalance/micro_steps", ".2%"),
-        )
-        shown = (
-            ("epoch", "data/epoch", ".2f"),
-            ("reward", "reward/mean", ".3f"),
-            *((name.removeprefix("reward/"), name, ".3f") for name in parts_of_reward),
-            ("response", "rollout/response_tokens_mean", ".1f"),
-            *age,
-            ("loss", "policy/loss", "+.4f"),
-            ("accuracy", "preferences/accuracy", ".3f"),
-            ("margin", "preferences/margin", "+.3f"),
-            ("grad", "policy/grad_norm", ".2f"),
-            ("explained", "critic/explained_variance", ".2f"),
-            ("mismatch", "policy/rollout_mismatch_max", ".1e"),
-            *(balance if metrics.get("balance/imbalance_before/micro_steps") else ()),  # of one rank there is none
-            ("tokens/s", "throughput/tokens_per_s", ",.0f"),
-            ("s", "time/step_s", ".2f"),
-        )
-        parts = [f"{label} {metrics[key]:{form}}" for label, key, form in shown if key in metrics]
-        self.log(f"step {step:>{len(str(steps))}}/{steps}  " + "  ".join(parts))
+        seen = self._table.widths
+        shown = times + cells(metrics, lambda label: self._verbose or label in seen)
+        width = self._console.width
+        lines = self._table.lines(shown, width) if self._console.is_interactive else [labelled(shown, width)]
+        for line in lines:
+            self._console.print(Text(line, "" if line is lines[-1] else "dim"), soft_wrap=True)
+        self._keep(labelled(times + cells(metrics, lambda label: True)))
 
     def validation(self, step: int, scores: Mapping[str, float]) -> None:
         """The line of one validation."""
@@ -236,7 +245,7 @@ class Console:
             numbers = [f"{score.reward:.3f}"]
             if advantages:
                 numbers.append(f"{advantages[key]:+.3f}" if key in advantages else "-")
-            table.add_row(escape(asked(key[0])["prompt"]), str(key[1]), escape(score.response), *numbers)
+            table.add_row(asked(key[0])["prompt"], str(key[1]), score.response, *numbers)
         self._print(table, soft_wrap=False)
 
 
@@ -248,14 +257,22 @@ def _advantages(batch: "RemoteBatch") -> dict[tuple[str, int], float]:
     return dict(zip(keys, batch["advantages"].tolist(), strict=True))
 
 
-def shows_something(name: str, metrics: Mapping[str, float]) -> bool:
-    """Failures are shown only if there are any."""
-    return name != "reward/failures" or metrics[name] > 0
+def plain_console(file: TextIO, **options: Any) -> rich.console.Console:
+    """One that prints to `file` alone: left to itself, rich shows everything in a notebook's cell, a second time."""
+    return rich.console.Console(file=file, highlight=False, soft_wrap=True, force_jupyter=False, **options)
 
 
 def sparkline(values: Sequence[float] | deque[float]) -> str:
     """One character a value, from the lowest to the highest."""
+    if not values:
+        return ""
     low, high = min(values), max(values)
     if high == low:
         return BLOCKS[0] * len(values)
     return "".join(BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))] for value in values)
+
+
+def bar(share: float) -> str:
+    """A line that is filled from the left."""
+    full = round(share * BAR)
+    return "━" * full + "─" * (BAR - full)

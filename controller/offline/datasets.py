@@ -6,7 +6,7 @@ import numpy as np
 
 from controller.config.offline import OfflineDataConfig
 from controller.data.prompts import epoch_order
-from controller.observability.slow_work import counted_if_slow
+from controller.observability.slow_work import Say, counted_if_slow
 from controller.offline.tokenized import Example, Row, example_row
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
@@ -34,8 +34,9 @@ class SequenceDataset:
         name: str,
         shuffle: bool,
         seed: int = 0,
+        say: Say = print,
     ) -> None:
-        """records: the examples of each.
+        """records: the examples of each. say: hears how many are tokenized, if that takes long.
 
         Raises DataError on a record that cannot be tokenized, on one that is too long with over_long="error", and when
         nothing is left.
@@ -43,7 +44,7 @@ class SequenceDataset:
         self.name, self._shuffle, self._seed, self.dropped = name, shuffle, seed, 0
         self._items: list[Item] = []
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        counted = counted_if_slow(records, f"{name}: records tokenized", print, total=len(records))
+        counted = counted_if_slow(records, f"{name}: records tokenized", say, total=len(records))
         for index, record in enumerate(counted):
             where = record_name(name, index)
             self._add(tuple(example_row(renderer, example, where) for example in record), settings, where)

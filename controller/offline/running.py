@@ -20,6 +20,7 @@ from controller.data.records import Record, read_records
 from controller.hub import push_to_hub
 from controller.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template, turn_end_warnings
 from controller.observability.run_log import run_log
+from controller.observability.slow_work import Say
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
 from controller.parity import parity_lines
@@ -79,11 +80,15 @@ class OfflineCommand(Generic[Settings]):
             print(done)
             return None
         check_cluster(config)
-        inputs = self.read_inputs(config)
+        from controller.observability.console import Console
+
+        console = Console(verbose=config.tracking.verbose)
+        with console.waiting("the data"):
+            inputs = self.read_inputs(config, console.say)
         if done := finished(config, config.steps_over(len(inputs.train)), config.length_setting):
             print(done)
             return None
-        return locked(config, partial(self.run, config, inputs, callbacks))
+        return locked(config, partial(self.run, config, inputs, console, callbacks))
 
     def dry_run(self, config: Settings, *, everything: bool) -> None:
         """Print what would run and where, then read the data and load small models; raises as these do.
@@ -118,14 +123,14 @@ class OfflineCommand(Generic[Settings]):
         try_template(config, chats, answered=True)
         return examples, identity
 
-    def read_inputs(self, config: Settings) -> "Inputs":
+    def read_inputs(self, config: Settings, say: Say = print) -> "Inputs":
         """Data and cost model. Raises ConfigError or DataError for what cannot be used."""
         examples, identity = self.read_examples(config)
         cost_model = CostModel.from_model_config(config.model_description())
-        renderer, data, seed = load_renderer(config), config.data, config.run.seed
+        renderer, data, seed = load_renderer(config, say), config.data, config.run.seed
 
         def dataset(path: str, *, shuffle: bool) -> SequenceDataset:
-            return SequenceDataset(examples[path], renderer, data, name=path, shuffle=shuffle, seed=seed)
+            return SequenceDataset(examples[path], renderer, data, name=path, shuffle=shuffle, seed=seed, say=say)
 
         validation = dataset(data.validation, shuffle=False) if data.validation else None
         train = dataset(data.train, shuffle=data.shuffle)
@@ -136,11 +141,8 @@ class OfflineCommand(Generic[Settings]):
         first_text = renderer.tokenizer.decode(train.first_ids)
         return Inputs(train, validation, cost_model, identity, first_text, warnings)
 
-    def run(self, config: Settings, inputs: "Inputs", callbacks: Sequence["Callback"] = ()) -> None:
+    def run(self, config: Settings, inputs: "Inputs", console: "Console", callbacks: Sequence["Callback"] = ()) -> None:
         """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
-        from controller.observability.console import Console
-
-        console = Console()
         with run_log(config.run_folder, console):
             self._run(config, inputs, console, callbacks)
 

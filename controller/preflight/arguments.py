@@ -27,7 +27,7 @@ class Command:
     def usage(self) -> str:
         """Its options in one line."""
         dry_run = "--dry-run [--all] [--cluster NODES [--measure]]" if self.describes_clusters else "--dry-run [--all]"
-        return f"python -m {self.module} --config FILE [{dry_run}] [key.sub=value ...]"
+        return f"python -m {self.module} --config FILE [{dry_run}] [-v] [key.sub=value ...]"
 
 
 FIT = Command(
@@ -74,10 +74,11 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     """
     # Intermixed: overrides may stand before, between and after options.
     parsed = _parser(command).parse_intermixed_args(argv)
+    overrides = (*parsed.verbose, *parsed.overrides)
     if parsed.all and not parsed.dry_run:
         raise ConfigError("--all is of the page that --dry-run prints; add --dry-run (--settings explains every key).")
     if not command.describes_clusters:
-        return Arguments(tuple(parsed.config), tuple(parsed.overrides), parsed.dry_run, everything=parsed.all)
+        return Arguments(tuple(parsed.config), overrides, parsed.dry_run, everything=parsed.all)
     if parsed.cluster and not parsed.dry_run:
         raise ConfigError(
             "--cluster describes a cluster for --dry-run, and a run takes the one it finds; add --dry-run."
@@ -85,7 +86,7 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
     if parsed.measure and not parsed.cluster:
         raise ConfigError("--measure measures the GPUs that --cluster describes; add --dry-run --cluster.")
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
-    return Arguments(tuple(parsed.config), tuple(parsed.overrides), parsed.dry_run, cluster, parsed.measure, parsed.all)
+    return Arguments(tuple(parsed.config), overrides, parsed.dry_run, cluster, parsed.measure, parsed.all)
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:
@@ -119,6 +120,14 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         )
     parser.add_argument(
         "--settings", action=_PrintSettings, nargs=0, const=command.schema, help="print every setting and exit"
+    )
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="append_const",
+        const="tracking.verbose=true",
+        default=[],
+        help="show imbalances and mismatch of every step",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     return parser

@@ -11,7 +11,7 @@ from balancing.compiled import COMPILED, drop_stale_code
 
 CALLER = """\
 from pathlib import Path
-from balancing.compiled import compiled, drop_stale_code
+from balancing.compiled import compiled, drop_stale_code, telling_of_compilation
 drop_stale_code(Path(__file__).parent)
 from callee import value
 
@@ -19,7 +19,9 @@ from callee import value
 def twice():
     return 2 * value()
 
-print(twice(), sum(twice.stats.cache_hits.values()))
+told = []
+with telling_of_compilation(lambda: told.append("told")):
+    print(twice(), sum(twice.stats.cache_hits.values()), *told)
 """
 CALLEE = """\
 from balancing.compiled import compiled
@@ -37,12 +39,12 @@ def run(folder: Path) -> str:
 
 
 @pytest.mark.skipif(not COMPILED, reason="needs Numba")
-def test_a_function_is_compiled_again_when_what_it_calls_has_changed(tmp_path: Path) -> None:
+def test_a_function_is_compiled_again_when_what_it_calls_has_changed_and_that_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "caller.py").write_text(CALLER)
     (tmp_path / "callee.py").write_text(CALLEE.format(1))
-    assert [run(tmp_path), run(tmp_path)] == ["2 0", "2 1"]
+    assert [run(tmp_path), run(tmp_path)] == ["2 0 told", "2 1"]
     (tmp_path / "callee.py").write_text(CALLEE.format(5))
-    assert run(tmp_path) == "10 0"
+    assert run(tmp_path) == "10 0 told"
 
 
 def test_code_is_kept_until_a_source_changes_comes_or_goes(tmp_path: Path) -> None:

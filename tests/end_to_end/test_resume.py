@@ -88,7 +88,7 @@ def check_stopped(found: Stopped, folder: Path, last_said: str) -> None:
         line for line in found.errors.splitlines() if line.startswith("stopped: run.resume=auto goes on from ")
     ]
     assert len(stopped_at) == 1, found.errors
-    assert re.match(last_said + r"  reward \d\.\d+", found.said[-1])
+    assert re.match(last_said + r"  .*reward \d\.\d+", found.said[-1])
     assert found.left == []
     last = records(folder)[-1]["step"]
     assert [path.name for path, _ in complete(folder / "checkpoints" / "policy")][-1] == f"step-{last}"
