@@ -17,6 +17,7 @@ $(STAMP):
 	@echo "installing into .venv: some minutes, 4 GB of disk"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip uninstall -qq --yes ballast # the name of earlier versions
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(BIN)/python -m balancing.precompile
 	rm -f .venv/.installed-*

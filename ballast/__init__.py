@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ballast.training import Result, fit, preferences, sft
     from controller.training_loop import RunView, StopTraining
 
+__version__ = "0.3.0"
 __all__ = ["Evaluation", "Result", "RunView", "StopTraining", "evaluate", "fit", "generate", "preferences", "sft"]
 
 _PLACES = {

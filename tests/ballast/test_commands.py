@@ -1,6 +1,7 @@
 """One name for all commands: each reaches its module's main with the arguments that it was given."""
 
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ballast import __version__
 from ballast.commands import COMMANDS, help_page, main
 from tests.controller.config_workspace import write_workspace
 
@@ -38,6 +40,25 @@ def test_without_a_command_there_is_the_list_of_them(arguments: list[str], capsy
 def test_a_name_that_is_none_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preferencs"]) == 2
     assert capsys.readouterr().err == "error: ballast has no command 'preferencs'; did you mean preferences?\n"
+
+
+def test_the_version_is_the_changelogs_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ballast {__version__}\n"
+    assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[0] == __version__
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("ballast pref", "preferences"), ("ballast fit policy.optimizer.weight", "policy.optimizer.weight_decay=")],
+)
+def test_the_tab_key_completes_commands_and_settings(
+    words: str, completed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion"]) == 0
+    typed = f"COMP_WORDS=({words}); COMP_CWORD={words.count(' ')}; _ballast; echo ${{COMPREPLY[*]}}"
+    done = subprocess.run(["bash", "-c", capsys.readouterr().out + typed], text=True, capture_output=True)
+    assert (done.stdout.strip(), done.returncode) == (completed, 0), done.stderr
 
 
 def test_the_script_is_this_main() -> None:

@@ -13,6 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ballast import __version__
 from tests.documentation.blocks import PAGES, ROOT
 
 LAUNCH = ROOT / "examples" / "launch"
@@ -91,7 +92,7 @@ def test_its_commands_are_ones_that_a_shell_reads(command: str) -> None:
 
 def test_kuberay_starts_the_image_that_the_dockerfile_says_how_to_build() -> None:
     (tag,) = re.findall(r"^#     docker build .* -t (\S+) \.$", (LAUNCH / "Dockerfile").read_text(), re.M)
-    assert tag.endswith(f":{project()['project']['version']}")
+    assert tag.endswith(f":{__version__}")
     cluster = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     images = {box["image"] for group in groups for box in group["template"]["spec"]["containers"]}

