@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ class Evaluation:
 
     folder: Path
     metrics: dict[str, float | None]
-    intervals: dict[str, Interval]
-    facts: dict[str, Any]
+    intervals: dict[str, Interval] = field(repr=False)
+    facts: dict[str, Any] = field(repr=False)
 
     @classmethod
     def read(cls, folder: Path) -> "Evaluation":

@@ -52,6 +52,9 @@ class Result:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         return cls(folder, summary, RunFolder(folder).metrics)
 
+    def __repr__(self) -> str:
+        return f"Result(folder={str(self.folder)!r}, steps={self.summary['steps']})"
+
 
 def fit(
     config: Settings = None,
