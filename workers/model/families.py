@@ -27,6 +27,9 @@ LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 SELECTION = ("index_topk", "compress_rates", "indexer_budget")
 """Sizes of attention to selected tokens alone, which padding changes."""
 
+OF_ROWS = ("attn_temperature_tuning", "is_encoder_decoder")
+"""Features that count tokens from the beginning of the row, or look at all of it."""
+
 ATTENTION_SOFTCAP = "attn_logit_softcapping"
 FINAL_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 INNER_SOFTCAPS = ("router", "gate")  # applied by the model's own layers
@@ -72,9 +75,10 @@ def uncomputed_features(features: Mapping[str, Any], layout: str = "packed") -> 
     bidirectional = features.get("use_bidirectional_attention")
     asked += ["use_bidirectional_attention"] * (bool(bidirectional) and bidirectional != "vision")  # text stays causal
     asked += [name for name in SELECTION if features.get(name)]
+    asked += ["keep_window_size"] * _selects_beyond_a_window(features)
     asked += sorted(_layer_kinds(features) - set(LAYER_TYPES[layout]))
     if layout == "packed":
-        asked += ["is_encoder_decoder"] * bool(features.get("is_encoder_decoder"))
+        asked += [name for name in OF_ROWS if features.get(name)]
         has_convolution = any("conv" in name for name in features)
         asked += sorted(_layer_kinds(features) & set(RECURRENT)) * (not has_convolution)
     return asked
@@ -141,6 +145,13 @@ def logit_factor(config: Any) -> float:
     return factor
 
 
+def _selects_beyond_a_window(features: Mapping[str, Any]) -> bool:
+    """Whether a sequence may be longer than `keep_window_size`, beyond which Doge selects tokens by a top-k."""
+    window, positions = features.get("keep_window_size"), features.get("max_position_embeddings")
+    stretched = any("factor" in table for table in _rotary_tables(features))
+    return bool(window) and (positions is None or stretched or window < positions)
+
+
 def _is_unknown_cap(name: str, value: Any) -> bool:
     """A soft cap of attention or logits that is none of those known, in the names that model families give them."""
     if not value or not ("softcap" in name or "soft_cap" in name) or any(part in name for part in INNER_SOFTCAPS):
@@ -148,9 +159,12 @@ def _is_unknown_cap(name: str, value: Any) -> bool:
     return name not in (ATTENTION_SOFTCAP, *FINAL_SOFTCAPS)
 
 
-def _rotary_types(features: Mapping[str, Any]) -> list[str]:
-    """Rotary types of the one table for all layers, or of each type of layer; older files name it rope_scaling."""
+def _rotary_tables(features: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The one table for all layers, or that of each type of layer; older files name it rope_scaling."""
     parameters = features.get("rope_parameters") or features.get("rope_scaling") or {}
-    tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
-    kinds = (table.get("rope_type", table.get("type")) for table in tables)
+    return [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
+
+
+def _rotary_types(features: Mapping[str, Any]) -> list[str]:
+    kinds = (table.get("rope_type", table.get("type")) for table in _rotary_tables(features))
     return sorted({kind for kind in kinds if isinstance(kind, str)})

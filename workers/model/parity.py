@@ -12,6 +12,7 @@ inputs of the value head; gradients are compared for a trained policy.
 Shapes: N predicted tokens of the probe, C columns: 1 for log-probs, 1 + H (hidden size) for a value head.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError
@@ -40,8 +41,13 @@ if TYPE_CHECKING:
 
 LENGTHS = (7, 19, 12)
 LONGEST_PREFIX = 512  # longer ones are not shared by the probe
-SPANS = ("sliding_window", "index_topk")  # configuration names of the most tokens that a token sees
-LONGEST_SPAN = 512  # longer spans are not exceeded by the probe
+LENGTH = re.compile(
+    r"(window(_size)?|attention_chunk_size|floor(_scale)?|local_attention|original_max_position_embeddings)$"
+)
+"""Names, in configurations and modules, of lengths beyond which a model computes something else."""
+SHORT = 8  # those lengths, in tokens, while the probe is computed
+BUILT_IN = ("window_size", "block_size", "rel_extent", "chunk_size", "mamba_chunk_size")  # of buffers and kernels
+LONGEST_SPAN = 1024  # of those that are built in, the longest that the probe exceeds
 BEYOND_SPAN = 8
 
 GRADIENT_TOLERANCE = 1e-2
@@ -108,7 +114,7 @@ def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None
     layout = RowLayout(config, None, packed, CPU, torch.float32)
     probe = probe or make_probe(packed, torch.float32, prefix=layout.shared_from)
     expected = own_outputs(packed, probe)
-    with _undisturbed(), torch.set_grad_enabled(bool(probe.parameter)):
+    with _undisturbed(), _short_lengths(packed), torch.set_grad_enabled(bool(probe.parameter)):
         values = row_values(packed, layout.lay_out(probe.sequences), probe.temperature)
         found = Outputs(values.detach().float(), _gradient(values, packed, probe.parameter))
     return compare(found, expected.outputs)
@@ -162,7 +168,7 @@ def _engine_outputs(engine: "TrainingEngine", probe: Probe, forward: bool) -> Ou
     def compute(laid_out: LaidOut, passing: Passing) -> Tensor:
         return row_values(engine.module, laid_out, probe.temperature, passing)
 
-    with _undisturbed(engine.device), torch.set_grad_enabled(trains):
+    with _undisturbed(engine.device), _short_lengths(engine.module), torch.set_grad_enabled(trains):
         rounds = engine.stage.whole_rounds([(0, len(probe.sequences))])
         slices = [probe.sequences.slice(*rows) for rows in rounds]
         engine.passes.run(Work("parity", slices, finish, trains, forward), compute)
@@ -182,13 +188,11 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
     """Sequences of random ids, the same for every model of a vocabulary; `packed` may be a skeleton.
 
     Ids with a meaning to the model's own forward pass (padding, images) are left out. The longest sequence, in the
-    middle, is longer than a window of up to `LONGEST_SPAN` tokens. prefix: tokens with which the last two begin alike,
-    for engines that share them.
+    middle, is longer than each length of `BUILT_IN`. prefix: tokens with which the last two begin alike, for engines
+    that share them. Raises UnsupportedModelError if a sequence may exceed a length that is too long for the probe.
     """
-    config = packed.model.config.get_text_config()
-    spans = [span for name in SPANS if (span := getattr(config, name, None)) and span <= LONGEST_SPAN]
     prefix = prefix if prefix <= LONGEST_PREFIX else 0
-    longest = max([LENGTHS[1], prefix + LENGTHS[0], *(span + BEYOND_SPAN for span in spans)])
+    longest = max([LENGTHS[1], prefix + LENGTHS[0], *(span + BEYOND_SPAN for span in _built_in(packed))])
     limit = max_positions(packed.model.config) or longest
     generator = torch.Generator().manual_seed(0)
     ids = _ordinary_ids(packed.model)
@@ -198,6 +202,18 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
         rows.append({"input_ids": ids[chosen], "loss_mask": torch.arange(len(chosen)) > 0})
     rows[2]["input_ids"][:prefix] = rows[1]["input_ids"][:prefix]
     return Probe(Sequences.from_list(rows), temperature, dtype, probed_parameter(packed))
+
+
+def _built_in(packed: PackedModel) -> list[int]:
+    """The lengths of `BUILT_IN` that the model's sequences can exceed."""
+    config, limit = packed.model.config.get_text_config(), max_positions(packed.model.config)
+    spans = {name: span for name in BUILT_IN if (span := getattr(config, name, None)) and (limit or span + 1) > span}
+    for name, span in spans.items():
+        if span > LONGEST_SPAN:
+            raise UnsupportedModelError(
+                f"{packed.name} with {name}={span}, a length that the check at load cannot exceed; take another model."
+            )
+    return list(spans.values())
 
 
 def _ordinary_ids(model: PreTrainedModel) -> Tensor:
@@ -233,7 +249,8 @@ def own_outputs(packed: PackedModel, probe: Probe) -> Expected:
     UnsupportedModelError if the forward pass raises or gives such.
     """
     check_weights(packed)
-    with _undisturbed(), _own_attention(packed.model), torch.set_grad_enabled(bool(probe.parameter)):
+    trains = bool(probe.parameter)
+    with _undisturbed(), _own_attention(packed.model), _short_lengths(packed), torch.set_grad_enabled(trains):
         outputs = _translated(packed, "its own forward pass", lambda: _own_forward(packed, probe))
         if not outputs.values.isfinite().all():
             raise UnsupportedModelError(f"{packed.name}: its own forward pass gives NaN or infinity")
@@ -403,6 +420,32 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
     finally:
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)
+
+
+@contextmanager
+def _short_lengths(packed: nn.Module) -> Iterator[None]:
+    """Inside, lengths beyond which the model computes something else are `SHORT`, so that the probe exceeds them."""
+    before = []
+    for values in [values for part in packed.modules() for values in _values_of(part)]:
+        for name, value in values.items():
+            if LENGTH.search(name) and isinstance(value, int | float) and value > SHORT:
+                before.append((values, name, value))
+                values[name] = SHORT
+    try:
+        yield
+    finally:
+        for values, name, value in before:
+            values[name] = value
+
+
+def _values_of(part: nn.Module) -> Iterator[dict[str, Any]]:
+    """What a module reads: its own attributes, its configuration's, and those of tables of positions."""
+    yield vars(part)
+    if isinstance(config := vars(part).get("config"), PreTrainedConfig):
+        for one in (config, config.get_text_config()):
+            yield vars(one)
+            tables = vars(one).get("rope_parameters") or {}
+            yield from (table for table in (tables, *tables.values()) if isinstance(table, dict))
 
 
 def _undisturbed(device: torch.device = CPU) -> Any:

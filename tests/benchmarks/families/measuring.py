@@ -60,11 +60,16 @@ RUNS = {
 }
 
 
-def build(model_type: str, folder: Path) -> str:
-    """Save a random model of the family and its own answers in `folder`; returns why it could not, or nothing."""
+def build(model_type: str, folder: Path, **changes: Any) -> str:
+    """Save a random model of the family and its own answers in `folder`; returns why it could not, or nothing.
+
+    changes: of the configuration.
+    """
     torch.manual_seed(0)
     try:
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+        config = tiny_config(model_type)
+        config.update(changes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _fill_zeros(model)
         model.save_pretrained(folder)
         save_tokenizer(folder, VOCABULARY)

@@ -75,7 +75,39 @@ class Crashing(Qwen2ForCausalLM):
         self.model.layers[0].mlp.__class__ = OneShape
 
 
-BROKEN: dict[str, type[Qwen2ForCausalLM]] = {"louder": Louder, "leaking": Leaking, "crashing": Crashing}
+class FadingConfig(Qwen2Config):
+    model_type = "fading"
+    floor_scale = 8192
+
+
+class Fades(Qwen2MLP):
+    """Counts tokens from the beginning of the row, and changes at a length that no short row reaches."""
+
+    def __init__(self, config: FadingConfig) -> None:
+        super().__init__(config)
+        self.floor_scale = config.floor_scale
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        floors = torch.arange(hidden_states.shape[1], device=hidden_states.device) // self.floor_scale
+        return super().forward(hidden_states) / (1 + floors)[:, None]
+
+
+class Fading(Qwen2ForCausalLM):
+    """As Llama 4 with `attn_temperature_tuning`."""
+
+    config_class = FadingConfig
+
+    def __init__(self, config: FadingConfig) -> None:
+        super().__init__(config)
+        self.model.layers[0].mlp = Fades(config)
+
+
+BROKEN: dict[str, type[Qwen2ForCausalLM]] = {
+    "louder": Louder,
+    "leaking": Leaking,
+    "crashing": Crashing,
+    "fading": Fading,
+}
 for name, model in BROKEN.items():
     AutoConfig.register(name, model.config_class)
     AutoModelForCausalLM.register(model.config_class, model)

@@ -5,6 +5,7 @@ Each is loaded as a run loads it, and compared with transformers' own forward pa
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from workers.model.model import load_model
 from workers.model.recurrent import find_mixers
 
 
-def measured(model_type: str, folder: Path, *names: str) -> dict[str, Outcome]:
-    assert build(model_type, folder) == ""
+def measured(model_type: str, folder: Path, *names: str, **changes: Any) -> dict[str, Outcome]:
+    assert build(model_type, folder, **changes) == ""
     return {name: compare(folder, RUNS[name]) for name in names}
 
 
@@ -39,29 +40,36 @@ def test_rows_of_either_layout_are_computed_as_sequences_alone(tmp_path, model_t
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"),
+    ("model_type", "changes", "reason"),
     [
-        ("mamba", r"MambaForCausalLM takes no position_ids, .*; set model\.layout=padded"),
-        ("bart", r"BartForCausalLM takes no position_ids, .*; set model\.layout=padded"),
-        ("llama4_text", r"with chunked_attention, which model\.layout=packed does not compute"),
+        ("mamba", {}, r"MambaForCausalLM takes no position_ids, .*; set model\.layout=padded"),
+        ("bart", {}, r"BartForCausalLM takes no position_ids, .*; set model\.layout=padded"),
+        ("llama4_text", {}, r"with chunked_attention, attn_temperature_tuning, which model\.layout=packed does"),
+        (
+            "llama4_text",
+            {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "floor_scale": 8192},
+            r"with attn_temperature_tuning, which model\.layout=packed does not compute; set model\.layout=padded",
+        ),
+        ("doge", {"keep_window_size": 128}, r"DogeAttention uses attention_mask"),
     ],
 )
-def test_what_cannot_be_packed_says_so_and_is_computed_padded(tmp_path, model_type, reason):
-    found = measured(model_type, tmp_path, "packed", "padded")
+def test_what_cannot_be_packed_says_so_and_is_computed_padded(tmp_path, model_type, changes, reason):
+    found = measured(model_type, tmp_path, "packed", "padded", **changes)
     assert found["packed"].verdict == "refused"
     assert re.search(reason, found["packed"].reason)
     assert found["padded"].verdict == "exact", found
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"),
+    ("model_type", "changes", "reason"),
     [
-        ("deepseek_v32", r"with index_topk, indexed_attention, which model\.layout=padded does not"),
-        ("zamba2", r"has layers that share parameters, so it cannot be sharded by layer"),
+        ("doge", {"keep_window_size": 8}, r"with keep_window_size, which model\.layout=padded does not"),
+        ("deepseek_v32", {}, r"with index_topk, indexed_attention, which model\.layout=padded does not"),
+        ("zamba2", {}, r"has layers that share parameters, so it cannot be sharded by layer"),
     ],
 )
-def test_what_no_layout_computes_is_refused(tmp_path, model_type, reason):
-    found = measured(model_type, tmp_path, "padded")["padded"]
+def test_what_no_layout_computes_is_refused(tmp_path, model_type, changes, reason):
+    found = measured(model_type, tmp_path, "padded", **changes)["padded"]
     assert found.verdict == "refused"
     assert re.search(reason, found.reason)
 

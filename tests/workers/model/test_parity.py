@@ -3,11 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPTNeoConfig
 
-from tests.workers.model.broken import RunningMean, save_broken_model
+from tests.workers.model.broken import BROKEN, RunningMean, save_broken_model
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
+from workers.model import attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.model import load_model
@@ -25,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("broken")
-    return {name: save_broken_model(folder / name, name) for name in ("louder", "leaking", "crashing")}
+    return {name: save_broken_model(folder / name, name) for name in BROKEN}
 
 
 def build(
@@ -64,6 +66,7 @@ def test_a_value_head_is_compared_though_a_new_one_gives_0(path):
         ("louder", "packed", r"\(louder\): with model.layout=packed log-probs differ by up to [\d.]+ nats"),
         ("louder", "padded", r"\(louder\): with model.layout=padded log-probs differ .*; take another model"),
         ("leaking", "packed", r"\(leaking\): with model.layout=packed .*; set model.layout=padded"),
+        ("fading", "packed", r"\(fading\): with model.layout=packed .*; set model.layout=padded"),
         ("crashing", "packed", r"\(crashing\): model.layout=packed raises RuntimeError: view size is not compatible$"),
     ],
 )
@@ -134,10 +137,34 @@ def test_frozen_models_and_value_heads_are_probed_without_gradients(path):
     assert make_probe(build(path, head="value").module, FLOAT32).parameter == ""
 
 
-def test_the_probe_goes_beyond_a_short_window_and_within_the_models_positions(tmp_path):
-    windowed = save_tiny_model(tmp_path / "windowed", "mistral windowed", sliding_window=30)
-    probe = make_probe(load_model(ModelConfig(path=windowed), FLOAT32), FLOAT32)
-    assert probe.sequences.lengths.tolist() == [7, 38, 12]
+def test_a_window_that_packed_attention_left_out_is_found_whatever_its_size(tmp_path, monkeypatch):
+    config = ModelConfig(path=save_tiny_model(tmp_path, "mistral windowed", sliding_window=4096))
+    packed = load_model(config, FLOAT32)
+    assert check_parity(packed, config).largest < 1e-5
+    assert packed.model.config.sliding_window == 4096, "it is as it was"
+    monkeypatch.delitem(attention.COMPUTED_FEATURES, "sliding_window")
+    with pytest.raises(UnsupportedModelError, match="log-probs differ"):
+        check_parity(packed, config)
+
+
+@pytest.mark.parametrize(("window", "positions", "message"), [(30, 128, ""), (2000, 2000, ""), (2000, 2001, "=2000")])
+def test_a_length_that_the_model_is_built_with_is_exceeded_or_refused(tmp_path, window, positions, message):
+    """GPT-Neo's mask is a buffer."""
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    settings = {"vocab_size": 37, "window_size": window, "max_position_embeddings": positions}
+    AutoModelForCausalLM.from_config(GPTNeoConfig(**sizes, **settings)).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path), layout="padded")
+    packed = load_model(config, FLOAT32)
+    if message:
+        with pytest.raises(UnsupportedModelError, match=f"with window_size{message}, "):
+            check_parity(packed, config)
+    else:
+        assert check_parity(packed, config).largest < 1e-5
+        longest = int(make_probe(packed, FLOAT32).sequences.lengths.max())
+        assert (longest > window) == (positions > window)
+
+
+def test_the_probe_is_within_the_models_positions(tmp_path):
     short = save_tiny_model(tmp_path / "short", max_position_embeddings=10)
     probe = make_probe(load_model(ModelConfig(path=short), FLOAT32), FLOAT32)
     assert probe.sequences.lengths.tolist() == [7, 10, 10]
