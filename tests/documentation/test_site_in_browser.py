@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.browser import CONTRASTS, DESKTOP, TELEPHONE, WIDER, Browser, browser, needs_chromium
+from tests.browser import CONTRASTS, DESKTOP, START_S, TELEPHONE, WIDER, Browser, browser, needs_chromium
 from tests.documentation.blocks import ROOT
 
 pytestmark = needs_chromium
@@ -78,3 +79,19 @@ def test_every_page_has_a_logo_and_leads_on(site: Path, reader: Browser) -> None
     links = reader.value("[...document.querySelectorAll('.md-footer__link')].map(link => link.href)")
     assert [Path(link).name for link in links] == ["index.html", "step.html"]
     assert all((site / Path(link).name).is_file() for link in links), "links work without a server"
+
+
+def test_search_finds_pages_without_a_server(site: Path, reader: Browser) -> None:
+    reader.open((site / "index.html").as_uri(), width=DESKTOP)
+    reader.value("""(() => {
+        const query = document.querySelector('[data-md-component=search-query]');
+        query.focus();
+        query.value = 'Karmarkar';
+        query.dispatchEvent(new Event('input', {bubbles: true}));
+    })()""")
+    found: list[str] = []
+    end = time.monotonic() + START_S
+    while not found and time.monotonic() < end:
+        found = reader.value("[...document.querySelectorAll('a.md-search-result__link')].map(link => link.href)")
+    assert any(link.startswith((site / "balancing.html").as_uri()) for link in found)
+    assert reader.value("[...document.scripts].filter(script => script.src.startsWith('http')).length") == 0
