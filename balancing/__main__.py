@@ -112,6 +112,8 @@ def _batch(options: argparse.Namespace, run: RunPlan) -> Batch:
     """The batch to plan: what the command line asks for, else what the run had, else the command's defaults."""
     _check_counts(options)
     lengths = _lengths(options)
+    if (options.ranks or 0) > len(lengths):
+        raise OptionError(f"--ranks {options.ranks} is more than the {len(lengths)} sequences; lower it")
     groups = _groups(options, len(lengths), run)
     arguments = dict(run.arguments)
     recorded = {name: arguments.pop(name, None) for name in ("ranks", "max_tokens", "cost_model", "pipeline")}

@@ -87,6 +87,7 @@ def data_files(path: Path) -> list[Path]:
     """The data files of a path: itself, or those of a folder by name. Raises DataError if there are none."""
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in READERS and _is_data(file))
+        _check_regular(found)
         kinds = {file.suffix for file in found}
         if not found:
             raise DataError(f"{path} holds no data file ({', '.join(READERS)}).")
@@ -99,13 +100,24 @@ def data_files(path: Path) -> list[Path]:
         )
     if path.suffix not in READERS:
         raise DataError(f"{path} is none of {', '.join(READERS)}, nor a folder of such files.")
+    _check_regular([path])
     return [path]
 
 
+def _check_regular(files: Iterable[Path]) -> None:
+    for file in files:
+        if not file.is_file():
+            raise DataError(
+                f"{file} is not a regular file, such as a pipe that is read once; write the records to a file."
+            )
+
+
 def _is_data(file: Path) -> bool:
-    """Not the metadata that `datasets.save_to_disk` puts beside its data, nor a cache."""
-    return file.name not in ("dataset_info.json", "state.json", "dataset_dict.json") and not file.name.startswith(
-        (".", "cache-")
+    """Not the metadata that `datasets.save_to_disk` puts beside its data, nor a cache, nor a folder of Spark's."""
+    return (
+        not file.is_dir()
+        and file.name not in ("dataset_info.json", "state.json", "dataset_dict.json")
+        and not file.name.startswith((".", "cache-"))
     )
 
 
@@ -180,7 +192,7 @@ def _arrow_errors(file: Path) -> Iterator[None]:
 
     try:
         yield
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {str(error).splitlines()[0]}.") from None
 
 

@@ -120,6 +120,7 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
         ([*SMALL, "--max-tokens", "20"], "above max_tokens=20; raise max_tokens to at least"),
         ([*SMALL, "--max-tokens", "0"], "--max-tokens 0 must be at least 1"),
         ([*SMALL, "--ranks", "-2"], "--ranks -2 must be at least 1"),
+        ([*SMALL, "--ranks", "100000000"], "--ranks 100000000 is more than the 64 sequences"),
         ([*SMALL, "--ranks", "many"], "invalid int value: 'many'"),
         ([*SMALL, "--mini-batches", "65"], "--mini-batches 65 is more than 64 sequences in groups of 1 fill"),
         ([*SMALL, "--group-size", "33", "--mini-batches", "3"], "more than 64 sequences in groups of 33 fill"),

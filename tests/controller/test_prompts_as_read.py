@@ -19,7 +19,8 @@ from controller.inputs import Inputs, prompt_lines, tokenized, try_inputs
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS
-from workers.errors import BallastError
+from workers.errors import BallastError, ConfigError
+from workers.model.model import load_tokenizer
 from workers.rendering import Renderer, cleaned
 
 TEMPLATE = (
@@ -217,6 +218,40 @@ def test_a_dry_run_finds_what_a_model_cannot_read_end_or_learn(
         (workspace / "model/generation_config.json").write_text('{"eos_token_id": [1, 32]}')
         assert dry_run(command) == 2
         assert "eos_token_id 32 is outside the vocabulary of 32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(("tokenizer.json", text) for text in ("{}", "[]", '{"model": 5}', '{"model"', "")),
+        *(("tokenizer_config.json", text) for text in ('{"eos_token": 5}', '{"added_tokens_decoder": 5}')),
+        ("tokenizer_config.json", '{"tokenizer_class": []}'),
+    ],
+)
+def test_a_broken_tokenizer_is_named(workspace: Path, file: str, content: str) -> None:
+    (workspace / "model" / file).write_text(content)
+    with pytest.raises(ConfigError, match=r"^model.path=model has no tokenizer: .+$"):
+        load_tokenizer("model")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "command", "words"),
+    [
+        ("tokenizer.json", "{}", fit, "model.path=model has no tokenizer"),
+        ("chat_template.jinja", "{{ 'x' * 400000000 }}", sft, "400,000,000 characters"),
+        ("chat_template.jinja", "{{ 'x' * 100000000000 }}", generate, "MemoryError"),
+        ("chat_template.jinja", "{{ messages[0].content[:1] * 30000000 }}", evaluate, "30,000,000 characters"),
+        ("chat_template.jinja", "{{ '\\ud800' }}", fit, "x.jsonl record 1 is no Unicode text"),
+    ],
+)
+def test_a_broken_template_or_tokenizer_is_one_line_of_every_command(
+    workspace: Path, file: str, content: str, command: Any, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "model" / file).write_text(content)
+    (workspace / "x.jsonl").write_text(json.dumps({"prompt": [USER], "response": "2"}))
+    assert dry_run(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1 and len(error) < 400
 
 
 def dry_run(command: Any) -> int:

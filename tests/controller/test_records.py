@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -44,6 +45,28 @@ def test_a_folder_is_read_file_by_file_without_its_metadata(tmp_path: Path) -> N
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text("{}")
     assert read_records(str(tmp_path), "prompt") == ROWS
+
+
+def test_only_regular_files_are_data(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.jsonl")
+    for path in (tmp_path, tmp_path / "x.jsonl"):  # which reading would wait on for ever
+        with pytest.raises(DataError, match=r"x.jsonl is not a regular file"):
+            read_records(str(path), "prompt")
+    folder = tmp_path / "of.spark" / "table.parquet"  # a folder with the name of a file, as Spark writes it
+    folder.mkdir(parents=True)
+    write(folder / "part.parquet", ROWS)
+    assert read_records(str(tmp_path / "of.spark"), "prompt") == ROWS
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.parquet", "x.arrow"])
+@pytest.mark.parametrize("column", ["prompt", "note"])
+def test_bytes_that_are_no_text_are_named(tmp_path: Path, name: str, column: str) -> None:
+    row, bad = {"prompt": "a", "note": "b"} | {column: "c#d"}, tmp_path / name
+    whole = Path(write(bad, [row])).read_bytes()
+    for half in (b"\xed\xa0\x80", b"\xff\xff\xff"):
+        bad.write_bytes(whole.replace(b"c#d", half))
+        with pytest.raises(DataError, match=rf"{name}.*(no Unicode text|is not JSON|cannot be read)"):
+            read_records(str(bad), "prompt")
 
 
 def test_records_are_read_as_they_are_asked_for(tmp_path: Path) -> None:

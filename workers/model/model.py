@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
+from workers.isolation.process import named
 from workers.model.activations import activations_on_host
 from workers.model.attention import ATTENTION_NAME, PackedAttention
 from workers.model.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features
@@ -304,8 +305,8 @@ def load_tokenizer(path: str) -> Any:
     _check_path(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path} has no tokenizer: {_first_line(error)}") from error
+    except Exception as error:  # of transformers and tokenizers, by what is wrong in their files
+        raise ConfigError(f"model.path={path} has no tokenizer: {named(error)}.") from error
     # Without tokenizer files, transformers makes some families an empty tokenizer instead of an error.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ConfigError(f"model.path={path} has no tokenizer: its vocabulary is empty")
