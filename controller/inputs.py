@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from balancing import CostModel
 from controller.checkpoint import check_same_data
 from controller.config import Config, TrainingConfig
@@ -31,7 +33,7 @@ from controller.data.prompts import (
     is_too_long,
     with_system_prompt,
 )
-from controller.data.records import Record, check_loss_columns, read_records
+from controller.data.records import Record, check_loss_columns, read_records, record_column
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Say, told_if_slow
 from controller.preflight.validation_checks import check_keep_best
@@ -40,6 +42,7 @@ from workers.environment import as_text
 from workers.errors import DataError
 from workers.rendering import Renderer
 from workers.reward_process import RAW, RewardFunction
+from workers.rollout.requests import COUNTS
 from workers.score import Score
 from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_function
 
@@ -111,9 +114,28 @@ def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GI
     if config.algorithm.loss.name == "custom":
         key, name = "algorithm.loss.function", config.algorithm.loss.function
         with _waiting(say, f"the import of {name}, {key}", config):
-            check_loss(key, name, timeout_s=config.resources.user_code_timeout_s)
+            trial = loss_trial(config, next(iter(train.values())))
+            check_loss(key, name, *trial, timeout_s=config.resources.user_code_timeout_s)
     cost_model = CostModel.from_model_config(config.model_description())
     return Tried(train, held_out, functions, environment, curriculum, cost_model, identity, score, answered)
+
+
+def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
+    """What a policy loss is tried with: its settings, and columns like those of a step; see `check_loss`."""
+    first = [records[0], records[-1]]
+    columns = {name: record_column([record[name] for record in first]) for name in config.loss_columns}
+    columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {"uid": np.array(["0", "1"]), "sample": np.array([0, 0])}
+    columns |= dict.fromkeys(("reward", "advantages", "seconds"), np.array([1.0, -1.0]))
+    columns |= {"group_tokens": np.array([2, 3]), "truncated": np.array([False, True])}
+    columns |= {"greedy_reward": np.array([0.0, 1.0])} if config.algorithm.advantage == "remax" else {}
+    given = {
+        "rollout_log_probs": True,
+        "old_log_probs": config.old_log_probs != "update",
+        "old_entropies": config.algorithm.loss.old_entropies,
+        "reference_log_probs": config.uses_reference,
+    }
+    tokens = tuple(name for name, there in given.items() if there)
+    return config.policy_loss, columns, tokens, {"step": 1, "steps": config.run.steps, "epoch": 0}
 
 
 def tried_lines(config: Config, tried: Tried) -> list[str]:

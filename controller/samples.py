@@ -7,18 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from controller.data.prompts import Prompt
+from controller.data.records import object_column, record_column
 from controller.generation.rounds import RolloutRound
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from controller.validation_metrics import ScoredResponse
 from workers.errors import RolloutError
 from workers.remote_batch import RemoteBatch, TokenColumn
-from workers.rollout.requests import LENGTH, TURNS
+from workers.rollout.requests import COUNTS, LENGTH, TURNS
 from workers.score import Score
 
 LONGEST_TEXT = 2_000  # characters of a prompt, or a response, that the record of a sample keeps
@@ -26,17 +26,6 @@ TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
 ROUTED_EXPERTS = "routed_experts"
 SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
 """All that samples may keep of what engines return; the experts only with model.router_replay."""
-COUNTS = (
-    "prompt_tokens",
-    "read_tokens",
-    "cached_tokens",
-    "prompt_hash",
-    "response_tokens",
-    "length",
-    "turns",
-    "weight_version",
-    "newest_weight_version",
-)
 
 
 @dataclass(frozen=True)
@@ -193,21 +182,7 @@ def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names
     prompts: by uid, those of every sequence of the batch.
     """
     found = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
-    return batch.with_columns(**{name: _column(values) for name, values in found.items()})
-
-
-def _column(values: Sequence[Any]) -> np.ndarray:
-    if all(isinstance(value, Real) for value in values):
-        return np.array(values, dtype=np.float64)
-    return object_column(values)
-
-
-def object_column(values: Sequence[Any]) -> np.ndarray:
-    """Any values as objects [B]."""
-    column = np.empty(len(values), dtype=object)  # filled one by one: NumPy would make rows of lists a matrix
-    for row, value in enumerate(values):
-        column[row] = value
-    return column
+    return batch.with_columns(**{name: record_column(values) for name, values in found.items()})
 
 
 def assemble(

@@ -17,8 +17,9 @@ import ray
 from ray import ObjectRef
 
 from controller.collector import Collected
+from controller.data.records import object_column
 from controller.sample_files import as_bytes, from_bytes, named, packed, unpacked, write_arrays
-from controller.samples import SAMPLED_COLUMNS, Rollout, object_column
+from controller.samples import SAMPLED_COLUMNS, Rollout
 from workers.errors import DataError
 from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
 from workers.rollout.prefix_hashes import prefix_hashes

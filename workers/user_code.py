@@ -138,9 +138,12 @@ def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: floa
     return base64.b64decode(found["packed"])
 
 
-def check_loss(key: str, name: str, *, timeout_s: float) -> None:
-    """Raise ConfigError if the workers could not take the policy loss `module:function` that setting `key` names."""
-    _imported("workers.isolation.trials:bind_loss", key, name, timeout_s)
+def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
+    """Raise ConfigError if the workers could not take the policy loss `module:function` that setting `key` names.
+
+    trial: see `workers.isolation.trials.try_loss`.
+    """
+    _imported("workers.isolation.trials:try_loss", key, name, timeout_s, *trial)
 
 
 def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
@@ -163,9 +166,9 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     return Signature(tuple(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
-def _imported(function: str, key: str, name: str, timeout_s: float) -> Any:
+def _imported(function: str, key: str, name: str, timeout_s: float, *trial: Any) -> Any:
     try:
-        return ask(function, key, name, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
+        return ask(function, key, name, *trial, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
         raise ConfigError(f"{key}={name!r}: its import {error}; {AS_A_PROGRAM}.") from None
 

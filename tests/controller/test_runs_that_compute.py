@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from controller.advantage_computer import sequence_advantages
+from controller.data.records import read_records
+from controller.inputs import loss_trial
 from controller.observability.console import Console
 from controller.planner import draw_mini_batches
 from controller.preflight.data_checks import OF_A_BATCH
@@ -134,7 +136,7 @@ def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_ent
 ) -> None:
     several_micro_batches = "policy.max_tokens=24"
     columns = ("algorithm.loss.columns=level, source", "algorithm.loss.old_entropies=true")
-    run(*custom("looks"), *columns, several_micro_batches)
+    finished = run(*custom("looks"), *columns, several_micro_batches)
     seen = sys.modules["losses_of_a_user"].SEEN
     assert [(sequence.meta["step"], sequence.meta["steps"], sequence.meta["epoch"]) for sequence in seen] == [
         (step, 2, 0) for step in (1, 2) for _ in range(4)
@@ -153,6 +155,9 @@ def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_ent
         assert (sequence["old_entropies"] - expected[row][mask]).abs().max() < 1e-5
     of_the_batch = (set(seen[0].columns) | set(seen[0].objects)) - {"level", "source"}
     assert of_the_batch <= OF_A_BATCH
+    _, tried, tokens, _ = loss_trial(finished.config, read_records("prompts.jsonl"))
+    always = {"input_ids", "loss_mask", "prefix_hashes", "level", "source"}
+    assert of_the_batch | always == {*tried, *tokens} | always
     with pytest.raises(DataError, match=r"'source' holds no numbers; the loss finds it in predictions.objects"):
         seen[0]["source"]
 

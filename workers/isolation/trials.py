@@ -7,9 +7,11 @@ from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
 from typing import Any
 
+import numpy as np
+
 from workers.config import LossConfig
-from workers.errors import ConfigError
-from workers.isolation.process import named
+from workers.errors import BallastError, ConfigError, clause
+from workers.isolation.process import RAISED, named
 from workers.model.loss_rules import undecorated
 from workers.rendering import Messages, check_size, forms, in_form
 from workers.user_code import load
@@ -17,14 +19,47 @@ from workers.user_code import load
 MOST_BYTES = 2**31  # of memory, for a template
 
 
-def bind_loss(key: str, name: str) -> None:
-    """Import the policy loss `name` that setting `key` names, and bind it as workers do. Raises ConfigError."""
+def try_loss(
+    key: str,
+    name: str,
+    config: LossConfig,
+    columns: dict[str, np.ndarray],
+    tokens: tuple[str, ...],
+    meta: dict[str, Any],
+) -> None:
+    """Import the policy loss `name` that setting `key` names, and compute it and its gradient of made-up micro-batches:
+    one of two sequences, and one without any, as a rank that has no work gets it.
+
+    columns: [2] each. tokens: names of columns of tokens. meta: of the batch. Raises ConfigError for whatever it does.
+    """
     load(key, name)  # first, so that every error of the import is ours, and need not wait for torch
     if "workers.model.losses.registry" not in sys.modules:  # where the decorator is
         raise undecorated(name)
-    from workers.model.losses import make_policy_loss
+    import torch
 
-    make_policy_loss(LossConfig(name="custom", function=name))
+    from workers.model.losses import Denominators, Predictions, make_policy_loss, prepare, to_metrics
+    from workers.model.packing import Sequences, pack, with_work
+
+    loss = make_policy_loss(config)
+    mask = torch.tensor([False, True, True, False, True, True, True])
+    made: dict[str, torch.Tensor] = dict.fromkeys(tokens, -torch.ones(len(mask)))
+    made |= {"input_ids": torch.arange(len(mask)), "loss_mask": mask}
+    objects = {name: column for name, column in columns.items() if column.dtype.kind in "OU"}
+    numbers = {name: torch.from_numpy(column) for name, column in columns.items() if name not in objects}
+    batch = Sequences(torch.tensor([3, 4]), made, numbers, objects, meta)
+    denominators = Denominators(tokens=5.0, sequences=2.0, groups=2.0)
+    for what, part in (("two sequences", batch), ("no sequence", batch.slice(0, 0))):
+        try:
+            (part,) = prepare(loss, [part], denominators)
+            row = pack(with_work(part))
+            log_probs = -torch.ones(len(row.loss_positions)).requires_grad_()
+            value, statistics = loss(Predictions.gather(log_probs, log_probs**2, part, row), denominators)
+            value.backward()
+            to_metrics([statistics])
+        except BallastError as error:
+            raise ConfigError(f"{key}={name!r}, tried on {what}: {clause(error)}.") from None
+        except RAISED as error:
+            raise ConfigError(f"{key}={name!r}, tried on {what}, raised {named(error)}.") from None
 
 
 def _without_models(name: str) -> None:

@@ -58,6 +58,20 @@ class SampleRequest:
         return self.uid, self.sample
 
 
+COUNTS = (
+    "prompt_tokens",
+    "read_tokens",
+    "cached_tokens",
+    "prompt_hash",
+    "response_tokens",
+    "length",
+    "turns",
+    "weight_version",
+    "newest_weight_version",
+)
+"""Fields of a SampleResult that are counts, columns of a batch."""
+
+
 @dataclass(frozen=True)
 class SampleResult:
     """The result of one request.

@@ -34,6 +34,19 @@ def template(text: str) -> Callable[[Path], object]:
     return write
 
 
+def loss(what: str, body: str, words: str) -> BadInput:
+    """A custom loss of the predictions `p`, where `L` is REINFORCE's."""
+    lines = ("from workers.model.losses import policy_loss", "", "", "@policy_loss('mine', aggregation='token_mean')")
+    lines += ("def mine(p, config):", "    L = -p['advantages'] * p.log_probs", f"    {body}", "")
+    overrides = [
+        "algorithm.loss.name=custom",
+        "algorithm.loss.function=mine.py:mine",
+        "algorithm.loss.columns=solution",
+    ]
+    told = ["algorithm.loss.function='mine.py:mine'", words]
+    return BadInput(f"a loss {what}", told, overrides, file("mine.py", "\n".join(lines)))
+
+
 IMPORTS = (
     BadInput("raises", ["reward.function", "reward.py", "RuntimeError: no"], write=reward("raise RuntimeError('no')")),
     BadInput("is no Python", ["reward.py is not valid Python"], write=file("reward.py", "def reward(:")),
@@ -147,6 +160,18 @@ LOSSES = (
         ["algorithm.loss.function='lost:mine'", "exit code 9"],
         ["algorithm.loss.name=custom", "algorithm.loss.function=lost:mine"],
         file("lost.py", "import os\nos._exit(9)\n\n\ndef mine(predictions, config): ...\n"),
+    ),
+    loss(
+        "with a tensor as statistic", "return L, {'kl': L.mean()}", "gave the statistic 'kl' as Tensor; wrap it by mean"
+    ),
+    loss("with a number as statistic", "return L, {'kl': 1.0}", "gave the statistic 'kl' as float"),
+    loss("without statistics", "return L", "tried on two sequences, raised ValueError"),
+    loss("of another shape", "return L.mean(), {}", "gave losses of shape () for 5 tokens"),
+    loss("without gradient", "return L.detach(), {}", "tried on two sequences, raised RuntimeError"),
+    loss("of no sequence", "return L / L.max(), {}", "tried on no sequence, raised RuntimeError"),
+    loss("of a column that is not there", "return L * p['old_entropies'], {}", "needs the column 'old_entropies'"),
+    loss(
+        "of a column that is an object", "return L * p['solution'], {}", "finds it in predictions.objects['solution']"
     ),
 )
 

@@ -30,7 +30,7 @@ from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import kl_of_loss
 from workers.model.losses.predictions import Predictions
 from workers.model.losses.ratio import ratio_to_old
-from workers.model.losses.statistics import Statistics, joined, mean, total
+from workers.model.losses.statistics import Statistic, Statistics, joined, mean, total
 from workers.model.packing import Sequences
 from workers.user_code import load
 
@@ -133,6 +133,12 @@ class PolicyObjective:
                 f"policy loss {config.function or config.name} gave losses of shape {tuple(losses.shape)} for "
                 f"{len(predictions)} tokens; it must give one a token"
             )
+        for name, statistic in statistics.items():
+            if not isinstance(statistic, Statistic):
+                raise DataError(
+                    f"policy loss {config.function or config.name} gave the statistic {name!r} as "
+                    f"{type(statistic).__name__}; wrap it by mean(values) or total(value) of workers.model.losses"
+                )
         statistics = statistics | {"entropy": mean(predictions.entropy), **rollout_mismatch(predictions)}
         weights, corrections = correction_weights(predictions, config.rollout_correction)
         if weights is not None:
