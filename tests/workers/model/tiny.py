@@ -95,10 +95,11 @@ def save_tokenizer(path: Path, size: int) -> None:
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:
-    """The files of a model but for weights and hidden ones, by name."""
+    """The files of a model but for weights, hidden ones and a card of ours, by name."""
     weights = (".safetensors", ".bin", ".gguf", ".index.json")
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if not path.name.endswith(weights)}
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in files if not path.name.endswith(weights)}
+    return {name: content for name, content in found.items() if b"<!-- written by Ballast -->" not in content}
 
 
 def random_sequences(

@@ -1,0 +1,56 @@
+"""The card of a saved model, README.md: what it was trained from, on and with. A card of its source is kept.
+
+settings --> runs/NAME/model/README.md
+"""
+
+import importlib.metadata
+from pathlib import Path
+
+from huggingface_hub import ModelCardData
+
+from controller.config import TrainingConfig
+from controller.config.schema import changed_yaml
+from controller.packages import distribution
+
+MARK = "<!-- written by Ballast -->"  # a card of an earlier stage is written anew
+PACKAGES = ("torch", "transformers", "ray")
+TEXT = """\
+---
+{data}
+---
+{mark}
+# {name}
+
+{headline}
+
+Trained with {versions}. These settings differ from their defaults:
+
+```yaml
+{settings}
+```
+"""
+
+
+def write_card(config: TrainingConfig, folder: Path) -> None:
+    """Write the card of the model in `folder`, unless it has one that is not ours."""
+    card = folder / "README.md"
+    if card.is_file() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
+        return
+    source = config.model.path
+    data = ModelCardData(
+        base_model=None if Path(source).exists() else source,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["ballast"],
+    )
+    names = (distribution(), *PACKAGES)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    text = TEXT.format(
+        data=data.to_yaml(),
+        mark=MARK,
+        name=config.run.name,
+        headline=config.headline,
+        versions=versions,
+        settings=changed_yaml(config).strip(),
+    )
+    card.write_text(text, encoding="utf-8")

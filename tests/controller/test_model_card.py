@@ -1,0 +1,34 @@
+"""A saved model has a card with what it was trained from, on and with; a card of its source stays."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from controller.config import Config, TrainingConfig, load_as
+from controller.config.offline import PreferencesConfig, SftConfig
+from controller.model_card import write_card
+
+
+@pytest.mark.parametrize("schema", [Config, SftConfig, PreferencesConfig])
+def test_a_card_names_base_model_data_and_settings(schema: type[TrainingConfig], tmp_path: Path) -> None:
+    settings = ["run.name=mine", "model.path=Qwen/Qwen3-0.6B", "data.train=data/math.jsonl", "run.seed=3"]
+    for name in ("earlier", "mine"):  # the card of an earlier stage, copied with the model's files, is replaced
+        write_card(load_as(schema, None, [*settings, f"run.name={name}"]), tmp_path)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.base_model, card.data.pipeline_tag) == ("Qwen/Qwen3-0.6B", "text-generation")
+    assert "# mine\n" in card.text and "data/math.jsonl" in card.text and "transformers 5." in card.text
+    (block,) = re.findall(r"```yaml\n(.*?)```", card.text, re.S)
+    changed = yaml.safe_load(block)
+    assert (changed["run"], changed["data"]) == ({"name": "mine", "seed": 3}, {"train": "data/math.jsonl"})
+
+
+def test_a_card_of_the_source_stays_and_a_folder_is_no_base_model(tmp_path: Path) -> None:
+    config = load_as(Config, None, [f"model.path={tmp_path}", "run.name=mine"])
+    write_card(config, tmp_path)
+    assert ModelCard.load(tmp_path / "README.md").data.base_model is None
+    (tmp_path / "README.md").write_bytes(b"# The source\xff\n")
+    write_card(config, tmp_path)
+    assert (tmp_path / "README.md").read_bytes() == b"# The source\xff\n"
