@@ -7,8 +7,6 @@ Examines the cluster that resources.ray_address or RAY_ADDRESS names, else this 
 failed. A check that fails does not stop those after it; everything that was started is stopped again.
 """
 
-import argparse
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,8 +16,9 @@ from pathlib import Path
 
 from controller.config import Config, load
 from controller.diagnosis.findings import Report, fail, looking_at, ok
+from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check
-from controller.session import interrupt, ray_session
+from controller.session import exit_code, ray_session
 from workers.errors import BallastError
 
 ANYWHERE = ("model.path=tiny", "run.name=doctor")  # settings without default, which nothing here reads
@@ -36,14 +35,8 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    signal.signal(signal.SIGTERM, interrupt)
-    options, report = _options(arguments), Report()
-    try:
-        examine(options, report)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 1
-    return report.exit_code
+    report = Report()
+    return exit_code(lambda: examine(_options(arguments), report)) or report.exit_code
 
 
 def examine(options: Options, report: Report) -> None:
@@ -94,7 +87,7 @@ def configuration(options: Options, report: Report) -> Config | None:
 
 
 def _options(arguments: Sequence[str] | None) -> Options:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m controller.doctor",
         usage="python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]",
         description="Look at a machine or a cluster before the first run: a line for each finding, exit code 0 or 1.",

@@ -6,7 +6,6 @@ For runs with run.record_samples=true. Overrides such as policy.ranks=1 change t
 run's folder. Exit codes are those of `controller.fit`.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from controller.checkpoint import FOLDER, checkpoints_at
 from controller.config import Config, load
 from controller.config.recorded import check_trusted, load_recorded
 from controller.observability.run_folder import RunFolder, recorded_steps
+from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check_layout
 from controller.session import exit_code, ray_session
 from workers.errors import ConfigError, DataError
@@ -174,7 +174,7 @@ def _shown(value: float | None) -> str:
 
 
 def _request(arguments: Sequence[str] | None) -> Request:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m controller.replay",
         usage="python -m controller.replay runs/NAME --step K [--trust-run] [key.sub=value ...]",
         description="Train a step of a run again, on the samples that it recorded (run.record_samples=true).",

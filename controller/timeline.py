@@ -3,14 +3,15 @@
 `controller.observability.timeline` makes it, for Perfetto or Chrome.
 """
 
-import argparse
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from controller.observability.timeline import write_trace
-from workers.errors import BallastError
+from controller.preflight.arguments import OneLineParser
+from controller.session import exit_code
 
 
 def parse_steps(text: str) -> range:
@@ -21,21 +22,20 @@ def parse_steps(text: str) -> range:
     return range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 with one line that says what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m controller.timeline", description="A run as a Perfetto trace.")
+    return exit_code(partial(_trace, arguments))
+
+
+def _trace(arguments: Sequence[str] | None) -> None:
+    parser = OneLineParser(prog="python -m controller.timeline", description="A run as a Perfetto trace.")
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     parser.add_argument("--steps", type=parse_steps, metavar="3-5", help="steps to show, both ends included (all)")
     parser.add_argument("--output", type=Path, help="file to write (runs/NAME/trace.json)")
-    options = parser.parse_args(None if arguments is None else list(arguments))
+    options = parser.parse_args(arguments)
     output = options.output or options.folder / "trace.json"
-    try:
-        events = write_trace(options.folder, output, options.steps)
-    except (BallastError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    events = write_trace(options.folder, output, options.steps)
     print(f"{output}: {events:,} events; open it in https://ui.perfetto.dev or chrome://tracing")
-    return 0
 
 
 if __name__ == "__main__":

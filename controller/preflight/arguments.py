@@ -52,10 +52,12 @@ class Arguments:
     everything: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """Raises ConfigError, which is one line, instead of printing argparse's usage and exiting."""
+
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError, which is one line, instead of printing argparse's usage and exiting."""
-        raise ConfigError(f"{message}; usage: {self.usage}")
+        """Called by argparse for wrong arguments."""
+        raise ConfigError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 class _PrintSettings(argparse.Action):
@@ -90,7 +92,7 @@ def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -
 
 
 def _parser(command: Command) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog=f"python -m {command.module}",
         usage=command.usage,
         description=f"{command.description} Relative paths start at the working directory.",

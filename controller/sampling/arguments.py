@@ -4,21 +4,14 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
+from controller.preflight.arguments import OneLineParser
 from controller.sampling.jobs import Kind, Request
-from workers.errors import ConfigError
 
 USAGE = (
     "python -m controller.{} [--config FILE] [--model PATH] [--trust-run] [--output FOLDER]{} [--dry-run] "
     "[key.sub=value ...]"
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError, which is one line, instead of printing argparse's usage and exiting."""
-        raise ConfigError(f"{message}; usage: {self.usage}")
 
 
 def parse_arguments(kind: Kind, arguments: Sequence[str] | None) -> tuple[Request, bool]:
@@ -30,7 +23,7 @@ def parse_arguments(kind: Kind, arguments: Sequence[str] | None) -> tuple[Reques
 
 
 def _parser(kind: Kind) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog=f"python -m controller.{kind.name}",
         usage=USAGE.format(kind.name, "" if kind.needs_reward else " [--prompts N]"),
         description=f"{kind.does} A configuration of a training is taken as it is: model, data, rollout and reward.",

@@ -134,7 +134,7 @@ def job_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model]:
 
 def _of_run(model: Model) -> Path:
     """The settings that the model's run has recorded."""
-    if model.path and not Path(model.path).exists():
+    if model.path and model.run is None and not Path(model.path).exists():
         raise ConfigError(f"--model={model.path}: there is no such run. Name a run, or give --config FILE too.")
     if model.run is None:
         raise ConfigError("--config is not given; give it, or --model runs/NAME, whose settings are then taken.")
