@@ -55,8 +55,8 @@ def ray_understands(words: list[str]) -> None:
 def pip_finds(words: list[str]) -> None:
     """Extras and requirement files that `pip install` names are those of this project."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for extra in re.findall(r"\.\[(\w+)\]", " ".join(words)):
-        assert extra in extras
+    for named in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
+        assert set(named.split(",")) <= set(extras)
 
 
 def make_has(words: list[str]) -> None:

@@ -40,6 +40,10 @@ RUN = {
         "python -m controller.fit --config examples/launch/eight_gpus.yaml --dry-run "
         "--cluster nodes=1,gpus=8,gpu_gib=80,cpus=64"
     ],
+    "tests/examples/test_launch.py::command_of": [
+        "python -m controller.fit --config examples/gsm8k/one_gpu.yaml --dry-run "
+        "--cluster nodes=1,gpus=1,gpu_gib=24,cpus=8"
+    ],
     f"{NEWCOMER}::test_the_same_command_is_a_ray_job": [
         "ray get-auth-token --generate",
         "export RAY_AUTH_MODE=token",
@@ -49,8 +53,18 @@ RUN = {
     f"{NEWCOMER}::test_the_doctor_finds_this_machine_well": ["python -m controller.doctor --config mine.yaml"],
 }
 NOT_RUN = {
+    "git clone URL ballast": "whoever reads it has an address; tests/end_to_end/checkout.py clones this repository",
+    "cd ballast": "likewise",
     "pip install torch==2.13.0": "a CUDA build of gigabytes; requirements/gpu.txt pins what it brings",
-    "pip install -e .[vllm]": "likewise; that there is such an extra is shown below",
+    "pip install -e .[vllm,datasets]": "likewise; that there are such extras is shown below",
+    **{
+        f"python -m examples.gsm8k.data --split {split} --output data/gsm8k/{split}.jsonl": "needs the hub; "
+        "tests/examples/test_gsm8k.py runs it on rows in a file"
+        for split in ("train", "test")
+    },
+    "hf download Qwen/Qwen3-0.6B": "likewise",
+    "python -m controller.doctor --config examples/gsm8k/one_gpu.yaml": "needs a GPU",
+    "python -m controller.fit --config examples/gsm8k/one_gpu.yaml": "needs a GPU; its dry run is above",
     "ray up": "needs machines to log in to; tests/examples/test_launch.py gives its file to Ray's own check",
 }
 

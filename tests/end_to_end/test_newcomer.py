@@ -30,7 +30,7 @@ from tests.end_to_end.processes import ROOT
 
 pytestmark = pytest.mark.slow
 STEPS = 3
-STEP = r"step +{}/{}  reward -?\d\.\d{{3}}  .*tokens/s [\d,]+  s \d"
+STEP = r"step +{}/{}  .*reward -?\d\.\d{{3}}  .*s \d"
 CACHE = Path("examples/addition/cache")
 SMALL = "batch.prompts_per_step=8 policy.optimizer.warmup_steps=0"
 
@@ -125,7 +125,7 @@ def test_make_fit_shows_every_step_and_leaves_the_files_that_the_quickstart_name
     assert 0.2 < summary["validation"]["before"]["exact_match"] < 0.5
     assert [row["step"] for row in rows(checkout, "addition")] == [0, 1, 2, 3]
     log = (folder / "run.log").read_text()
-    assert all(line in log for line in addition.lines_with("step "))
+    assert all(line.partition("  left")[0] in log for line in addition.lines_with("step "))
 
 
 def test_a_run_is_looked_at_afterwards(checkout: Checkout, addition: Said) -> None:

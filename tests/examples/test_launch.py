@@ -16,7 +16,7 @@ from tests.documentation.blocks import ROOT, commands
 from tests.documentation.checks import CHECKS, dry_run, ray_understands
 
 LAUNCH = ROOT / "examples" / "launch"
-PLACEMENTS = ["one_gpu", "eight_gpus", "sixty_four_gpus"]
+PLACEMENTS = ["one_gpu", "eight_gpus", "sixty_four_gpus", "../gsm8k/one_gpu"]
 LAYOUTS = ["qwen3_30b_a3b_8_gpus", "qwen3_30b_a3b_64_gpus", "qwen3_235b_a22b_256_gpus"]
 PLACEMENTS += [f"experts/{name}" for name in LAYOUTS]
 
@@ -61,7 +61,8 @@ def test_a_placement_does_not_fit_with_a_gpu_less_or_a_quarter_of_its_memory(
     fewer = re.sub(r",gpus=(\d+)", lambda found: f",gpus={int(found.group(1)) - 1}", arguments[-1])
     assert main([*arguments[:-1], fewer.replace(",gpus=0", "")]) == 2
     assert re.search("does not fit|without GPUs", capsys.readouterr().err)
-    assert main([*arguments[:-1], arguments[-1].replace("gpu_gib=80", "gpu_gib=20")]) == 2
+    smaller = re.sub(r"gpu_gib=(\d+)", lambda found: f"gpu_gib={int(found[1]) // 4}", arguments[-1])
+    assert main([*arguments[:-1], smaller]) == 2
     assert re.search("training needs about|gives an engine", capsys.readouterr().err)
 
 
