@@ -15,7 +15,7 @@ from pathlib import Path
 
 from controller.actors.cluster_address import check_address, check_cluster
 from controller.checkpoint import FOLDER, checkpoints_at
-from controller.config import Config, load
+from controller.config import Config, load_as
 from controller.config.recorded import check_trusted, load_recorded
 from controller.observability.run_folder import RunFolder, recorded_steps
 from controller.preflight.arguments import OneLineParser
@@ -43,6 +43,16 @@ class Request:
     step: int
     overrides: tuple[str, ...] = ()
     trust_run: bool = False
+
+
+@dataclass
+class ReplayConfig(Config):
+    """Settings of a run whose samples are there already."""
+
+    @property
+    def engines(self) -> int:
+        """None."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ def settings(request: Request) -> Config:
     for override in request.overrides:
         if override.startswith("rollout.sampling."):
             raise ConfigError(f"{override}: the samples and their log-probs are those of the run. Leave it out.")
-    config = load(path, request.overrides)
+    config = load_as(ReplayConfig, path, request.overrides)
     if not request.trust_run:
         check_trusted(request.folder, [config.algorithm.loss.function], request.overrides, "add --trust-run")
     return config
@@ -135,7 +145,7 @@ def prepared(config: Config, start: Start) -> Config:
     resume = str(start.checkpoint) if start.checkpoint else "never"
     run = replace(config.run, record_samples=False, resume=resume, other_data="keep_place")
     reward = replace(config.reward, model=replace(config.reward.model, path=""))  # samples have their rewards
-    return replace(config, run=run, reward=reward, rollout=replace(config.rollout, replicas=0))
+    return replace(config, run=run, reward=reward)
 
 
 def run(config: Config, folder: Path, start: Start, recorded: Mapping[str, float | None]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from balancing import BalancingError
 from controller.actors.cluster_address import cluster_address
-from controller.actors.layout import reserved
+from controller.actors.layout import idle_gpus, reserved
 from controller.config import TrainingConfig, to_yaml
 from controller.interrupts import heeded, in_main_thread
 from controller.observability.run_folder import RunFolder
@@ -147,6 +147,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
 
     if ray.is_initialized():
         console.log("using the Ray that this process is connected to")
+        _warn_of_idle_gpus(config, console)
         yield
         return
     # Never without an address: Ray would join whatever cluster was last started on this machine.
@@ -174,10 +175,20 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
         if console.kept is not None:
             stack.enter_context(rays_logging_in(console.kept))
         try:
+            _warn_of_idle_gpus(config, console)
             yield
         finally:
             with suppress(KeyboardInterrupt), console.aside():  # the last lines of actors
                 ray.shutdown()
+
+
+def _warn_of_idle_gpus(config: TrainingConfig, console: "Console") -> None:
+    """Of those that other jobs on the cluster leave free."""
+    import ray
+
+    gpus = int(ray.available_resources().get("GPU", 0)) if config.uses_gpus else 0
+    for warning in idle_gpus(config, gpus):
+        console.log(f"warning: {warning}")
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -183,7 +183,12 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
-    replicas: int = setting(1, "vLLM engines.", minimum=1, maximum=100_000)
+    replicas: int = setting(
+        0,
+        "vLLM engines; 0 takes as many as fit on all GPUs of the placement, and 1 on CPUs.",
+        minimum=0,
+        maximum=100_000,
+    )
     tensor_parallel: int = setting(1, "GPUs (or processes) that share one engine.", minimum=1, maximum=10_000)
     samples_per_prompt: int = setting(
         8, "Responses sampled for each prompt: the size of a group.", minimum=1, maximum=100_000

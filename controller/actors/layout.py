@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from controller.config import Config, TrainingConfig
+from controller.config.training import counted
 
 Bundle = dict[str, float]
 
@@ -67,7 +68,7 @@ def rollout_pool(config: TrainingConfig) -> Pool | None:
     bundle = {"CPU": config.resources.cpus_per_worker}
     if config.rollout_placement == "apart":
         bundle["GPU"] = float(config.rollout.tensor_parallel)
-    return Pool("rollout", (bundle,) * config.rollout.replicas)
+    return Pool("rollout", (bundle,) * config.engines)
 
 
 def pools(config: TrainingConfig) -> list[Pool]:
@@ -90,7 +91,7 @@ def _sampling_requests(config: Config, cpus: float) -> list[RoleRequest]:
     gpus = float(config.rollout.tensor_parallel) if config.rollout_placement == "apart" else 0.0
     pool = "training" if config.rollout_placement == "colocated" else "rollout"
     return [
-        RoleRequest("rollout", config.rollout.replicas, cpus, gpus, pool),
+        RoleRequest("rollout", config.engines, cpus, gpus, pool),
         RoleRequest("reward", config.reward.workers, cpus, 0.0, ""),
     ]
 
@@ -100,3 +101,20 @@ def reserved(config: TrainingConfig, resource: str) -> float:
     in_pools = sum(bundle.get(resource, 0.0) for pool in pools(config) for bundle in pool.bundles)
     outside = [request for request in role_requests(config) if not request.pool]
     return in_pools + sum(r.actors * {"CPU": r.cpus, "GPU": r.gpus}[resource] for r in outside)
+
+
+def idle_gpus(config: TrainingConfig, gpus: int) -> list[str]:
+    """Warnings of GPUs without work. gpus: those that the run can have, 0 where they are not known."""
+    if not config.uses_gpus:
+        return []
+    (engines, each), shared, used = config.colocated_engines, config.training_workers, int(reserved(config, "GPU"))
+    warnings = []
+    if gpus > used:
+        more = "policy.ranks or rollout.replicas" if config.samples else "policy.ranks"
+        warnings.append(f"{gpus - used} of {gpus} GPUs stay idle: the run takes {used}. Raise {more}.")
+    if engines and engines * each < shared:
+        warnings.append(
+            f"{shared - engines * each} of the policy's {shared} GPUs are idle while {counted(engines, 'engine')} of "
+            f"{counted(each, 'GPU')} generate. Set rollout.replicas=0; rollout.tensor_parallel must divide {shared}."
+        )
+    return warnings

@@ -35,7 +35,6 @@ from workers.config import (
     PolicyConfig,
     ReferenceConfig,
     RewardModelConfig,
-    RolloutConfig,
 )
 from workers.critic import CriticWorker
 from workers.errors import LostError, RolloutError, WorkerError
@@ -197,7 +196,7 @@ def start_roles(
         colocated, timeout_s = config.rollout_placement == "colocated", config.resources.start_timeout_s
         policy = new_policy(starter, config, config.total_optimizer_steps) if colocated else None
         # Engines take longest to start: unless they share GPUs, they start while the training roles load.
-        devices = _shared_devices(policy.facts(), config.rollout) if policy else []
+        devices = _shared_devices(policy.facts(), *config.colocated_engines) if policy else []
         # Between GPUs, sender and engines have met once and for all.
         replaceable = not config.uses_gpus
         rollouts = new_rollouts(
@@ -299,13 +298,13 @@ class Starter:
         return policy
 
 
-def _shared_devices(ranks: list[dict[str, Any]], rollout: RolloutConfig) -> list[str]:
+def _shared_devices(ranks: list[dict[str, Any]], engines: int, each: int) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each colocated engine: the GPUs, all of one node, of the policy ranks that it lives with.
 
-    ranks: `Worker.facts` of every policy rank.
+    ranks: `Worker.facts` of every policy rank. each: GPUs of an engine.
     """
-    engines = [ranks_of_engine(replica, rollout.tensor_parallel) for replica in range(rollout.replicas)]
-    return [",".join(ranks[rank]["gpus"] for rank in shared) for shared in engines]
+    shared = [ranks_of_engine(replica, each) for replica in range(engines)]
+    return [",".join(ranks[rank]["gpus"] for rank in of_engine) for of_engine in shared]
 
 
 def new_rollouts(
@@ -324,7 +323,7 @@ def new_rollouts(
     """
     rollouts = Rollouts(
         _engine_maker(config, starter, devices or [], environment),
-        config.rollout,
+        replace(config.rollout, replicas=config.engines),
         budget,
         live,
         replaceable=replaceable,

@@ -66,7 +66,7 @@ class Config(ReferenceSettings):
         return (
             f"{self.model.path} on {self.data.train or ', '.join(self.data.weights)}: {self.algorithm.advantage}, "
             f"{counted(self.batch.prompts_per_step, 'prompt')} x {counted(self.rollout.samples_per_prompt, 'sample')} "
-            f"a step, {counted(self.policy.ranks, 'policy rank')}, {counted(self.rollout.replicas, 'engine')}, "
+            f"a step, {counted(self.policy.ranks, 'policy rank')}, {counted(self.engines, 'engine')}, "
             f"{self.device}"
         )
 
@@ -96,10 +96,18 @@ class Config(ReferenceSettings):
         return self.batch.mini_batches_by
 
     @property
+    def engines(self) -> int:
+        """vLLM engines: rollout.replicas, or those that the GPUs of the placement hold; at least 1."""
+        if self.rollout.replicas or not self.uses_gpus:
+            return self.rollout.replicas or 1
+        trained_on = self.training_workers if self.training_roles else 0
+        gpus = trained_on if self.rollout_placement == "colocated" else self.gpus - trained_on
+        return max(1, gpus // self.rollout.tensor_parallel)
+
+    @property
     def colocated_engines(self) -> tuple[int, int]:
         """(engines that share the training pool's GPUs, GPUs of each)."""
-        engines = self.rollout.replicas if self.rollout_placement == "colocated" else 0
-        return engines, self.rollout.tensor_parallel
+        return self.engines if self.rollout_placement == "colocated" else 0, self.rollout.tensor_parallel
 
     @property
     def sequences_per_step(self) -> int:

@@ -36,6 +36,9 @@ class TrainingConfig:
     """Whether the run is looked at for a cluster that is described (--cluster): its models and data may lie there. Not
     a setting."""
 
+    described_gpus = 0
+    """GPUs of that cluster. Not a setting."""
+
     default_name = ""
     """The beginning of the run's name where run.name was not given: a number after it makes it the run's alone. Not a
     setting."""
@@ -211,8 +214,21 @@ class TrainingConfig:
     def uses_gpus(self) -> bool:
         """Whether models run on GPUs: resources.device, or what this machine has."""
         if self.resources.device == "auto":
-            return _has_nvidia_gpu() and not _vllm_is_cpu_build()
+            # torch.cuda.is_available() would say it too, after seconds of importing torch.
+            return visible_gpus() > 0 and not _vllm_is_cpu_build()
         return self.resources.device == "cuda"
+
+    @property
+    def joins_cluster(self) -> bool:
+        """Whether an address says which Ray the run joins; without one it starts a Ray of its own on this machine."""
+        return bool(self.resources.ray_address or os.environ.get("RAY_ADDRESS"))
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the run can have, of the described cluster or of this machine; 0 where they are not known."""
+        if self.is_described:
+            return self.described_gpus
+        return 0 if self.joins_cluster else visible_gpus()
 
 
 class ReferenceSettings(TrainingConfig):
@@ -251,10 +267,13 @@ class ReferenceSettings(TrainingConfig):
         }
 
 
-def _has_nvidia_gpu() -> bool:
-    # torch.cuda.is_available() would say it too, after seconds of importing torch.
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
-    return not hidden and any(re.fullmatch(r"nvidia\d+", path.name) for path in Path("/dev").glob("nvidia*"))
+def visible_gpus() -> int:
+    """Number of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
+    found = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        found if chosen is None else min(found, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
+    )
 
 
 def _vllm_is_cpu_build() -> bool:

@@ -38,6 +38,7 @@ SETTINGS = (
     f"data.max_prompt_tokens={PROMPT_TOKENS}",
     f"rollout.sampling.max_new_tokens={NEW_TOKENS}",
     f"rollout.max_concurrent={PROMPTS}",
+    "rollout.replicas=1",
     "policy.max_tokens=1024",
     "policy.optimizer.learning_rate=1e-3",  # one step of it is seen in every log-prob
 )

@@ -16,6 +16,7 @@ from controller.preflight.critic_checks import check_critic, check_reward_model
 from controller.preflight.data_checks import check_data
 from controller.preflight.effects import check_settings_have_effect
 from controller.preflight.engine_checks import (
+    check_engine_count,
     check_engine_model,
     check_lengths,
     check_temperatures,
@@ -67,6 +68,7 @@ def check_settings(config: Config) -> None:
     check_loss(config)
     _check_sampling(config)
     check_validation(config)
+    check_engine_count(config)
     check_engine_options(config.rollout.engine)
     check_temperatures(config)
     check_turns(config)
@@ -124,7 +126,7 @@ def _check_devices(config: Config) -> None:
             "rollout.placement=colocated has them take turns on the same GPUs; set rollout.placement=apart, or "
             "rollout.max_staleness=0."
         )
-    engine_gpus = config.rollout.replicas * config.rollout.tensor_parallel
+    engine_gpus = config.engines * config.rollout.tensor_parallel
     if placement == "colocated" and engine_gpus > config.training_workers:
         raise ConfigError(
             f"rollout.replicas * rollout.tensor_parallel = {engine_gpus} GPUs are more than the "

@@ -65,7 +65,7 @@ def parse_cluster(text: str) -> Cluster:
 
 def run_on(config: Config, cluster: Cluster) -> None:
     """Let resources.device=auto mean the cluster's devices, not this machine's, and models and data lie there."""
-    config.is_described = True
+    config.is_described, config.described_gpus = True, cluster.nodes * cluster.gpus
     if config.resources.device == "auto":
         config.resources.device = "cuda" if cluster.gpus else "cpu"
 

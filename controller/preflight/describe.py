@@ -7,7 +7,7 @@ import textwrap
 from collections import Counter
 from itertools import groupby
 
-from controller.actors.layout import Bundle, Pool, RoleRequest, pools, reserved, role_requests
+from controller.actors.layout import Bundle, Pool, RoleRequest, idle_gpus, pools, reserved, role_requests
 from controller.config import Config, TrainingConfig, changed_yaml, to_yaml
 from controller.config.file import Setting, settings
 from controller.config.limits import Limits
@@ -151,7 +151,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def _notes(config: TrainingConfig) -> list[str]:
-    notes = _sampling_notes(config) if isinstance(config, Config) else []
+    notes = idle_gpus(config, config.gpus) + (_sampling_notes(config) if isinstance(config, Config) else [])
     if config.policy.max_tokens * config.policy.parallel.context_parallel < 2 * config.longest_sequence:
         notes.append(
             "policy.max_tokens is below twice the longest possible sequence; long sequences leave packs half empty"

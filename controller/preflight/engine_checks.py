@@ -20,6 +20,15 @@ def response_limit(config: Config) -> str:
     return f"rollout.max_turns * {config.sampling_key}.max_new_tokens"
 
 
+def check_engine_count(config: Config) -> None:
+    """Raise ConfigError if rollout.replicas=0 stands for GPUs whose number is not known yet."""
+    if config.uses_gpus and config.rollout_placement == "apart" and not (config.rollout.replicas or config.gpus):
+        raise ConfigError(
+            "rollout.replicas=0: engines have GPUs of their own, and their number is not known here. Set the number of "
+            "engines, or describe the cluster of a dry run (--cluster)."
+        )
+
+
 def check_temperatures(config: Config) -> None:
     """Raise ConfigError for a temperature that vLLM would replace."""
     for key, sampling in _samplings(config).items():

@@ -4,7 +4,6 @@ Config --check_machine--> nothing, or ConfigError
 """
 
 import os
-import re
 from pathlib import Path
 
 import psutil
@@ -23,21 +22,12 @@ def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
 
     dry_run: do not ask for GPUs on a machine without any, so that configurations for GPUs can be tried anywhere.
     """
-    if config.resources.ray_address or os.environ.get("RAY_ADDRESS"):
+    if config.joins_cluster:
         return
     if config.uses_gpus:
-        _check_gpus(config, visible_gpus(), dry_run=dry_run)
+        _check_gpus(config, config.gpus, dry_run=dry_run)
     elif isinstance(config, Config):
         _check_cpus(config)
-
-
-def visible_gpus() -> int:
-    """Number of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
-    found = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        found if chosen is None else min(found, sum(1 for name in chosen.split(",") if name.strip() not in ("", "-1")))
-    )
 
 
 def _check_gpus(config: TrainingConfig, gpus: int, *, dry_run: bool) -> None:
@@ -50,7 +40,7 @@ def _check_gpus(config: TrainingConfig, gpus: int, *, dry_run: bool) -> None:
 
 
 def _check_cpus(config: Config) -> None:
-    cores, engines = len(os.sched_getaffinity(0)), config.rollout.replicas
+    cores, engines = len(os.sched_getaffinity(0)), config.engines
     if engines > cores:
         raise ConfigError(
             f"rollout.replicas={engines} engines are more than the {cores} CPU cores of this machine, and each needs "

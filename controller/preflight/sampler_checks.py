@@ -7,7 +7,13 @@ from controller.config.sampler import SamplerConfig
 from controller.preflight.checks import check_rewards
 from controller.preflight.critic_checks import check_reward_model
 from controller.preflight.data_checks import check_data
-from controller.preflight.engine_checks import check_engine_model, check_lengths, check_temperatures, check_turns
+from controller.preflight.engine_checks import (
+    check_engine_count,
+    check_engine_model,
+    check_lengths,
+    check_temperatures,
+    check_turns,
+)
 from controller.preflight.model_types import CAUSAL, check_model_type
 from controller.preflight.training_checks import check_writable
 from controller.preflight.weights import HEAD, check_weights
@@ -19,6 +25,7 @@ def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN, *, 
     """Raise ConfigError at the first thing that cannot work. config: narrowed. given: see `check`."""
     check_writable(config.run_folder, "--output")
     check_address(config)
+    check_engine_count(config)
     _check_samples_differ(config)
     check_engine_options(config.rollout.engine)
     check_temperatures(config)

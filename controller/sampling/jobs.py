@@ -9,6 +9,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from controller.actors.layout import idle_gpus
 from controller.config import Config, load_as
 from controller.config.given import GivenFunctions, Reward, give_rewards
 from controller.config.recorded import check_trusted, load_recorded
@@ -168,8 +169,9 @@ def described(kind: Kind, request: Request) -> str:
             f"{sampling.top_p:g}, top_k {sampling.top_k}, at most {sampling.max_new_tokens} new tokens "
             f"({config.sampling_key})",
             f"rewards: {', '.join(rewards) or 'none'}",
-            f"engines: {config.rollout.replicas}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
+            f"engines: {config.engines}, on {'GPUs' if config.uses_gpus else 'CPUs'}",
             f"output: {config.run_folder}",
+            *(f"warning: {line}" for line in idle_gpus(config, config.gpus)),
             *prompt_lines(tokenized(config, tried)),
         ]
     )

@@ -49,7 +49,7 @@ class Sampler:
         self.dropped: list[SampleResult] = []
         self._config, self._roles = config, roles
         self._planner = Planner(config, cost_model)
-        self._window = WINDOW * config.rollout.replicas * config.rollout.max_concurrent
+        self._window = WINDOW * config.engines * config.rollout.max_concurrent
 
     def samples(self, requests: Iterable[SampleRequest], prompts: Mapping[str, Prompt]) -> Iterator[Sampled]:
         """The samples of the requests, in the order in which they finish; prompts: by uid.

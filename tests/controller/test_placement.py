@@ -202,7 +202,7 @@ def test_an_engine_lives_with_its_first_rank(monkeypatch: pytest.MonkeyPatch) ->
     starter = SimpleNamespace(requests=requests, bundles={"training": Reservation(object(), (3, 1, 2, 0))})
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(roles.ray, "remote", lambda actor_class: Recorder(asked))
-    devices = roles._shared_devices([{"gpus": str(gpu)} for gpu in (5, 4, 7, 6)], config.rollout)
+    devices = roles._shared_devices([{"gpus": str(gpu)} for gpu in (5, 4, 7, 6)], *config.colocated_engines)
     make = roles._engine_maker(config, starter, devices, b"")
     for replica in range(2):
         make(replica, 0)

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from controller.config import load
-from controller.preflight import machine
-from controller.preflight.machine import check_machine, visible_gpus
+from controller.config import training as machine
+from controller.config.training import visible_gpus
+from controller.preflight.machine import check_machine
 from tests.controller.bad_inputs import BadInput, check_refused, rows
 from workers.errors import ConfigError
 

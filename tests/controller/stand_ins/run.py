@@ -38,6 +38,7 @@ SETTINGS = (
     "rollout.sampling.max_new_tokens=8",
     "reward.function=reward.py:reward",
     "policy.ranks=2",
+    "rollout.replicas=1",
     "policy.max_tokens=64",
     "resources.device=cuda",
     "tracking.tensorboard=false",

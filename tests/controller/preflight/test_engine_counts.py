@@ -1,0 +1,121 @@
+"""rollout.replicas=0: the engines that the GPUs of a placement hold; and a word about every GPU that stays idle."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from controller.actors.layout import role_requests
+from controller.config import load, load_as
+from controller.config import training as machine
+from controller.config.offline import SftConfig
+from controller.config.sampler import GenerateConfig
+from controller.preflight.arguments import parse_arguments
+from controller.preflight.cluster import run_on
+from controller.preflight.describe import describe
+from controller.preflight.sampler_checks import check_sampler
+from controller.replay import Request, settings
+from controller.session import ray_session
+from tests.controller.config_workspace import refusal
+from tests.end_to_end.faults import Listening
+from workers.errors import ConfigError
+
+GPUS = "resources.device=cuda"
+APART = (GPUS, "rollout.placement=apart")
+
+
+@pytest.fixture(autouse=True)
+def see(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets this machine have some GPUs, at first none."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def see(gpus: int) -> None:
+        monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
+
+    see(0)
+    return see
+
+
+def page_of(workspace: Path, *overrides: str, cluster: str = "") -> tuple[int, list[str]]:
+    """Engines, and lines of the dry run about idle GPUs."""
+    arguments = parse_arguments(["--config", "config.yaml", "--dry-run", *(["--cluster", cluster] if cluster else [])])
+    config = load("config.yaml", overrides)
+    if arguments.cluster:
+        run_on(config, arguments.cluster)
+    (engines,) = (request.actors for request in role_requests(config) if request.role == "rollout")
+    return engines, [line for line in describe(config).splitlines() if "idle" in line]
+
+
+def nodes(count: int, gpus: int) -> str:
+    return f"nodes={count},gpus={gpus},gpu_gib=80,cpus=96"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cluster", "engines"),
+    [
+        ((), "", 1),
+        (("rollout.replicas=2",), "", 2),
+        ((GPUS, "policy.ranks=8", "rollout.tensor_parallel=2"), "", 4),
+        ((GPUS, "policy.ranks=8", "rollout.tensor_parallel=2"), nodes(1, 8), 4),
+        ((GPUS, "policy.ranks=2", "policy.parallel.tensor_parallel=2"), "", 4),
+        ((*APART, "policy.ranks=3", "rollout.replicas=1"), nodes(1, 4), 1),
+        ((*APART, "policy.ranks=3"), nodes(1, 8), 5),
+        ((*APART, "policy.ranks=8", "rollout.tensor_parallel=4"), nodes(3, 8), 4),
+    ],
+)
+def test_engines_take_all_gpus_of_their_placement(
+    workspace: Path, overrides: tuple[str, ...], cluster: str, engines: int
+) -> None:
+    found, idle = page_of(workspace, *overrides, cluster=cluster)
+    assert (found, idle) == (engines, [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cluster", "words"),
+    [
+        ((GPUS, "policy.ranks=8", "rollout.tensor_parallel=2", "rollout.replicas=1"), "", "6 of the policy's 8 GPUs"),
+        ((GPUS, "policy.ranks=3", "rollout.tensor_parallel=2"), "", "1 of the policy's 3 GPUs"),
+        ((GPUS, "policy.ranks=2"), nodes(1, 8), "6 of 8 GPUs"),
+        ((*APART, "rollout.replicas=3"), nodes(1, 8), "3 of 8 GPUs"),
+        ((*APART, "policy.ranks=5", "rollout.tensor_parallel=2"), nodes(1, 8), "1 of 8 GPUs"),
+    ],
+)
+def test_idle_gpus_are_a_warning_of_the_dry_run(
+    workspace: Path, overrides: tuple[str, ...], cluster: str, words: str
+) -> None:
+    (line,) = page_of(workspace, *overrides, cluster=cluster)[1]
+    assert words in line
+
+
+def test_engines_apart_take_what_this_machine_has_left(workspace: Path, see: Callable[[int], None]) -> None:
+    see(8)
+    assert page_of(workspace, *APART) == (6, [])
+    sampler = load_as(GenerateConfig, "config.yaml", [GPUS]).narrowed(workspace / "out")
+    assert sampler.engines == 8
+    check_sampler(sampler, needs_reward=True)
+
+
+@pytest.mark.parametrize("where", [(), ("resources.ray_address=head:6379",)])
+def test_where_their_gpus_are_not_known_engines_apart_need_a_number(workspace: Path, where: tuple[str, ...]) -> None:
+    """A cluster's nodes may still be on their way when a run starts."""
+    assert refusal(*APART, *where).startswith("rollout.replicas=0: ")
+    sampler = load_as(GenerateConfig, "config.yaml", [GPUS, *where]).narrowed(workspace / "out")
+    with pytest.raises(ConfigError, match=r"^rollout\.replicas=0: "):
+        check_sampler(sampler, needs_reward=True)
+
+
+def test_a_replay_has_no_engines(workspace: Path) -> None:
+    assert settings(Request(workspace, 1, (GPUS, "policy.ranks=1"))).engines == 0
+
+
+@pytest.mark.parametrize("command", ["fit", "sft"])
+def test_idle_gpus_are_a_warning_at_the_start(workspace: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Of those that other jobs on the cluster leave free."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 8.0, "GPU": 3.0})
+    sft = load_as(SftConfig, None, ["run.name=x", "model.path=model", "data.train=train.jsonl", GPUS])
+    config, console = load("config.yaml", [GPUS]) if command == "fit" else sft, Listening()
+    with ray_session(config, console):
+        pass
+    assert any(f"warning: {3 - config.policy.ranks} of 3 GPUs" in line for line in console.said)
