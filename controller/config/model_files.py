@@ -43,6 +43,16 @@ class ModelFiles:
     ends: tuple[Any, ...]
     end_of_sequence: bool
 
+    @property
+    def head_size(self) -> int | None:
+        """Numbers of an attention head; None for multi-head latent attention, and for sizes that have other names."""
+        text = self.description.get("text_config", self.description)
+        if any(key == "kv_lora_rank" or key.endswith(("_head_dim", "_per_head")) for key in text):
+            return None
+        hidden, heads = text.get("hidden_size", text.get("n_embd")), self.attention_heads
+        size: int | None = text.get("head_dim") or (hidden // heads if hidden and heads else None)
+        return size
+
 
 def read_model_files(path: str, key: str) -> ModelFiles:
     """The files of model `path`, which setting `key` names: a folder, or a name in the local hub cache or in SHIPPED.

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from controller.generation.fleet import Fleet, State
+from controller.generation.fleet import FRUITLESS_DEATHS, Fleet, State
 from workers.config import RolloutConfig
 from workers.errors import LostError, RolloutError
 
@@ -148,7 +148,8 @@ class RolloutEngines:
     def lose(self, replica: int, cause: Exception | str) -> None:
         """Take the engine out of service and start a new one in its place.
 
-        Raises RolloutError, the cause first, if the run has no restart left, and LostError if it cannot be replaced.
+        Raises RolloutError, the cause first, if a new one would die too or the run has no restart left, and LostError
+        if it cannot be replaced.
         """
         if self._stopped:
             raise RolloutError("the engines were stopped during a round.")
@@ -158,6 +159,8 @@ class RolloutEngines:
         self._calls = {ref: call for ref, call in self._calls.items() if call.replica != replica}
         ray.kill(self.actors[replica])
         lost = f"rollout replica {replica} was lost: {text}"
+        if self.fleet.is_hopeless(replica):
+            raise RolloutError(f"{lost}; {FRUITLESS_DEATHS} engines in a row died before they finished a sample.")
         if not self._replaceable:
             raise LostError(lost)
         if not self.fleet.restart(replica):

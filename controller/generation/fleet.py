@@ -9,12 +9,16 @@
 Invariants: an engine serves only while it is current, and is current only with the fleet's version of the weights, so
 that a restarted engine serves nothing with the weights of its model's folder, and one that slept, which has dropped its
 weights, nothing before it has got them again; an engine that is dead stays so until it is restarted; there are never
-more restarts than the budget allows.
+more restarts than the budget allows, and none of an engine that dies again and again before it has finished a sample.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+
+FRUITLESS_DEATHS = 2
+"""Deaths in a row without a finished sample after which another engine would die as well."""
 
 
 class State(Enum):
@@ -33,11 +37,13 @@ class RestartBudget:
     """Restarts of a run: at most `limit`, which is run.max_restarts.
 
     engines: restarted rollout engines. recoveries: times that the whole run resumed from its last checkpoint.
+    fruitless: by replica, deaths in a row of engines that had not finished a sample.
     """
 
     limit: int
     engines: int = 0
     recoveries: int = 0
+    fruitless: Counter[int] = field(default_factory=Counter)
 
     @property
     def left(self) -> int:
@@ -63,6 +69,7 @@ class Fleet:
         self.budget = budget
         self._changed = changed
         self._states = [State.STARTING] * replicas
+        self._finished: set[int] = set()  # replicas whose engine has finished a sample
         for replica in range(replicas):
             changed(replica, State.STARTING)
 
@@ -117,15 +124,25 @@ class Fleet:
         self._expect(replica, State.ASLEEP)
         self._move(replica, State.STALE)
 
+    def finished_samples(self, replica: int) -> None:
+        """The engine has finished some, also if it is dead by now."""
+        self._finished.add(replica)
+
     def lost(self, replica: int) -> None:
         """The engine, its actor or its node is gone."""
         self._expect(replica, State.STARTING, State.STALE, State.CURRENT, State.DRAINING, State.ASLEEP)
         self._move(replica, State.DEAD)
+        self.budget.fruitless[replica] = 0 if replica in self._finished else self.budget.fruitless[replica] + 1
+        self._finished.discard(replica)
+
+    def is_hopeless(self, replica: int) -> bool:
+        """Whether another engine in its place would die as those before."""
+        return self.budget.fruitless[replica] >= FRUITLESS_DEATHS
 
     def restart(self, replica: int) -> bool:
-        """Replace a dead engine by a new one; returns False, without effect, if the budget is used up."""
+        """Replace a dead engine by a new one; returns False, without effect, if hopeless or beyond the budget."""
         self._expect(replica, State.DEAD)
-        if self.budget.left <= 0:
+        if self.budget.left <= 0 or self.is_hopeless(replica):
             return False
         self.budget.engines += 1
         self._move(replica, State.STARTING)

@@ -194,6 +194,8 @@ class Rollouts(RolloutEngines):
             del generation.streams[stream]
             return
         self.progressed(replica)
+        if any(not result.failed for result in pair[1]):
+            self.fleet.finished_samples(replica)
         generation.received(replica, *pair)
 
 

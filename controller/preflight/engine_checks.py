@@ -7,6 +7,8 @@ from controller.preflight.training_checks import check_caps, check_caps_hold
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of heads that vLLM's attention on CPUs has kernels for; with others an engine dies in its first step."""
 COLDEST = 0.01
 """The lowest temperature that vLLM samples at."""
 
@@ -84,8 +86,8 @@ def check_lengths(config: Config) -> None:
 
 
 def check_engine_model(config: Config, model: ModelFiles) -> None:
-    """Raise ConfigError if the model of model.path takes shorter sequences, or cannot be split over the GPUs of an
-    engine."""
+    """Raise ConfigError if the model of model.path takes shorter sequences, cannot be split over the GPUs of an
+    engine, or has heads that vLLM cannot compute on CPUs."""
     if model.positions is not None and config.max_model_tokens > model.positions:
         raise ConfigError(
             f"prompt and response may reach {config.max_model_tokens} tokens, but {config.model.path} takes "
@@ -100,4 +102,9 @@ def check_engine_model(config: Config, model: ModelFiles) -> None:
         raise ConfigError(
             f"rollout.tensor_parallel={parallel} neither divides nor is a multiple of the {pairs} key-value heads of "
             f"{config.model.path}."
+        )
+    if not config.uses_gpus and model.head_size and model.head_size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"model.path={config.model.path}: vLLM on CPUs has no attention for heads of {model.head_size} numbers, "
+            f"only of {', '.join(map(str, CPU_HEAD_SIZES))}. Take another model, or GPUs."
         )

@@ -36,6 +36,13 @@ class Resources:
     """The part of a client's state that `AsyncLLM` reads."""
 
     engine_dead: bool = False
+    cause: BaseException | None = None
+
+    def error(self) -> EngineDeadError:
+        """With the cause of the death, where it was one."""
+        error = EngineDeadError()
+        error.__cause__ = self.cause
+        return error
 
 
 class EngineThread(EngineCoreClient):
@@ -64,7 +71,7 @@ class EngineThread(EngineCoreClient):
                     self._deliver(output)
                 self._core.post_step(model_executed)
         except BaseException as error:
-            self.resources.engine_dead = True
+            self.resources.engine_dead, self.resources.cause = True, error
             self._deliver(error)
             raise
         finally:
@@ -102,7 +109,7 @@ class EngineThread(EngineCoreClient):
             if not answer.set_running_or_notify_cancel():  # nobody waits for it any more
                 return
             if self.resources.engine_dead:
-                answer.set_exception(EngineDeadError())
+                answer.set_exception(self.resources.error())
                 return
             try:
                 answer.set_result(function(*arguments))
@@ -110,7 +117,7 @@ class EngineThread(EngineCoreClient):
                 answer.set_exception(error)
 
         if self.resources.engine_dead:
-            raise EngineDeadError()
+            raise self.resources.error()
         if not self._gathered:
             self._loop.call_soon(self._hand_over)
         self._gathered.append(command)
@@ -128,7 +135,7 @@ class EngineThread(EngineCoreClient):
         self._loop = asyncio.get_running_loop()
         output = await self._outputs.get()
         if isinstance(output, BaseException):
-            raise EngineDeadError() from output
+            raise self.resources.error()
         return output
 
     async def add_request_async(self, request: Any) -> None:

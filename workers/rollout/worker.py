@@ -180,9 +180,7 @@ class RolloutWorker:
         try:
             return await self._play(request, sampling)
         except EngineDeadError as error:
-            raise RolloutError(
-                f"the engine of rollout replica {self.index} died; its log is in Ray's session folder, logs/worker-*."
-            ) from error
+            raise RolloutError(f"the engine of rollout replica {self.index} died: {_reason(error)}") from error
         except Exception as error:  # whatever else vLLM raises concerns this request alone
             return _failure(request, f"{type(error).__name__}: {error.__cause__ or error}")
 
@@ -296,7 +294,9 @@ class RolloutWorker:
                     raise EngineDeadError()
             await task
         except EngineDeadError as error:
-            raise LostError(f"the engine of rollout replica {self.index} died when it was to {doing}.") from error
+            raise LostError(
+                f"the engine of rollout replica {self.index} died when it was to {doing}: {_reason(error)}"
+            ) from error
         except Exception as error:
             raise RolloutError(f"rollout replica {self.index} could not {doing}: {error}") from error
         finally:
@@ -362,6 +362,12 @@ class RolloutWorker:
         if self._environments is not None:
             await self._environments.stop()
         await asyncio.to_thread(_end_engine, engine)
+
+
+def _reason(death: Exception) -> str:
+    """The error that ended the engine, or where to look if that was in another process."""
+    cause = death.__cause__
+    return f"{type(cause).__name__}: {cause}" if cause else "its log is in Ray's session folder, logs/worker-*."
 
 
 def _end_engine(engine: "AsyncLLM | None") -> None:

@@ -21,6 +21,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet = Fleet(REPLICAS, self.budget)
         self.weights: dict[int, int] = {}
         self.restarted = 0
+        self.history: dict[int, list[bool]] = {replica: [False] for replica in range(REPLICAS)}  # who finished a sample
 
     def draw(self, data: st.DataObject, *states: State) -> int:
         return data.draw(st.sampled_from(self.fleet.in_state(*states)))
@@ -76,10 +77,19 @@ class FleetMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.fleet.in_state(State.DEAD))
     @rule(data=st.data())
     def restart(self, data: st.DataObject) -> None:
-        replica, left = self.draw(data, State.DEAD), self.budget.left
-        assert self.fleet.restart(replica) == (left > 0)
-        self.restarted += left > 0
-        assert self.fleet.state(replica) is (State.STARTING if left > 0 else State.DEAD)
+        replica = self.draw(data, State.DEAD)
+        may = self.budget.left > 0 and self.history[replica][-2:] != [False, False]
+        assert self.fleet.restart(replica) == may
+        self.restarted += may
+        self.history[replica] += [False] * may
+        assert self.fleet.state(replica) is (State.STARTING if may else State.DEAD)
+
+    @precondition(lambda self: self.fleet.serving)
+    @rule(data=st.data())
+    def finishes_a_sample(self, data: st.DataObject) -> None:
+        replica = self.draw(data, State.CURRENT)
+        self.fleet.finished_samples(replica)
+        self.history[replica][-1] = True
 
     @invariant()
     def who_serves_has_the_current_weights(self) -> None:

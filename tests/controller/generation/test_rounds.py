@@ -113,10 +113,18 @@ class ScriptedEngine:
 class Fleet:
     """Scripted engines and the Rollouts over them."""
 
-    def __init__(self, scripts: list[dict[str, str]], restarts: int = 4, started: bool = True, **settings: Any) -> None:
+    def __init__(
+        self,
+        scripts: list[dict[str, str]],
+        restarts: int = 4,
+        started: bool = True,
+        alike: bool = False,
+        **settings: Any,
+    ) -> None:
+        """alike: engines in the place of others have their scripts too."""
         self.said: list[str] = []
         self.rollouts = Rollouts(
-            lambda replica, attempt: ScriptedEngine.remote(replica, {} if attempt else scripts[replica]),
+            lambda replica, attempt: ScriptedEngine.remote(replica, scripts[replica] if alike or not attempt else {}),
             RolloutConfig(replicas=len(scripts), **settings),
             RestartBudget(restarts),
             log=self.said.append,
@@ -260,9 +268,21 @@ def test_past_the_budget_the_cause_comes_first(fleet) -> None:
         started.rollouts.generate(requests_for(["a"], samples=1), SamplingConfig())
 
 
+@pytest.mark.parametrize("uid", ["a", "b"])
+def test_engines_that_die_twice_before_they_finish_a_sample_are_given_up(fleet, uid: str) -> None:
+    """The first engine of the second case has finished one: not its death is the reason."""
+    started = fleet([{uid: "raise"}], restarts=9, alike=True, max_concurrent=1)
+    message = r"^rollout replica 0 was lost: RuntimeError: engine dead; 2 engines in a row died before they finished"
+    with pytest.raises(RolloutError, match=message):
+        started.rollouts.generate(requests_for(["a", "b"], samples=1), SamplingConfig())
+    assert started.rollouts.fleet.budget.engines == (1 if uid == "a" else 2)
+
+
 def test_engines_that_cannot_be_replaced_alone_end_the_round_as_lost(ray_session: None) -> None:
     rollouts = Rollouts(
-        lambda replica, attempt: ScriptedEngine.remote(replica, {"a": "die"}), RolloutConfig(), replaceable=False
+        lambda replica, attempt: ScriptedEngine.remote(replica, {"a": "die"}),
+        RolloutConfig(replicas=1),
+        replaceable=False,
     )
     rollouts.start().result()
     with pytest.raises(LostError, match=r"rollout replica 0 was lost: .*ActorDied"):

@@ -8,8 +8,9 @@ import pytest
 from controller.config import load
 from controller.fit import main
 from controller.preflight.checks import check
+from controller.preflight.engine_checks import COLDEST, CPU_HEAD_SIZES
 from controller.preflight.model_shape import model_shape
-from tests.controller.config_workspace import MODEL, refusal
+from tests.controller.config_workspace import MODEL, refusal, write_model
 from tests.controller.tokenizer_file import END
 from workers.rollout.engine import CPU_KV_BLOCK_TOKENS
 
@@ -77,3 +78,20 @@ def test_a_model_without_an_end_of_sequence_is_warned_of(
     assert main(["--config", "config.yaml", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert ("model.path=model names no end-of-sequence token" in shown) == warned
+
+
+def test_heads_that_vllm_cannot_compute_on_cpus_are_refused(workspace: Path) -> None:
+    """With others an engine starts, and dies in its first step."""
+    write_model(workspace / "model", num_attention_heads=16)
+    assert refusal().startswith("model.path=model: vLLM on CPUs has no attention for heads of 16 numbers, only of 32,")
+    check(load("config.yaml", ["resources.device=cuda"]))
+    write_model(workspace / "model", num_attention_heads=8)
+    check(load("config.yaml"))
+
+
+def test_numbers_of_vllm_that_settings_are_held_to() -> None:
+    from vllm import sampling_params
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
+    assert sampling_params._MAX_TEMP == COLDEST

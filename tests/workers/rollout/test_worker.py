@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -260,7 +261,9 @@ def test_a_response_that_was_begun_goes_on_after_its_first_tokens(engines: Engin
         np.testing.assert_allclose(response["rollout_log_probs"][len(part.ids) :], expected, atol=LOG_PROB_TOLERANCE)
 
 
-def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(ray_session: None, tiny_model_path) -> None:
+def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(
+    ray_session: None, tiny_model_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     engines = Engines(start_engines(tiny_model_path, restarts=1, worker=Breakable))
     version = engines.load(tiny.random_model(3))
     engines.call("break_after", 5)
@@ -269,6 +272,17 @@ def test_an_engine_whose_step_raises_is_replaced_and_no_sample_lost(ray_session:
     assert [result.key for result in finished.results] == [request.key for request in requests]
     assert {result.weight_version for result in finished.results} == {version}
     assert {result.error for result in finished.results} == {""}
+    assert "rollout replica 0 died: RuntimeError: out of luck; starting a new one" in capfd.readouterr().out
+    engines.rollouts.stop()
+
+
+@pytest.mark.slow
+def test_the_death_of_every_engine_is_told_with_its_cause(ray_session: None, tmp_path: Path) -> None:
+    """vLLM on CPUs has no kernel for heads of 16, and says so in the first step."""
+    engines = Engines(start_engines(tiny.save_model(tmp_path / "small", heads=8), restarts=9))
+    with pytest.raises(RolloutError, match=r"died: \w+Error: .*2 engines in a row died before they finished a sample"):
+        engines.sample(requests_for(2, samples=1))
+    assert engines.rollouts.fleet.budget.engines == 1
     engines.rollouts.stop()
 
 
