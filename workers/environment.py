@@ -52,7 +52,7 @@ class Environment(Protocol):
 
 def encode_opening(value: Any) -> str:
     """JSON of the value that `reset` returned. Raises DataError unless it is text, messages or None."""
-    return json.dumps(_checked_text(value or "", "reset"))
+    return json.dumps(_checked_text(value or "", "reset"), ensure_ascii=False)
 
 
 def encode_observation(value: Any) -> str:
@@ -67,7 +67,9 @@ def encode_observation(value: Any) -> str:
             raise DataError(f"the {name} of an Observation must be a finite float32 number, not {quoted(number)}.")
     parts = {str(name): float(part) for name, part in value.parts.items()}
     text = _checked_text(value.text, "step")
-    return json.dumps({"text": text, "reward": float(value.reward), "done": value.done, "parts": parts})
+    return json.dumps(
+        {"text": text, "reward": float(value.reward), "done": value.done, "parts": parts}, ensure_ascii=False
+    )
 
 
 def as_text(said: Text) -> str:

@@ -107,9 +107,9 @@ class Player:
             encode = encode_opening if method == "reset" else encode_observation
             return f'{{"value": {encode(value)}}}'
         except BallastError as error:
-            return json.dumps({"failure": str(error)})
+            return json.dumps({"failure": str(error)}, ensure_ascii=False)
         except RAISED as error:
-            return json.dumps({"failure": f"{method} raised {named(error)}"})
+            return json.dumps({"failure": f"{method} raised {named(error)}"}, ensure_ascii=False)
 
 
 async def _result(value: Any) -> Any:

@@ -147,6 +147,16 @@ def test_every_failure_costs_its_sample_alone(process: Callable) -> None:
     assert scores[-1].answer == "ccc"
 
 
+def test_half_a_character_of_a_function_stays_in_its_process(process: Callable) -> None:
+    def halves(response: str) -> dict[str, object]:
+        if response == "raises":
+            raise ValueError("y\udfff")
+        return {"reward": 1, "answer": "x\ud800", "z\ud800": 2}
+
+    found, failed = run(process(packed(halves)), "a", "raises")
+    assert (found.answer, found.parts, failed.failure) == ("x?", {"z?": 2.0}, "halves: raised ValueError: y?")
+
+
 def test_coroutine_functions_run_side_by_side_and_are_ended_in_time(process: Callable) -> None:
     scores = run(process(packed(obey_in_time)), "late", "a", "exit", "bb", "raise", "leave", "interrupt")
     assert [score.reward for score in scores] == [0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0]

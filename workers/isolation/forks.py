@@ -158,5 +158,5 @@ def fork_on_request(channel: Channel) -> None:
                 requests = Channel(handle)
                 reply(requests, os.getpid())
                 while True:
-                    requests.send(answer(requests.recv()).encode())
+                    requests.send(answer(requests.recv()).encode(errors="replace"))  # as `reply` does
             os.close(handle)

@@ -217,5 +217,5 @@ def resolve(target: str) -> Any:
 
 
 def reply(channel: Channel, answer: Any) -> None:
-    """Send an answer, as JSON."""
-    channel.send(json.dumps(answer).encode())
+    """Send an answer, as JSON, with `?` for halves of characters, which no file or terminal takes."""
+    channel.send(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
