@@ -6,7 +6,7 @@ The settings that a run records say that much, and no more: such a run goes on w
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from workers.errors import ConfigError
 from workers.user_code import UserFunction, given_function
 
 RewardFunctionLike = Callable[..., Any] | str
-Reward = RewardFunctionLike | Mapping[RewardFunctionLike, float]
-"""A function, or its name as in the settings; or several of them, each with its weight."""
+Reward = RewardFunctionLike | Sequence[RewardFunctionLike] | Mapping[RewardFunctionLike, float]
+"""A function, or its name as in the settings; or several of them, which are added up, each with a weight or with 1."""
 
 GivenFunctions = Mapping[str, UserFunction]
 """By the name that stands for them in the settings."""
@@ -33,18 +33,18 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     """
     if reward is None:
         return NONE_GIVEN
-    functions = reward if isinstance(reward, Mapping) else [reward]
-    weights = reward.values() if isinstance(reward, Mapping) else [1.0]
+    several = isinstance(reward, (Mapping, list, tuple))
+    functions = list(reward) if several else [reward]
+    weights = list(reward.values()) if isinstance(reward, Mapping) else [1.0] * len(functions)
     if not all(callable(f) or isinstance(f, str) for f in functions) or not all(map(_is_weight, weights)):
-        raise ConfigError(f"reward={shown(reward)}: expected a function, or a mapping of functions to their weights.")
+        raise ConfigError(f"reward={shown(reward)}: expected a function, a list, or a mapping of functions to weights.")
     named: dict[str, RewardFunctionLike] = {}
     for function in functions:
-        if named.setdefault(name_of(function), function) is not function:
+        if name_of(function) in named:
             raise ConfigError(f"reward: two functions are named {name_of(function)}; rename one of them.")
-    settings.function = "" if isinstance(reward, Mapping) else name_of(reward)
-    settings.functions = (
-        dict(zip(map(name_of, functions), map(float, weights), strict=True)) if isinstance(reward, Mapping) else {}
-    )
+        named[name_of(function)] = function
+    settings.function = "" if several else name_of(functions[0])
+    settings.functions = dict(zip(named, map(float, weights), strict=True)) if several else {}
     return {name: given_function(name, function) for name, function in named.items() if not isinstance(function, str)}
 
 

@@ -85,7 +85,7 @@ def test_other_commands_have_their_own_settings() -> None:
         (lambda: ballast.sft(b"x"), "config=b'x': expected"),  # type: ignore[arg-type]
         (lambda: ballast.fit({"model.path": "m"}, callbacks=5), "callbacks=5: expected a list of functions"),  # type: ignore[arg-type]
         (lambda: ballast.preferences({"model.path": "m"}, callbacks=[print, 5]), "callbacks=.*: expected"),  # type: ignore[list-item]
-        (lambda: ballast.fit({"model.path": "m"}, reward=[len, len]), "reward=.*: expected a function, or a mapping"),  # type: ignore[arg-type]
+        (lambda: ballast.fit({"model.path": "m"}, reward=[len, 5]), "reward=.*: expected a function, a list"),  # type: ignore[arg-type]
         (lambda: ballast.fit({"model.path": "m"}, reward={len: "a"}), "reward=.*: expected"),  # type: ignore[dict-item]
         (lambda: ballast.fit({"model.path": "m"}, reward={len: 10**400}), "reward=.*: expected"),
         (lambda: ballast.generate("config.yaml", prompts=-1), "prompts=-1: must be at least 0"),

@@ -91,6 +91,9 @@ def test_a_function_replaces_those_of_the_settings_and_a_name_stays_a_name(works
     assert config.reward.weights == {"reward.py:reward": 2.0, "callable:with_bonus": 1.0}
     check(config, given)
     assert list(given) == ["callable:with_bonus"]
+    config, given = given_config(workspace, ["reward.py:reward", with_bonus])
+    assert config.reward.weights == {"reward.py:reward": 1.0, "callable:with_bonus": 1.0}
+    check(config, given)
     config, given = given_config(workspace, None)
     assert (config.reward.function, given) == ("reward.py:reward", NONE_GIVEN)
 
@@ -107,6 +110,7 @@ def test_recorded_settings_of_a_given_function_are_refused_with_the_way_on(works
         (lambda response, nowhere: 1.0, r"asks for \['nowhere'\]"),
         ((lambda lock: lambda response: 1.0 if lock else 0.0)(threading.Lock()), "cannot be sent to other processes"),
         ({(lambda response: 1.0): 1.0, (lambda response: 2.0): 1.0}, "two functions are named callable:lambda"),
+        ([with_bonus, with_bonus], "two functions are named callable:with_bonus"),
     ],
 )
 def test_a_function_that_cannot_be_used_is_refused_in_one_line(workspace: Path, reward: Any, message: str) -> None:
