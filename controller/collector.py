@@ -98,11 +98,12 @@ class Collector:
 
     def log_missing(self, step: int, groups: int) -> None:
         """Say that a step trains on fewer groups because so many were not replaced."""
-        settings = self.config.algorithm
+        rounds, wanted = self.config.algorithm.max_sampling_rounds, self.config.batch.prompts_per_step
         if groups:
             self.record.console.log(
-                f"step {step}: {groups} of {self.config.batch.prompts_per_step} groups are still without signal after "
-                f"algorithm.max_sampling_rounds={settings.max_sampling_rounds}; training on the others"
+                f"step {step}: {groups} of {wanted} groups are still without signal after "
+                f"algorithm.max_sampling_rounds={rounds}; "
+                + ("training on the others" if groups < wanted else "nothing is trained in this step")
             )
 
     def with_baseline(self, rollout: Rollout, prompts: Sequence[Prompt], step: int) -> Rollout:

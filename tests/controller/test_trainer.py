@@ -227,6 +227,21 @@ def test_a_run_without_signal_counts_its_groups_and_says_so(local_run: Run, rule
     assert "steps 1 to 3: all rewards were equal in 100% of the groups" in found.said
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("with_signal", "trained"), [(0, [0, 0]), (1, [2, 0])])
+def test_a_step_whose_groups_are_not_replaced_trains_on_the_others_if_there_are_any(
+    local_run: Run, ahead: int, with_signal: int, trained: list[int]
+) -> None:
+    rules = ("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2", "run.steps=2")
+    found = local_run(UNPROVEN, f"rollout.max_staleness={ahead}", *rules)
+    found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < with_signal else 1)
+    outcome = found.trainer.fit()
+    assert len(outcome.steps) == 2
+    assert sum(len(batch) for batch, _ in found.policy.updates) == sum(trained)
+    assert found.said.count("training on the others") == sum(map(bool, trained))
+    assert found.said.count("nothing is trained in this step") == trained.count(0)
+
+
 def test_groups_are_not_counted_where_a_critic_makes_the_advantages(local_run: Run) -> None:
     outcome = local_run("algorithm.advantage=gae").trainer.fit()
     assert "rollout/groups_without_signal" not in outcome.steps[0]
