@@ -6,9 +6,9 @@ The settings that a run records say that much, and no more: such a run goes on w
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from controller.config.file import LARGEST_FLOAT, shown
 from controller.config.function_files import GIVEN
@@ -34,7 +34,7 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     if reward is None:
         return NONE_GIVEN
     several = isinstance(reward, (Mapping, list, tuple))
-    functions = list(reward) if several else [reward]
+    functions: list[Any] = list(cast(Iterable[Any], reward)) if several else [reward]
     weights = list(reward.values()) if isinstance(reward, Mapping) else [1.0] * len(functions)
     if not all(callable(f) or isinstance(f, str) for f in functions) or not all(map(_is_weight, weights)):
         raise ConfigError(f"reward={shown(reward)}: expected a function, a list, or a mapping of functions to weights.")
