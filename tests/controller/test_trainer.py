@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import pytest
 
 from balancing import Plan
@@ -203,6 +204,12 @@ def test_samples_are_recorded_and_shown_with_what_they_were_asked(local_run: Run
         ("1", "1", "level: 1"),
     }
     assert "completions" in found.said
+
+
+def test_compiling_is_told_once(local_run: Run) -> None:
+    found = local_run("run.steps=2")
+    found.trainer.fit([lambda step, metrics: numba.njit(lambda: 1)() and None])
+    assert found.said.count("compiling the planner, once") == 1
 
 
 # A step without anything to learn from

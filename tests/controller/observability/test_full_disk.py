@@ -93,6 +93,6 @@ def test_a_run_that_a_full_disk_stops_says_what_it_leaves(
     monkeypatch.setattr(fit, "ray_session", lambda *_: nullcontext())
     monkeypatch.setattr(fit, "training", training)
     with pytest.raises(OutputError) as caught:
-        fit.run(config, SimpleNamespace(sources=[], validation=None), Console())
+        fit.run(config, SimpleNamespace(sources=[], validation=None, warnings=[]), Console())
     expected = left.replace("{4}", str(checkpoint_path(config.run_folder, 4)))
     assert str(caught.value).endswith(f"set run.dir to another disk; {expected}")
