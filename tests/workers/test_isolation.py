@@ -91,3 +91,18 @@ def test_a_killed_fork_takes_along_what_it_has_started() -> None:
             await pool.stop()
 
     assert living(asyncio.run(use()), seconds=20) == []
+
+
+def trickle(channel: Channel) -> None:
+    """Begins an answer, and sends the rest of it byte by byte."""
+    channel._socket.sendall(channel._secret + (10**6).to_bytes(8))
+    while True:
+        channel._socket.sendall(b" ")
+        time.sleep(0.0005)
+
+
+def test_the_limit_is_that_of_a_whole_answer() -> None:
+    process = Process(f"{__name__}:trickle")
+    with pytest.raises(TimeoutError):
+        process.receive(2)
+    process.end()

@@ -6,6 +6,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from controller.config.functions import check_rewards
+from workers.reward_process import RewardFunction
 from workers.user_code import Signature, call, find_function
 
 PARSING = """\
@@ -47,3 +49,11 @@ def test_what_a_module_writes_when_it_is_imported_is_seen(tmp_path: Path, capfd:
     )
     find_function("reward.function", f"{tmp_path / 'telling.py'}:score", timeout_s=20)
     assert capfd.readouterr() == ("here I am\n", "and here\n")
+
+
+def test_a_function_may_hold_much(tmp_path: Path) -> None:
+    (tmp_path / "much.py").write_text("TABLE = 'x' * 2**24\n\n\ndef reward(response):\n    return len(TABLE)\n")
+    found = find_function("reward.function", f"{tmp_path / 'much.py'}:reward", timeout_s=60)
+    assert len(found.packed) > 2**24
+    function = RewardFunction("reward", 1.0, found.packed, ())
+    assert check_rewards([function], {}, timeout_s=30).reward == 2**24

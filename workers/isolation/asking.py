@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from workers.errors import BallastError, ConfigError
-from workers.isolation.process import LONGEST_QUOTE, Channel, EndedError, Process, reply, resolve
+from workers.isolation.process import LONGEST_PICKLE, LONGEST_QUOTE, Channel, EndedError, Process, reply, resolve
 
 
 class NoAnswerError(Exception):
@@ -23,7 +23,7 @@ def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
     process = Process("workers.isolation.asking:answer", errors=errors)
     try:
         process.send((function, arguments))
-        found = process.receive(timeout_s)
+        found = process.receive(timeout_s, LONGEST_PICKLE)
     except TimeoutError:
         raise NoAnswerError(f"took more than {setting}={timeout_s:g} s") from None
     except EndedError as end:

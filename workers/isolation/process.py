@@ -30,7 +30,8 @@ EXIT_SECONDS = 1.0  # for a process that has closed its connection to exit, and 
 START_SECONDS = 60.0  # for a process to start and read what it is sent
 SECRET = 8  # bytes
 HEADER = SECRET + 8  # bytes: the secret and the size of what follows
-LONGEST_ANSWER = 2**24  # bytes
+LONGEST_ANSWER = 2**24  # bytes, of a sample's score or an environment's turn
+LONGEST_PICKLE = 2**30  # bytes, of a function with what it holds, or of an epoch's order
 LONGEST_LINE = 2**16  # bytes that are shown of users' code at a time
 SHOWN_BYTES, SHOWN_SECONDS = 10**6, 60.0  # what users' code may print, and within what time
 LONGEST_QUOTE = 200  # characters of an error's text, or of the last line that a process wrote
@@ -51,6 +52,7 @@ class Process:
         """target: `module:function`, ours, called with the other end. errors: where its stderr goes; None is ours."""
         self.socket, theirs = socket.socketpair()
         self._secret = os.urandom(SECRET)
+        self.socket.sendall(self._secret)
         with theirs:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
             environment["PYTHONUNBUFFERED"] = (
@@ -69,7 +71,6 @@ class Process:
         self._shown = [Thread(target=_show, args=streams, daemon=True) for streams in shown]
         for thread in self._shown:
             thread.start()
-        self.socket.sendall(self._secret)
         self._end = ""
 
     @property
@@ -85,14 +86,14 @@ class Process:
         except OSError:
             raise EndedError(self.end(EXIT_SECONDS)) from None
 
-    def receive(self, timeout_s: float) -> Any:
+    def receive(self, timeout_s: float, longest: int = LONGEST_ANSWER) -> Any:
         """The next answer. Raises TimeoutError if it is not whole within `timeout_s`, EndedError if the process ends.
 
-        A process whose answer is too long, or not ours, is killed.
+        A process whose answer has more than `longest` bytes, or is not ours, is killed.
         """
         deadline = time.monotonic() + timeout_s
         try:
-            size = answer_size(self._secret, read_exactly(self.socket, HEADER, deadline))
+            size = answer_size(self._secret, read_exactly(self.socket, HEADER, deadline), longest)
             return json.loads(read_exactly(self.socket, size, deadline))
         except (EOFError, ConnectionError):
             raise EndedError(self.end(EXIT_SECONDS)) from None
@@ -137,8 +138,11 @@ def read_exactly(stream: socket.socket, size: int, deadline: float | None = None
     """The next bytes. Raises TimeoutError if they are not there by `deadline`, EOFError at the end."""
     found = bytearray()
     while len(found) < size:
-        stream.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
-        part = stream.recv(size - len(found))
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError
+        stream.settimeout(left)
+        part = stream.recv(min(size - len(found), 2**20))
         if not part:
             raise EOFError
         found += part
@@ -150,13 +154,13 @@ def framed(secret: bytes, payload: bytes) -> bytes:
     return secret + len(payload).to_bytes(HEADER - SECRET) + payload
 
 
-def answer_size(secret: bytes, header: bytes) -> int:
+def answer_size(secret: bytes, header: bytes, longest: int = LONGEST_ANSWER) -> int:
     """Bytes of the answer that follows. Raises ValueError for one that is not ours, or too long."""
     if header[:SECRET] != secret:
         raise ValueError("it wrote to our connection")
     size = int.from_bytes(header[SECRET:])
-    if size > LONGEST_ANSWER:
-        raise ValueError(f"its answer has more than {LONGEST_ANSWER:,} bytes")
+    if size > longest:
+        raise ValueError(f"its answer has more than {longest:,} bytes")
     return size
 
 
