@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from tests.end_to_end.processes import living
 from workers.isolation.forks import ForkPool
-from workers.isolation.process import Channel, EndedError, Process, reply
+from workers.isolation.process import Channel, EndedError, Process, read_exactly, reply
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
 
@@ -93,16 +94,10 @@ def test_a_killed_fork_takes_along_what_it_has_started() -> None:
     assert living(asyncio.run(use()), seconds=20) == []
 
 
-def trickle(channel: Channel) -> None:
-    """Begins an answer, and sends the rest of it byte by byte."""
-    channel._socket.sendall(channel._secret + (10**6).to_bytes(8))
-    while True:
-        channel._socket.sendall(b" ")
-        time.sleep(0.0005)
-
-
-def test_the_limit_is_that_of_a_whole_answer() -> None:
-    process = Process(f"{__name__}:trickle")
-    with pytest.raises(TimeoutError):
-        process.receive(2)
-    process.end()
+def test_after_the_deadline_no_bytes_are_read_that_still_come() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"part")
+        with pytest.raises(TimeoutError):
+            read_exactly(ours, 4, deadline=time.monotonic() - 1)
+        assert read_exactly(ours, 4, deadline=time.monotonic() + 60) == b"part"
