@@ -56,7 +56,8 @@ def _divided(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, Devi
             "its experts; set it to 1."
         )
     mesh = _expert_mesh(parallel)
-    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], model.ep_plan)
+    named = getattr(model, "_expand_parallel_plan", dict)  # transformers 5.21 or later wants whole names, no patterns
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], named(model.ep_plan))
     sharding = mesh["dp_replicate", "expert_shard"] if parallel.config.replicate > 1 else mesh["expert_shard"]
     return dict.fromkeys(find_experts(model), sharding)
 

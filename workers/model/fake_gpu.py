@@ -9,6 +9,7 @@ The engine's code is not changed; `stand_in` replaces calls that check for CUDA 
 For a process of its own: the backend stays registered. Needs the exact torch that pyproject.toml pins.
 """
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -196,7 +197,11 @@ def stand_in() -> None:
     engine.load_tokenizer = lambda path: None
     engine.check_tokenizer = lambda *_: None
     attention.kernel_problem = lambda *_, **__: ""
-    EpDispatchExpertsParallel._dispatch_tokens = _dispatch_evenly
+    experts: Any = sys.modules[EpDispatchExpertsParallel.__module__]
+    if hasattr(experts, "AllToAllEP"):  # transformers 5.21 or later
+        experts.AllToAllEP._dispatch_tokens = _dispatch_evenly_with_weights
+    else:
+        experts.EpDispatchExpertsParallel._dispatch_tokens = _dispatch_evenly
     # Every rank says what this one says, and every stage has as many layers.
     dist.broadcast_object_list = lambda *_, **__: None
     dist.all_gather_object = _all_say_the_same
@@ -232,3 +237,16 @@ def _dispatch_evenly(
     sizes = [len(part) for part in torch.arange(len(chosen), device="cpu").tensor_split(ep_size)]
     received = all_to_all_single(sent, sizes, sizes, ep_group)
     return received, order.new_zeros(len(received)), order, sizes, sizes
+
+
+def _dispatch_evenly_with_weights(
+    exchange: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+    """The same for the interface of transformers 5.21."""
+    mesh, count = exchange.ep_mesh, exchange.num_local_experts
+    received, experts, *route = _dispatch_evenly(
+        exchange, hidden_states, top_k_index, count, mesh.get_group(), mesh.size()
+    )
+    state = sys.modules[EpDispatchExpertsParallel.__module__]._AllToAllState
+    ones = torch.ones_like(experts[:, None], dtype=received.dtype)
+    return received, experts[:, None], ones, state(top_k_weights, *route, len(hidden_states))
