@@ -29,7 +29,7 @@ class Counterpart:
 
     def is_of(self, known: Collection[str]) -> bool:
         """Whether a command with the settings `known` has the counterpart."""
-        return all(any(f"{other}.".startswith(f"{name}.") for other in known) for name in self.here)
+        return all(name in known or any(other.startswith(f"{name}.") for other in known) for name in self.here)
 
     @property
     def answer(self) -> str:
@@ -58,13 +58,14 @@ def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
     """The counterpart here of another system's key, in words; "" if there is none among the settings `known`.
 
     The whole key decides; unless `whole`, else an end of `key` that is a key with its section, else keys that end with
-    `key`. Where these have several counterparts, all are named.
+    `key`; else a pattern. Where these have several counterparts, all are named.
     """
     key = key.replace("-", "_")
     rows = [(row.key.replace("-", "_"), row) for row in counterparts() if row.is_of(known)]
-    found = [row for theirs, row in rows if fnmatchcase(key, theirs)]
+    found = [row for theirs, row in rows if key == theirs]
     if not whole:
         found = found or [row for theirs, row in rows if "." in theirs and key.endswith(f".{theirs}")]
         found = found or [row for theirs, row in rows if theirs.endswith(f".{key}")]
+    found = found or [row for theirs, row in rows if fnmatchcase(key, theirs)]
     found = [row for row in found if row.here] or found
     return ", or ".join({row.here: row.answer for row in reversed(found)}.values())

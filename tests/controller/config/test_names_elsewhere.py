@@ -1,13 +1,17 @@
 """Another system's key is answered by its counterpart here, and a guess is never of another section."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from controller.config import Config, TrainingConfig, load_as
 from controller.config.file import settings
-from controller.config.names_elsewhere import counterparts
+from controller.config.names_elsewhere import answer, counterparts
 from controller.config.offline import PreferencesConfig, SftConfig
 from workers.errors import ConfigError
 
+PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
 SCHEMAS = (Config, SftConfig, PreferencesConfig)
 KNOWN = {schema: {found.key for found in settings(schema())} for schema in SCHEMAS}
 ROWS = [(row, schema) for row in counterparts() for schema in SCHEMAS if row.here and row.is_of(KNOWN[schema])]
@@ -27,17 +31,23 @@ def test_every_key_is_answered_by_what_the_table_says() -> None:
         key = row.key.replace("*", "anything").replace("-", "_")
         if key not in KNOWN[schema]:
             asked += 1
-            assert f"here it is {' and '.join(row.here)}" in message(schema, key), (row, schema)
+            assert f"here it is {' and '.join(row.here)}" in answer(key, KNOWN[schema]), (row, schema)
     assert asked > 300
 
 
 def test_the_table_names_settings_and_values_that_load() -> None:
+    loads: list[tuple[type[TrainingConfig], dict[str, str]]] = []  # few, each with many values
     for row in counterparts():
         schema = next((schema for schema in SCHEMAS if row.is_of(KNOWN[schema])), None)
         assert schema, f"no command has {row}"
         assert row.here or row.note, row
-        for changes in row.values.values():
-            load_as(schema, None, ["model.path=m", *(f"{key}={ours}" for key, ours in changes.items())])
+        for key, ours in (item for changes in row.values.values() for item in changes.items()):
+            given = next((given for of, given in loads if of == schema and given.get(key, ours) == ours), None)
+            if given is None:
+                loads.append((schema, given := {"model.path": "m"}))
+            given[key] = ours
+    for schema, given in loads:
+        load_as(schema, None, [f"{key}={ours}" for key, ours in given.items()])
 
 
 @pytest.mark.parametrize(
@@ -67,3 +77,30 @@ def test_an_answer_is_of_the_section_that_was_asked_for(key: str, answer: str) -
 
 def test_a_counterpart_that_only_another_command_has_is_not_offered() -> None:
     assert "data.max_tokens" not in message(Config, "max_length")
+
+
+def keys_of_the_page() -> list[tuple[str, str]]:
+    """(key, our cell) of the tables of verl, OpenRLHF and TRL in docs/migration.md."""
+    found, ours_begins = [], False
+    for line in PAGE.splitlines():
+        theirs, _, here = line.strip("| ").partition(" | ")
+        if here == "here":
+            ours_begins = theirs in ("verl", "OpenRLHF", "TRL")
+        elif ours_begins and line.startswith("| `"):  # else of parts that are no configuration
+            found += [
+                (key, here) for key in re.findall(r"`(?:--)?(\w+[._][\w.]+)[^`]*`", re.sub(r"\(.*?\)", "", theirs))
+            ]
+    return found
+
+
+def test_the_page_of_migration_says_what_the_table_says() -> None:
+    """Each key of the page is answered, by a counterpart that its row names; a section is answered key by key."""
+    keys = keys_of_the_page()
+    assert len(keys) > 150
+    for key, here in keys:
+        if any(f".{key}." in f".{row.key}" for row in counterparts()):
+            continue
+        answers = [answer(key, KNOWN[schema]) for schema in SCHEMAS]
+        names = {name.rpartition(".")[2] for text in answers for name in re.findall(r"[a-z_]+\.[a-z_.]+\w", text)}
+        assert any(answers), key
+        assert not names or names & set(re.findall(r"\w+", here)), (key, answers, here)
