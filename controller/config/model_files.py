@@ -4,7 +4,8 @@ model.path --folder or hub cache--> ModelFiles(description, positions, heads, vo
 """
 
 import json
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,19 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
+OBJECTS = ("text_config", "rope_parameters", "rope_scaling", "quantization_config")
+LAYERS = ("full_attention", "sliding_attention")  # of rope_parameters by kind of layer
+LISTS = ("architectures", "layer_types", "layers_block_type", "block_types")
+NAMES = ("model_type", "rope_type", "type", "quant_method")
+FACTORS = ("factor", "attn_logit_softcapping")
+WIDTHS = ("intermediate_size", "moe_intermediate_size")  # a number, or one a layer
+POSITIVE = ("hidden_size", "n_embd", "num_hidden_layers", "num_attention_heads", "n_head", "vocab_size")
+SIZES = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "n_positions", "num_experts", "num_local_experts"),
+    *("n_routed_experts", "moe_num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"),
+    *("original_max_position_embeddings", "keep_window_size", "sliding_window"),
+)
+LARGEST = 2**40
 FETCH_SECONDS = 10  # until the hub must have begun to answer
 SHIPPED = Path(__file__).parent / "models"
 """OWNER/NAME/config.json of the hub's models that examples name: the dry run of a cluster then asks no network."""
@@ -61,6 +75,8 @@ def read_model_files(path: str, key: str) -> ModelFiles:
     """
     folder = _folder(path, key)
     content = read_json(folder / "config.json", key)
+    content = {name: value for name, value in content.items() if name != "text_config" or value is not None}
+    _check_types(content, f"{key}: {folder / 'config.json'}")
     text = content.get("text_config", content)  # models that also see keep the language model's sizes in there
     heads = text.get("num_attention_heads", text.get("n_head"))
     named = (text.get("eos_token_id"), _named(folder, key, "generation_config.json", "eos_token_id"))
@@ -185,11 +201,40 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
     """The JSON object in a file. Raises ConfigError, naming setting `key`, if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits are ValueErrors, too
         raise ConfigError(f"{key}: {path} is not valid JSON: {error}.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{key}: {path} is not a JSON object.")
     return content
+
+
+def _check_types(content: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError if a value that is read here, or in a check, is not of the type that transformers writes."""
+
+    def size(value: Any) -> bool:
+        return type(value) is int and -1 <= value <= LARGEST
+
+    def names(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+    kinds: tuple[tuple[Sequence[str], str, Callable[[Any], bool]], ...] = (
+        (OBJECTS, "an object", lambda value: isinstance(value, dict)),
+        (LISTS, "a list of names", names),
+        (NAMES, "a name", lambda value: isinstance(value, str)),
+        (FACTORS, "a number above 0", lambda value: type(value) in (int, float) and 0 < value <= LARGEST),
+        (SIZES, "a whole number", size),
+        (POSITIVE, "a whole number above 0", lambda value: size(value) and value > 0),
+        (WIDTHS, "a whole number", lambda value: all(map(size, value)) if isinstance(value, list) else size(value)),
+    )
+    for known, kind, fits in kinds:
+        for name in known:
+            if content.get(name) is not None and not fits(content[name]):
+                raise ConfigError(f"{where} says {name}={reprlib.repr(content[name])}, which is not {kind}.")
+    for name, part in content.items():
+        if isinstance(part, dict) and name in (*OBJECTS, *LAYERS):
+            _check_types(part, where)
 
 
 def _positions(text: dict[str, Any]) -> int | None:

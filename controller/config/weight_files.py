@@ -32,6 +32,9 @@ def _shapes_of_index(folder: Path, key: str) -> Shapes:
     files = read_json(folder / INDEX, key).get("weight_map")
     if not isinstance(files, Mapping):
         raise ConfigError(f"{key}: {folder / INDEX} has no weight_map.")
+    foreign = [repr(file)[:80] for file in files.values() if not isinstance(file, str) or Path(file).name != file]
+    if foreign:
+        raise ConfigError(f"{key}: {folder / INDEX} names {foreign[0]}, which is not a file of its folder.")
     shapes: Shapes = {}
     for file in sorted(set(files.values())):
         if not (folder / file).is_file():

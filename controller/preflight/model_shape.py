@@ -122,7 +122,7 @@ def model_shape(description: Mapping[str, Any], key: str = "model.path") -> Mode
             f"memory is estimated for {', '.join(FAMILIES)}, and {key} is of type {family}; leave out --cluster."
         )
     try:
-        return _shape(description, family)
+        return _shape({name: value for name, value in description.items() if not isinstance(value, list)}, family)
     except KeyError as error:
         raise ConfigError(f"{key}: config.json has no {error.args[0]}, which the memory estimate needs.") from None
 

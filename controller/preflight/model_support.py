@@ -12,6 +12,7 @@ from controller.config import TrainingConfig
 from workers.errors import ConfigError
 from workers.model.families import features_of_file, is_recurrent
 from workers.model.model_rules import (
+    check_adapters,
     check_context_parallel,
     check_expert_parallel,
     check_kernel_features,
@@ -50,5 +51,6 @@ def check_supported_model(config: TrainingConfig, description: Mapping[str, Any]
     check_tensor_parallel(parallel, config.model, model, family, text)
     check_expert_parallel(parallel, config.model, model, text)
     if key == "model.path":
+        check_adapters(config.model, model, family)
         check_router_replay(config.model, model, text)
         check_router_losses(config.model, model, family)

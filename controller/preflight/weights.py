@@ -15,6 +15,7 @@ from workers.errors import ConfigError
 
 EMBEDDING = re.compile(r"((model|transformer|gpt_neox|language_model)\.)*(embed_tokens|wte|word_embeddings|embed_in)")
 LAYER = re.compile(r"layers\.(\d+)\.")
+PART = re.compile(r"layers\.\d+\.(self_attn\.(?!rotary_emb)|\w+_layernorm\.|mlp\.\w+_proj\.bias).*|norm\..*")
 HEAD, SCORE = "lm_head", "score"
 
 
@@ -51,7 +52,8 @@ def _check_family(model: ModelFiles, found: Shapes, which: str) -> None:
     shape = model_shape(model.description)
     # A base model saved alone has no `model.` before its names; transformers takes both.
     plain = {name.removeprefix("model."): found_shape for name, found_shape in found.items()}
-    for name, expected in expected_weights(shape).items():
+    expected_shapes = expected_weights(shape)
+    for name, expected in expected_shapes.items():
         if name not in plain:
             raise ConfigError(f"{which}: the weight files lack {name}, which config.json asks for; fetch them again.")
         _check_shape(which, name, plain[name], expected)
@@ -61,6 +63,13 @@ def _check_family(model: ModelFiles, found: Shapes, which: str) -> None:
             f"{which}: the weight files hold {len(layers)} layers and config.json says {shape.layers}, so that the "
             "others would be left out; put the config.json of these weights beside them."
         )
+    biased = model.description.get("attention_bias") or model.description.get("mlp_bias")
+    for name in plain.keys() - expected_shapes.keys():
+        if PART.fullmatch(name) and not (biased and name.endswith(".bias")):
+            raise ConfigError(
+                f"{which}: the model that config.json describes has no {name}, which would be left out; put the "
+                "config.json of these weights beside them."
+            )
 
 
 def _check_shape(which: str, name: str, found: tuple[int, ...], expected: tuple[int | None, ...]) -> None:

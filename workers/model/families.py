@@ -46,6 +46,9 @@ TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qw
 """Model types whose layers are built of the modules that `tensor_parallel` shares, and of nothing else that has
 parameters."""
 
+CONV1D_FAMILIES = ("gpt2", "openai-gpt")
+"""Model types whose matrices are transposed, in a class of their own."""
+
 ROUTER_LOSS_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types whose routers choose by a softmax over all experts, and return logits, weights and choice."""
 

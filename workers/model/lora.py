@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from workers.config import LoraConfig
-from workers.errors import ConfigError
+from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.checkpoint_weights import Shard
+from workers.model.model import described
+from workers.model.model_rules import WITHOUT_LINEAR
 from workers.model.parallel import full_tensor
 from workers.model.weight_file import write_weights
 
@@ -129,6 +131,8 @@ def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
+    if not known:
+        raise UnsupportedModelError(f"{described(model)} {WITHOUT_LINEAR}")
     if setting == ALL_LINEAR:
         return sorted(known)  # peft's own would take an MoE's router and its fused experts, too
     names = [name.strip() for name in setting.split(",")]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from workers.config import ModelConfig
-from workers.errors import ConfigError, UnsupportedModelError
+from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause
 from workers.isolation.process import named
 from workers.model.activations import activations_on_host
 from workers.model.attention import ATTENTION_NAME, PackedAttention
@@ -188,9 +188,27 @@ def read_pretrained(
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={config.path} cannot be loaded: {_first_line(error)}") from error
+    except BallastError:
+        raise
+    except Exception as error:  # transformers raises errors of many types for values of another type
+        raise ConfigError(f"model.path={config.path} cannot be loaded: {clause(error)}.") from error
+    if left_out := [name for name in sorted(info["unexpected_keys"]) if _is_of_a_layer(model, name)]:
+        raise ConfigError(
+            f"model.path={config.path}: the model that config.json describes has no {left_out[0]}, which would be left "
+            "out; put the config.json of these weights beside them."
+        )
     return model, sorted(info["missing_keys"])
+
+
+def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
+    """Whether a weight that the model does not have is one more of a layer that it has; towers of images are not, nor
+    are the masks that older files hold."""
+    if weight in dict(model.named_buffers()) or weight.endswith(".masked_bias"):
+        return False
+    layers = [layer for layer in (_layers(model) or ()) if isinstance(layer, nn.Module)]
+    owners = {name for name, part in model.named_modules() if part in layers or not any(part.children())}
+    parts = weight.split(".")
+    return any(".".join(parts[:count]) in owners for count in range(1, len(parts)))
 
 
 def packed_causal_lm(model: PreTrainedModel, config: ModelConfig) -> PackedCausalLM:

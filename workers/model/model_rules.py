@@ -12,6 +12,7 @@ from typing import Any
 from workers.config import ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.families import (
+    CONV1D_FAMILIES,
     KERNEL_FEATURES,
     ROUTER_LOSS_FAMILIES,
     TENSOR_PARALLEL_FAMILIES,
@@ -19,6 +20,14 @@ from workers.model.families import (
     uncomputed_features,
 )
 from workers.model_config import CUDA_KERNELS, ModelConfig
+
+WITHOUT_LINEAR = "has no linear modules that take an adapter; set model.lora.rank=0."
+
+
+def check_adapters(settings: ModelConfig, model: str, family: str) -> None:
+    """Raise UnsupportedModelError for adapters of a family (`model_type`) without linear modules."""
+    if settings.lora.rank and family in CONV1D_FAMILIES:
+        raise UnsupportedModelError(f"{model} {WITHOUT_LINEAR}")
 
 
 def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:

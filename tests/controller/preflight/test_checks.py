@@ -552,3 +552,10 @@ def test_a_run_that_is_there_is_not_written_over(workspace: Path) -> None:
     (config.run_folder / "config.yaml").touch()
     with pytest.raises(ConfigError, match="holds a run already; choose another name, remove it, or go on"):
         check(config)
+
+
+def test_adapters_need_linear_modules(workspace):
+    write_model(workspace / "model", model_type="gpt2")
+    assert "of type gpt2 has no linear modules that take an adapter; set model.lora.rank=0" in refusal(
+        "model.lora.rank=2"
+    )

@@ -60,6 +60,10 @@ def under_another_name() -> None:
     WEIGHTS.rename("model/adapter_model.safetensors")
 
 
+def with_more(*names: str) -> Break:
+    return lambda: write_weight_file(WEIGHTS, qwen2_weights(MODEL) | dict.fromkeys(names, (64,)))
+
+
 def sharded(listed: dict[str, str], *written: str) -> Break:
     def write() -> None:
         WEIGHTS.unlink()
@@ -97,6 +101,21 @@ CASES = {
         "model/1.safetensors does not hold a, which model.safetensors.index.json says; fetch the model again.",
     ),
     "no map": (lambda: (WEIGHTS.unlink(), INDEX.write_text("{}")), "model.safetensors.index.json has no weight_map."),
+    "index out of the folder": (sharded({"a": "../1.safetensors"}), "names '../1.safetensors', which is not a file of"),
+    "index of lists": (sharded({"a": [1]}), "names [1], which is not a file of its folder"),
+    "biases": (described(model_type="llama"), "has no layers."),
+    "norms of heads": (with_more("model.layers.0.self_attn.q_norm.weight"), "has no layers.0.self_attn.q_norm.weight,"),
+    "text": (described(num_hidden_layers="four"), "says num_hidden_layers='four', which is not a whole number above 0"),
+    "huge": (described(hidden_size=10**30), "hidden_size=1000000000000000000000000000000, which is not a whole"),
+    "list": (described(text_config=[1]), "says text_config=[1], which is not an object"),
+    "inside": (described(text_config=MODEL | {"vocab_size": True}), "says vocab_size=True, which is not a whole"),
+    "no factor": (described(rope_scaling={"factor": "x"}), "says factor='x', which is not a number above 0"),
+    "no names": (described(architectures=[1]), "says architectures=[1], which is not a list of names"),
+    "deep": (
+        lambda: Path("model/config.json").write_text('{"a":' * 100_000),
+        "config.json is not valid JSON: maximum recursion depth exceeded",
+    ),
+    "digits": (lambda: Path("model/config.json").write_text(f'{{"a": {"1" * 5001}}}'), "config.json is not valid JSON"),
     "unknown type": (described(model_type="qwen9"), "the installed transformers knows no model of type qwen9; take"),
     "no type": (described(model_type=None), "model.path=model: config.json names no model_type; put the config.json"),
     "remote code": (
