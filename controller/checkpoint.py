@@ -123,11 +123,11 @@ def resume(config: "TrainingConfig", roles: "TrainingRoles", console: "Console",
     for path in candidates:
         try:
             found = [group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()]
-        except (CheckpointError, WorkerError) as error:
+            samples = samples_path(path)
+            progress = replace(Progress(**found[0]), samples=str(samples) if samples.exists() else "")
+        except (CheckpointError, WorkerError, TypeError) as error:  # TypeError: fields that no Progress has
             console.log(f"{path} cannot be loaded: {error}")
             continue
-        samples = samples_path(path)
-        progress = replace(Progress(**found[0]), samples=str(samples) if samples.exists() else "")
         if config.run.other_data == "refuse":  # checked before the start too, but of the newest one only
             _refuse_other_data(path, data, progress.data)
         console.log(f"going on from {path}")

@@ -1,17 +1,20 @@
 import json
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at, resume
 from controller.config import load
 from controller.observability.metrics import RunWriter
 from controller.observability.trackers.files import JsonLinesTracker
 from workers.errors import CheckpointError, ConfigError
-from workers.model.checkpoint_folder import Manifest, StoredFile, commit, read_manifest, unfinished_folder
+from workers.model.checkpoint_folder import MANIFEST, Manifest, StoredFile, commit, read_manifest, unfinished_folder
 
 
 def run_writer(folder: Path, after: int = 0) -> RunWriter:
@@ -94,3 +97,28 @@ def test_an_older_checkpoint_is_not_taken_silently_with_other_data(
     assert len(checkpoints_at(tmp_path / "run")) == 2, "it was refused, and a checkpoint removed"
     config.run.other_data = "keep_place"
     assert resume(config, roles, console, newest).data == newest
+
+
+@given(data=st.data())
+def test_a_manifest_of_which_anything_was_changed_gives_way_to_the_checkpoint_before(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        good, changed = (write(checkpoint_path(Path(folder), step), step, position=step) for step in (1, 2))
+        manifest = json.loads((changed / MANIFEST).read_text())
+        field = data.draw(st.sampled_from(sorted(manifest.keys() - {"sha256"})))
+        where = data.draw(st.sampled_from([manifest, *(part for part in [manifest[field]] if isinstance(part, dict))]))
+        name = field if where is manifest else data.draw(st.sampled_from([*where, "another"]))
+        value = data.draw(st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers()))
+        assume(name not in where or json.dumps(where[name]) != json.dumps(value))
+        where[name] = value
+        (changed / MANIFEST).write_text(json.dumps(manifest))
+        assert checkpoints_at(Path(folder)) == [good]
+
+
+def test_a_run_goes_on_from_before_a_checkpoint_whose_progress_is_another(tmp_path: Path) -> None:
+    """An earlier version's manifest, which has no digest: the ranks load it, and the driver cannot."""
+    paths = [write(checkpoint_path(tmp_path, step), step) for step in (1, 2)]
+    progress = {str(path): read_manifest(path).extra for path in paths}
+    progress[str(paths[1])] |= {"unheard_of": 1}
+    roles = SimpleNamespace(trained={"policy": SimpleNamespace(load_checkpoint=lambda path: progress[path])})
+    config = load(None, ["model.path=m", "data.train=t", "reward.function=r:f", f"run.resume={tmp_path}"])
+    assert resume(config, roles, SimpleNamespace(log=lambda text: None), {}).step == 1

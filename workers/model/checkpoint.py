@@ -115,6 +115,7 @@ class Checkpointer:
         try:
             future.result()
         except (CheckpointException, OSError, RuntimeError) as error:
+            clear_unfinished(path.parent)
             raise CheckpointError(f"{path} could not be saved: {_cause(error)}.") from error
 
     def load(self, path: str | Path) -> Manifest:

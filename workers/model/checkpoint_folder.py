@@ -98,7 +98,8 @@ def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
                 f"{unfinished / name} was written and is not seen here; use a folder all nodes share."
             )
     with (unfinished / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **asdict(manifest)}, file, indent=1)
+        content = asdict(manifest)
+        json.dump({"format": FORMAT, "sha256": _digest(content), **content}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(unfinished)
@@ -106,6 +107,11 @@ def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
         remove(path)
     unfinished.rename(path)
     _sync_folder(path.parent)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's fields, so that one that was changed is not resumed from."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -117,6 +123,9 @@ def read_manifest(path: Path) -> Manifest:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
             raise CheckpointError(f"{path} is no checkpoint of this version: its {MANIFEST} does not say {FORMAT!r}.")
+        digest = content.pop("sha256", None)
+        if digest != _digest(content) and digest is not None:  # earlier versions wrote none
+            raise CheckpointError(f"{path} is torn: its {MANIFEST} is not what was written.")
         files = {name: StoredFile(**stored) for name, stored in content.pop("files").items()}
         content.pop("score", None)  # in checkpoints of earlier versions
         manifest = Manifest(**content, files=files)

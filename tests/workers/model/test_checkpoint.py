@@ -216,7 +216,7 @@ def test_a_failed_save_is_also_told_to_the_next_save(model, tmp_path):
             engine.save_checkpoint(tmp_path / "step-2", step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert latest(tmp_path) is None
+    assert os.listdir(tmp_path) == []  # the next save may come hours later, and the disk is full
 
 
 def test_a_complete_checkpoint_is_not_overwritten_and_a_torn_one_is(model, saved):
