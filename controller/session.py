@@ -7,9 +7,11 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from balancing import BalancingError
@@ -158,7 +160,7 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
         options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
     console.log("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
     try:
-        with console.waiting("Ray"):
+        with console.waiting("Ray"), _on_loopback(address):
             context = ray.init(address=address, **options)
     except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
         if address == "local":
@@ -172,6 +174,9 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     if context.dashboard_url:
         console.log(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
     with ExitStack() as stack:
+        if address == "local":
+            _keep_to_this_user(Path(context.address_info["session_dir"]))
+            stack.enter_context(_raylet_watched(config))
         if console.kept is not None:
             stack.enter_context(rays_logging_in(console.kept))
         try:
@@ -189,6 +194,50 @@ def _warn_of_idle_gpus(config: TrainingConfig, console: "Console") -> None:
     gpus = int(ray.available_resources().get("GPU", 0)) if config.uses_gpus else 0
     for warning in idle_gpus(config, gpus):
         console.log(f"warning: {warning}")
+
+
+@contextmanager
+def _on_loopback(address: str) -> Iterator[None]:
+    """Lets a local Ray listen on 127.0.0.1 alone. Asked for that address, ray.init takes the machine's own instead."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and address != "local"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _keep_to_this_user(session: Path) -> None:
+    """Close the folder of Ray's logs and sockets, which Ray opens to everybody, and keep others from moving it."""
+    session.chmod(0o700)
+    with suppress(PermissionError):  # another user's
+        session.parent.chmod(0o1777)
+
+
+@contextmanager
+def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
+    """Print an error when the raylet of a local Ray ends in the block: Ray then ends this process without a word."""
+    import psutil
+
+    raylets = [child.pid for child in psutil.Process().children() if child.name() == "raylet"]
+    over = threading.Event()
+
+    def watch(pid: int) -> None:
+        with suppress(ChildProcessError):
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if found is not None and not over.is_set():
+                cause = f"signal {found.si_status}" if found.si_code != os.CLD_EXITED else f"code {found.si_status}"
+                left = what_is_left(config)
+                print(f"error: Ray's raylet ended with {cause}, as when memory is short. {left}.", file=sys.stderr)
+
+    for pid in raylets:
+        threading.Thread(target=watch, args=(pid,), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -158,3 +158,10 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr(fcntl, "lockf", unsupported)
     locked(load("config.yaml"), lambda: None)()
     assert "runs/test cannot be locked (No locks available)" in capsys.readouterr().out
+
+
+def test_the_folder_of_a_run_is_open_to_its_user_alone(workspace: Path) -> None:
+    modes: list[int] = []
+    config = load("config.yaml")
+    locked(config, lambda: modes.append(config.run_folder.stat().st_mode & 0o777))()
+    assert modes == [0o700]

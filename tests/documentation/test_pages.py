@@ -60,7 +60,7 @@ def is_no_setting(name: str) -> bool:
 def messages() -> list[str]:
     """Every text in the program, with `...` for what is filled in."""
     texts = []
-    for path in [*ROOT.glob("controller/**/*.py"), *ROOT.glob("workers/**/*.py"), *ROOT.glob("balancing/*.py")]:
+    for path in [*ROOT.glob("controller/**/*.py"), *ROOT.glob("workers/**/*.py"), *ROOT.glob("balancing/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)

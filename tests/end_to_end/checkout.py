@@ -13,7 +13,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment
+from tests.end_to_end.processes import MARK, ROOT, all_end, begin, marked_environment
 
 INSTALL = "BALLAST_INSTALL"
 OWN = ("python", "pip", "activate", "Activate", "ballast")
@@ -71,11 +71,7 @@ class Checkout:
     def start(self, line: str) -> "subprocess.Popen[str]":
         """Begin a line of bash with the environment activated, if there is one, in a session of its own."""
         activated = "source .venv/bin/activate; " if (self.folder / ".venv" / "bin" / "activate").exists() else ""
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        command = ["bash", "-c", activated + line]
-        return subprocess.Popen(
-            command, cwd=self.folder, env=self.environment, text=True, start_new_session=True, **pipes
-        )
+        return begin(["bash", "-c", activated + line], self.environment, self.folder)
 
     def run(self, line: str, *, code: int = 0, seconds: float = 600.0) -> Said:
         """A line and what it said; fails unless it ends with `code`."""

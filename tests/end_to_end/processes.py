@@ -7,7 +7,9 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -39,6 +41,16 @@ def survivors(mark: str) -> list[psutil.Process]:
     return found
 
 
+def listening(pid: int) -> list[tuple[str, str]]:
+    """(process, address) of every TCP socket that the process and those below it listen on."""
+    found = []
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        with suppress(psutil.Error):
+            sockets = process.net_connections(kind="tcp")
+            found += [(process.name(), each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN]
+    return found
+
+
 def living(pids: Iterable[int], seconds: float = 20.0) -> list[int]:
     """Which of the processes still run after at most `seconds`; one that nobody has waited for does not."""
     deadline = time.monotonic() + seconds
@@ -65,6 +77,18 @@ def all_end(mark: str, seconds: float) -> list[str]:
     return names
 
 
+def begin(command: list[str], environment: dict[str, str], folder: Path = ROOT) -> "subprocess.Popen[str]":
+    """Start a command that heeds Ctrl-C, in a session of its own, with pipes for what it says.
+
+    The shell of a suite in the background ignores SIGINT, and every process below inherits that.
+    """
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, start_new_session=True, preexec_fn=heed, **pipes
+    )
+
+
 def settings_file(workspace: Path) -> list[str]:
     """An empty configuration file: everything comes from overrides."""
     file = workspace / "empty.yaml"
@@ -76,30 +100,31 @@ def settings_file(workspace: Path) -> list[str]:
 class Stopped:
     """How a command ended: its exit code, its output, and the processes of its mark that still ran a minute later.
 
-    said: the lines of its output up to the one that it was stopped at.
+    said: the lines of its output up to the one that it was stopped at. listening: on what it did then, see `listening`.
     """
 
     code: int
     said: list[str]
     errors: str
     left: list[str]
+    listening: list[tuple[str, str]]
 
 
-def stopped(stop: signal.Signals, begin: str, command: list[str], environment: dict[str, str]) -> Stopped:
+def stopped(stop: signal.Signals, said_last: str, command: list[str], environment: dict[str, str]) -> Stopped:
     """Start the command, and send it the signal when it has said a line that begins so.
 
     environment: a marked one. Ctrl-C goes to the whole foreground group, as a terminal sends it.
     """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
+    run = begin(command, environment)
     said: list[str] = []
     for line in run.stdout:
         said.append(line)
-        if line.startswith(begin):
+        if line.startswith(said_last):
             break
+    sockets = listening(run.pid)
     if stop is signal.SIGINT:
         os.killpg(run.pid, stop)
     else:
         run.send_signal(stop)
     _, errors = run.communicate(timeout=120)
-    return Stopped(run.returncode, said, errors, all_end(environment[MARK], 60))
+    return Stopped(run.returncode, said, errors, all_end(environment[MARK], 60), sockets)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.controller.diagnosis.machines import NODE_LINES
-from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment
+from tests.end_to_end.processes import MARK, all_end, begin, marked_environment
 
 LINES = (
     "configuration",
@@ -30,11 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def doctor(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "controller.doctor", *arguments]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
+    return begin([sys.executable, "-m", "controller.doctor", *arguments], environment)
 
 
 @pytest.fixture

@@ -75,6 +75,13 @@ def test_a_run_stopped_by_ctrl_c_says_so_and_leaves_a_checkpoint_and_no_process(
     check_stopped(resumed.again, resumed.folder, "step    6/1000")
 
 
+def test_a_local_run_listens_on_this_machine_alone(resumed: Resumed) -> None:
+    """Ray, its workers and agents, ranks and engines."""
+    assert len(resumed.again.listening) > 5
+    outside = [found for found in resumed.again.listening if not found[1].endswith(("127.0.0.1", "::1"))]
+    assert outside == []
+
+
 @pytest.mark.slow  # tests/controller/test_interrupts.py and test_ray_session.py have both signals
 def test_a_run_stopped_by_sigterm_says_so_too(settings: list[str], workspace: Path) -> None:
     fit = [*command(settings, workspace, "sigterm"), "run.steps=1000", "policy.ranks=1"]
