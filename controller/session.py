@@ -225,12 +225,13 @@ def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
     over = threading.Event()
 
     def watch(pid: int) -> None:
-        with suppress(ChildProcessError):
-            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            if found is not None and not over.is_set():
-                cause = f"signal {found.si_status}" if found.si_code != os.CLD_EXITED else f"code {found.si_status}"
-                left = what_is_left(config)
-                print(f"error: Ray's raylet ended with {cause}, as when memory is short. {left}.", file=sys.stderr)
+        cause = "an unknown code"
+        with suppress(ChildProcessError):  # somebody else has waited for it
+            if found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT):
+                cause = f"{'code' if found.si_code == os.CLD_EXITED else 'signal'} {found.si_status}"
+        if not over.is_set():
+            left = what_is_left(config)
+            print(f"error: Ray's raylet ended with {cause}, as when memory is short; {left}.", file=sys.stderr)
 
     for pid in raylets:
         threading.Thread(target=watch, args=(pid,), daemon=True).start()

@@ -62,10 +62,14 @@ class Worker:
             RANK=str(self.coordinates.index),
             WORLD_SIZE=str(self.world_size),
             LOCAL_RANK="0",  # Ray shows each actor only its own device
+            TORCHELASTIC_USE_AGENT_STORE="True",  # no rank starts a store, see `_meeting_point`
         )
+        if self.coordinates.index == 0:
+            self._store = _meeting_point(address, port)
         use_rays_interface()
         backend = process_group_backend(self.device)
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 
     @dispatch(Split.ALL)
     def facts(self) -> dict[str, Any]:
@@ -97,3 +101,15 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def _meeting_point(address: str, port: int) -> torch.distributed.TCPStore:
+    """The store where ranks meet, on this address alone: torch by itself listens on all interfaces."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.bind((address, port))
+    except OSError:  # behind a NAT no interface has the address
+        listener.bind(("", port))
+    return torch.distributed.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

@@ -121,7 +121,7 @@ def stopped(stop: signal.Signals, said_last: str, command: list[str], environmen
         said.append(line)
         if line.startswith(said_last):
             break
-    sockets = listening(run.pid)
+    sockets = [] if stop is signal.SIGKILL else listening(run.pid)  # which takes as long as a step
     if stop is signal.SIGINT:
         os.killpg(run.pid, stop)
     else:
