@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from workers.rendering import in_form
+
 MASK = "[hidden]"
 TELLING = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
 SHORTEST = 8  # a shorter value of such a variable is a switch or a number, not a secret
@@ -44,10 +46,11 @@ def shortened(text: str, longest: int) -> str:
 
 
 def shown_prompt(prompt: Any) -> str:
-    """A prompt, text or chat messages, as text: a paragraph for each message."""
+    """A prompt, text or cleaned chat messages, as text: a paragraph for each message."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    messages = in_form(prompt, texts=True, parts=False)
+    return "\n\n".join(f"{m['role']}: {m.get('content') or m.get('tool_calls', '')}" for m in messages)
 
 
 def other_columns(record: Mapping[str, Any], prompt_key: str) -> str:

@@ -16,6 +16,7 @@ from controller.config import Config, load, load_as, to_yaml
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.data.records import read_records
 from controller.inputs import Inputs, prompt_lines, tokenized, try_inputs
+from controller.observability.shown_text import shown_prompt
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters
 from tests.controller.stand_ins.run import SETTINGS
@@ -144,6 +145,8 @@ def test_none_is_dropped_at_the_top_of_a_message_alone(workspace: Path) -> None:
     write(workspace / "x.jsonl", [[USER | {"name": None}, call, USER]])
     calls = {"role": "assistant", "tool_calls": [{"arguments": {"x": None}}]}
     assert read_records("x.jsonl", "prompt") == [{"prompt": [USER, calls, USER]}]
+    parts = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}
+    assert shown_prompt([calls, parts]) == f"assistant: {calls['tool_calls']}\n\nuser: 12"
 
 
 @pytest.mark.parametrize("content", ["12", [{"type": "text", "text": "1"}, "2"]], ids=["text", "parts"])

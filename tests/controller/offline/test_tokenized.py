@@ -1,9 +1,11 @@
 """Which tokens of a record are learned: by the template's marks, by prefixes, or behind a text prompt."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from controller.data.records import Record
 from controller.offline.tokenized import Row, example_row, preference_examples, sft_examples
@@ -61,7 +63,11 @@ def test_of_a_prompt_with_turns_the_response_alone_is_learned(template: str, res
 
 
 def test_a_text_response_is_learned_with_its_end() -> None:
-    assert learned(sft_row(tokenizer(), {"prompt": "1+1=", "response": "2"})) == "____2<eos>"
+    adding = tokenizer()
+    end = ("<eos>", adding.tokenizer.eos_token_id)
+    adding.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[end])
+    for made, response in itertools.product((tokenizer(), adding), ("2", "2<eos>")):
+        assert learned(sft_row(made, {"prompt": "1+1=", "response": response})) == "____2<eos>"
 
 
 def test_a_record_is_a_conversation_where_it_has_one() -> None:
