@@ -25,7 +25,7 @@ from workers.model.checkpoint_folder import Manifest, commit, unfinished_folder
 from workers.score import Score
 from workers.user_code import Signature, UserFunction
 
-QUICK_DRAWS, SLOW_DRAWS = 40, 2500  # of each kind
+QUICK_DRAWS, SLOW_DRAWS = 40, 2000  # of each kind
 TRAINING = [
     ("fit", ("--config", "config.yaml", "--dry-run")),
     ("sft", ("--config", "sft.yaml", "--dry-run")),
@@ -130,6 +130,7 @@ KINDS: dict[str, Callable[[Path], st.SearchStrategy[Draw]]] = {
     "settings": lambda folder: of_settings(),
     "yaml": lambda folder: of_yaml(contents(folder, "*.yaml")),
     "data": lambda folder: of_files(contents(folder, "*.jsonl"), [*TRAINING, READING[4]]),
+    "records": lambda folder: of_files(contents(folder, "runs/**/*"), READING),
     "arguments": lambda folder: of_arguments([*TRAINING, *READING, *DOCTOR]),
 }
 
