@@ -10,12 +10,14 @@ take turns, so that both see the machine in the same minutes; the ratio of the m
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ MODEL, TRAIN = "examples/addition/cache/model", "examples/addition/cache/train.j
 PROMPTS, SAMPLES, MAX_NEW_TOKENS, LEARNING_RATE, CLIP = 32, 8, 64, 2e-4, 1.0
 MICRO_BATCH = 32  # sequences; 16 to 64 take the same time
 WARM_UP = 3  # steps that are not counted
-WAYS = {
-    "by hand, one process": None,
+BY_HAND, TRL = "by hand, one process", "TRL's GRPOTrainer, transformers generation"
+WAYS: dict[str, tuple[str, ...] | None] = {
+    BY_HAND: None,
+    **({TRL: None} if find_spec("trl") else {}),
     "this system": (),
     "this system, model.share_prefixes=never": ("model.share_prefixes=never",),
     "this system, rollout.max_staleness=1": ("rollout.max_staleness=1", "rollout.replicas=1"),
@@ -123,8 +127,43 @@ def by_hand(steps: int) -> None:
     print(json.dumps({"seconds": seconds[WARM_UP:], "updates": updates[WARM_UP:], "tokens": tokens[WARM_UP:]}))
 
 
-def measured_by_hand(steps: int) -> dict[str, list[float]]:
-    command = [sys.executable, "-m", "tests.benchmarks.step", "--by-hand", "--steps", str(steps)]
+def by_trl(steps: int) -> None:
+    """Print the seconds of TRL's counted steps as JSON: the same prompts, samples, lengths, loss and optimizer."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from examples.addition.reward import reward
+
+    seconds: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds.append(time.perf_counter() - self.start)
+
+    def score(completions: list[str], solution: list[str], **_: Any) -> list[float]:
+        return [reward(text, right)["reward"] for text, right in zip(completions, solution, strict=True)]
+
+    records = [json.loads(line) for line in Path(TRAIN).read_text().splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = GRPOConfig(
+            folder, per_device_train_batch_size=MICRO_BATCH,
+            gradient_accumulation_steps=PROMPTS * SAMPLES // MICRO_BATCH,
+            num_generations=SAMPLES, max_completion_length=MAX_NEW_TOKENS, max_steps=WARM_UP + steps, beta=0.0,
+            learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=CLIP, adam_beta2=0.95,
+            shuffle_dataset=False, use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
+            report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        GRPOTrainer(MODEL, score, arguments, Dataset.from_list(records), callbacks=[Clock()]).train()
+    nothing = [math.nan]
+    print(json.dumps({"seconds": seconds[WARM_UP:], "updates": nothing, "tokens": nothing}))
+
+
+def measured_alone(loop: str, steps: int) -> dict[str, list[float]]:
+    command = [sys.executable, "-m", "tests.benchmarks.step", f"--{loop}", "--steps", str(steps)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     found: dict[str, list[float]] = json.loads(lines[-1])
     return found
@@ -156,16 +195,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--by-hand", action="store_true", help="only that loop, as JSON")
+    parser.add_argument("--trl", action="store_true", help="only TRL, as JSON")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    if arguments.by_hand:
-        by_hand(arguments.steps)
+    if arguments.by_hand or arguments.trl:
+        (by_hand if arguments.by_hand else by_trl)(arguments.steps)
         return
     found: dict[str, list[dict[str, list[float]]]] = {way: [] for way in WAYS}
     for _ in range(arguments.rounds):
         for way, overrides in WAYS.items():
             steps = arguments.steps
-            found[way].append(measured_by_hand(steps) if overrides is None else measured_run(steps, overrides))
+            alone = "trl" if way == TRL else "by-hand"
+            found[way].append(measured_alone(alone, steps) if overrides is None else measured_run(steps, overrides))
             print(f"{way}: {statistics.median(found[way][-1]['seconds']):.2f} s", flush=True)
     medians = {way: statistics.median(s for turn in turns for s in turn["seconds"]) for way, turns in found.items()}
     page = HEADER.format(cores=len(os.sched_getaffinity(0)), steps=arguments.steps, rounds=arguments.rounds)
@@ -175,7 +216,8 @@ def main() -> None:
             statistics.median(one for turn in turns for one in turn[name]) for name in ("tokens", "updates")
         )
         ratio = medians[way] / next(iter(medians.values()))
-        page += f"| {way} | {each} | {medians[way]:.2f} | {ratio:.2f} | {update:.2f} | {tokens:,.0f} |\n"
+        row = f"| {way} | {each} | {medians[way]:.2f} | {ratio:.2f} | {update:.2f} | {tokens:,.0f} |\n"
+        page += row.replace("nan", "not measured")
     print(page)
     page += "\n" + pause_of_updates()
     print(page)
