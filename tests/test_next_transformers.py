@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 NEXT = "5.24.0"
+EXPERTS = "tests/workers/model/test_expert_parallel.py"
+OUTDATED = f"{EXPERTS}::test_dense_models_and_families_without_dispatch_are_refused_by_every_rank"
+"""Its example of a family without dispatch, granitemoe, has one in this version."""
 TESTS = (
     "tests/test_contracts.py",
     "tests/workers/model/test_families.py",
-    "tests/workers/model/test_expert_parallel.py",
+    EXPERTS,
     "tests/controller/preflight/test_measure.py::test_the_estimate_of_shared_experts_holds[1-2-8192]",
 )
-
-
-OUTDATED = "tests/workers/model/test_expert_parallel.py::test_dense_models_and_families_without_dispatch_are_refused_by_every_rank"
-"""Its example of a family without dispatch, granitemoe, has one in this version."""
 
 
 @pytest.mark.slow

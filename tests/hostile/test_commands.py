@@ -131,6 +131,7 @@ KINDS: dict[str, Callable[[Path], st.SearchStrategy[Draw]]] = {
     "yaml": lambda folder: of_yaml(contents(folder, "*.yaml")),
     "data": lambda folder: of_files(contents(folder, "*.jsonl"), [*TRAINING, READING[4]]),
     "records": lambda folder: of_files(contents(folder, "runs/**/*"), READING),
+    "models": lambda folder: of_files(contents(folder, "model/*.json"), TRAINING),
     "arguments": lambda folder: of_arguments([*TRAINING, *READING, *DOCTOR]),
 }
 
