@@ -5,6 +5,7 @@ import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Worker:
             TORCHELASTIC_USE_AGENT_STORE="True",  # no rank starts a store, see `_meeting_point`
         )
         if self.coordinates.index == 0:
-            self._store = _meeting_point(address, port)
+            _meeting_point(address, port)
         use_rays_interface()
         backend = process_group_backend(self.device)
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -103,8 +104,12 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
+@cache
 def _meeting_point(address: str, port: int) -> torch.distributed.TCPStore:
-    """The store where ranks meet, on this address alone: torch by itself listens on all interfaces."""
+    """The store where ranks meet, on this address alone: torch by itself listens on all interfaces.
+
+    Cached, so that it lives as long as the process: groups use it after their start, too.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, port))

@@ -29,7 +29,7 @@ def dry_run(*overrides: str) -> int:
 
 
 def test_a_dry_run_says_how_well_each_model_is_computed(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_tiny_model(workspace / "tiny")
+    save_tiny_model(workspace / "tiny", head_dim=32)
     write_tokenizer(workspace / "tiny")
     overrides = ("model.path=tiny", "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1")
     assert dry_run(*overrides) == 0
@@ -59,7 +59,7 @@ def test_a_dry_run_refuses_a_broken_model_in_one_line(
 
 
 def test_a_dry_run_refuses_weights_with_nan(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(save_tiny_model(workspace / "tiny")) / "model.safetensors"
+    path = Path(save_tiny_model(workspace / "tiny", head_dim=32)) / "model.safetensors"
     write_tokenizer(workspace / "tiny")
     weights = load_file(path)
     weights["model.norm.weight"][0] = float("nan")

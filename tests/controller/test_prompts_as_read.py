@@ -49,7 +49,7 @@ def write_model(folder: Path, adds: str, template: str = TEMPLATE, tokens: Seque
     own = [(name, made.convert_tokens_to_ids(name)) for name in ("<bos>", "<eos>")]
     made.backend_tokenizer.post_processor = TemplateProcessing(single=adds, special_tokens=own)
     made.chat_template = template
-    create_model(folder, 0, made, width=32, layers=1)
+    create_model(folder, 0, made, width=128, layers=1)
 
 
 def write(path: Path, prompts: list[Any]) -> None:

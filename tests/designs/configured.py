@@ -52,13 +52,13 @@ def write_designs_workspace(folder: Path) -> str:
     """Everything that a configuration names, with a real tiny model; returns the path of its config.yaml."""
     file = write_workspace(folder)
     (folder / "designs_losses.py").write_text(LOSSES)
-    save_tiny_model(folder / "windowed", "mistral windowed")
+    save_tiny_model(folder / "windowed", "mistral windowed", head_dim=32)
     build("minicpm3", folder / "latent")
     for name, layers in (("deep", 4), ("eight", 8)):
-        save_tiny_model(folder / name, num_hidden_layers=layers, max_position_embeddings=4096)
+        save_tiny_model(folder / name, head_dim=32, num_hidden_layers=layers, max_position_embeddings=4096)
     for left in (folder / "model").iterdir():
         left.unlink()
-    save_tiny_model(folder / "model", max_position_embeddings=4096)
+    save_tiny_model(folder / "model", head_dim=32, max_position_embeddings=4096)
     return str(file)
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, compute, configuration, micro_batches, plan_of, up_to
 from tests.workers.model.ranks import RankPool
-from workers.errors import ConfigError
 
 CP = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring")
 PADDED = ("model.layout=padded", "batch.mini_batches=1")
@@ -67,16 +66,15 @@ def test_d5_virtual_stages_need_a_multiple_of_the_stages_and_get_it(
     config = configuration(file, *up_to(8), *PADDED, *how, *cut, *deep)
     for of in ("policy.update", "policy.log_probs"):
         assert len(micro_batches(plan_of(config, [7, 6, 8, 5, 1, 3, 8, 6], of=of))) == count
-    with pytest.raises(ConfigError, match=r"2 sequences cannot fill 4 micro-batches"):
-        plan_of(configuration(file, *SMALL, *cut, *deep, "policy.min_micro_batches=4"), [5, 5, 5])
+    assert "ask for 4000 micro-batches" in refusal(*cut, *deep, "policy.min_micro_batches=4000")
 
 
 def test_d5_a_multiple_that_a_mini_batch_cannot_fill_is_refused_with_the_reason(file: str) -> None:
     said = refusal("batch.mini_batches=2", "balance.count_multiple=100")
     assert "balance.count_multiple=100 ask for 100 micro-batches" in said
+    # A full step can; one of which dropping has left too little goes on.
     config = configuration(file, *SMALL, *PADDED, "policy.ranks=1", "balance.count_multiple=4")
-    with pytest.raises(ConfigError, match=r"^policy.update: 3 sequences cannot fill 4 .*balance.count_multiple"):
-        plan_of(config, [5, 5, 5])
+    assert sum(len(rows) for steps in micro_batches(plan_of(config, [5, 5, 5])) for rows in steps) == 3
 
 
 def test_d6_layout_cap_and_rounding_are_separate_for_training_and_forward_passes(ranks: RankPool, file: str) -> None:

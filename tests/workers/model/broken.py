@@ -115,7 +115,7 @@ for name, model in BROKEN.items():
 
 def save_broken_model(path: Path, name: str) -> str:
     """The tiny model as one of `BROKEN`, which transformers in this process knows."""
-    save_tiny_model(path)
+    save_tiny_model(path, head_dim=32)
     return as_broken(path, name)
 
 

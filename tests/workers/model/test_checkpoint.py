@@ -302,7 +302,8 @@ def test_nothing_in_a_checkpoint_is_ever_unpickled(model, saved, tmp_path):
         (saved / name).write_bytes(attack)
         with pytest.raises(CheckpointError, match="step-2 is torn"):
             engine.load_checkpoint(saved)
-        # Even if the manifest vouches for it.
+        # Even if the manifest vouches for it, as earlier versions wrote it.
+        manifest.pop("sha256", None)
         manifest["files"][name] = asdict(StoredFile.of(saved / name))
         (saved / MANIFEST).write_text(json.dumps(manifest))
         if name == shard.name:
