@@ -48,7 +48,7 @@ def _pieces(groups: Groups, caps: Caps, level: float) -> Integers:
     wanted = np.maximum(np.ceil(np.minimum(needed, members)).astype(np.int64), fewest_parts(groups, caps))
     while True:
         wanted = np.clip(wanted, 1, members)
-        pieces = equal_parts(groups, wanted)
+        pieces = _equal_parts(groups, wanted)
         tokens = np.bincount(pieces, groups.own_tokens) + np.repeat(groups.shared_tokens, wanted)
         over = np.unique(np.repeat(np.arange(len(members)), wanted)[tokens > caps.max_tokens])
         if not len(over):
@@ -56,7 +56,7 @@ def _pieces(groups: Groups, caps: Caps, level: float) -> Integers:
         wanted[over] *= 2
 
 
-def equal_parts(groups: Groups, counts: Integers) -> Integers:
+def _equal_parts(groups: Groups, counts: Integers) -> Integers:
     """int64 [n], the part of each sequence, those of the first group first; counts: int64 [G], parts of each group."""
     place = np.arange(len(groups.own)) - groups.start[groups.group]
     parts: Integers = (np.cumsum(counts) - counts)[groups.group] + place % counts[groups.group]

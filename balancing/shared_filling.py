@@ -36,7 +36,7 @@ class Groups(NamedTuple):
     shared_tokens: Integers
 
 
-class Room(NamedTuple):
+class _Room(NamedTuple):
     """Room left in each micro-batch. load: float64 [M]. tokens, sequences: int64 [M]."""
 
     load: Floats
@@ -51,44 +51,33 @@ def fill_groups(groups: Groups, order: Integers, levels: Floats, max_tokens: int
     order: int64 [G], of the groups. levels: float64 [M], descending, the most workload of each micro-batch.
     """
     count = len(levels)
-    room = Room(levels.copy(), np.full(count, max_tokens), np.full(count, max_sequences))
+    room = _Room(levels.copy(), np.full(count, max_tokens), np.full(count, max_sequences))
     micro_batch_of = np.full(len(groups.own), -1)
-    fill_room(groups, order, room, micro_batch_of, max_sequences)
-    return micro_batch_of
-
-
-@compiled
-def fill_room(groups: Groups, order: Integers, room: Room, micro_batch_of: Integers, untouched: int) -> None:
-    """Place the sequences of these groups that are in no micro-batch, -1, until the first part that fits nowhere.
-
-    room, micro_batch_of: changed. untouched: room for sequences in a micro-batch that is empty and has as much room as
-    those after it, -1 if there may be none.
-    """
     is_open = np.arange(len(room.load))
     least = groups.shared.min() + groups.own.min()
     for group in order:
         left = np.arange(groups.start[group], groups.start[group + 1])
-        left = left[micro_batch_of[left] < 0]
         tried = np.zeros(len(room.load) if len(left) > 1 else 0, np.bool_)
         while len(left) > 0:
-            whole, place = _place(groups, group, left, room, is_open, tried, untouched)
+            whole, place = _place(groups, group, left, room, is_open, tried, max_sequences)
             if place < 0:
-                return
+                return micro_batch_of
             taken = left
             if not whole:
                 tried[place] = True
                 load, tokens = room.load[place] - groups.shared[group], room.tokens[place] - groups.shared_tokens[group]
-                taken = cut(groups, left, load, tokens, room.sequences[place])
+                taken = _cut(groups, left, load, tokens, room.sequences[place])
             if len(taken) > 0:
                 micro_batch_of[taken] = place
                 left = left[micro_batch_of[left] < 0]
-                take(groups, group, taken, room, place)
+                _take(groups, group, taken, room, place)
                 if room.load[place] < least or room.sequences[place] == 0:
                     is_open = is_open[is_open != place]
+    return micro_batch_of
 
 
 @compiled
-def take(groups: Groups, group: int, taken: Integers, room: Room, place: int) -> None:
+def _take(groups: Groups, group: int, taken: Integers, room: _Room, place: int) -> None:
     """Room of a micro-batch after it took sequences of a group of which it had none."""
     room.load[place] -= groups.shared[group] + groups.own[taken].sum()
     room.tokens[place] -= groups.shared_tokens[group] + groups.own_tokens[taken].sum()
@@ -97,7 +86,7 @@ def take(groups: Groups, group: int, taken: Integers, room: Room, place: int) ->
 
 @compiled
 def _place(
-    groups: Groups, group: int, left: Integers, room: Room, is_open: Integers, tried: NDArray[np.bool_], untouched: int
+    groups: Groups, group: int, left: Integers, room: _Room, is_open: Integers, tried: NDArray[np.bool_], untouched: int
 ) -> tuple[bool, int]:
     """The fullest micro-batch with room for all of `left`, and True; else the one with most room, and False; or -1.
 
@@ -127,7 +116,7 @@ def _place(
 
 
 @compiled
-def cut(groups: Groups, left: Integers, load: float, tokens: int, sequences: int) -> Integers:
+def _cut(groups: Groups, left: Integers, load: float, tokens: int, sequences: int) -> Integers:
     """Sequences of `left` that fill this room best of `STARTS` tries; none if none fits. left: from the heaviest on."""
     best, heaviest, taken = left[:0], 0.0, np.empty_like(left)
     for start in range(min(len(left), STARTS)):

