@@ -12,7 +12,7 @@ workload      cost models, counted (model_config) or fitted (fitting)
 alignment     padding and chunks for context parallelism
 pipeline      what each stage of a pipeline computes, in order; pipeline_plan: plans for the least makespan, from the
               exact time (pipeline_time) of orders (pipeline_order) and shapes (pipeline_shape, pipeline_dealing)
-published     the algorithms of other systems; redeal moves groups between mini-batches
+published     the algorithms of other systems
 analysis      statistics and explanations of plans, comparisons, charts, `python -m balancing`
 """
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
+from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.analysis.explain import explain
 from balancing.analysis.lengths_file import read_column, read_json, read_lengths
 from balancing.analysis.pipeline_comparison import compare_on_pipeline
@@ -61,14 +61,11 @@ def _run(options: argparse.Namespace) -> None:
         return
     outcomes, plan = compare(batch)
     by_name = {outcome.name: outcome for outcome in outcomes}
-    before = options.before or GIVEN
-    if before not in by_name:
-        raise OptionError(f"--before {before!r} needs several mini-batches and as many groups; here it is the same")
-    explanation = explain(plan, None if run is None else run.groups)
+    explanation = explain(plan)
     console.print(terminal_table(batch, outcomes))
     console.print(f"\n{explanation}", markup=False, highlight=False)
     if options.png:
-        write_png(batch, by_name[before], by_name[OURS], options.png)
+        write_png(batch, by_name[options.before or GIVEN], by_name[OURS], options.png)
     if options.html:
         write_html(batch, outcomes, explanation, options.html)
 
@@ -79,7 +76,7 @@ def _sentence(text: str) -> str:
 
 def _changed(options: argparse.Namespace) -> str:
     """The settings in which the command line differs from the run; empty if it does not."""
-    names = ("ranks", "mini_batches", "max_tokens", "group_size", "model", "pipeline", "virtual_stages")
+    names = ("ranks", "mini_batches", "max_tokens", "model", "pipeline", "virtual_stages")
     given = [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names if getattr(options, name)]
     return f" Otherwise than in the run: {', '.join(given)}." if given else ""
 
@@ -114,13 +111,11 @@ def _batch(options: argparse.Namespace, run: RunPlan) -> Batch:
     lengths = _lengths(options)
     if (options.ranks or 0) > len(lengths):
         raise OptionError(f"--ranks {options.ranks} is more than the {len(lengths)} sequences; lower it")
-    groups = _groups(options, len(lengths), run)
     arguments = dict(run.arguments)
     recorded = {name: arguments.pop(name, None) for name in ("ranks", "max_tokens", "cost_model", "pipeline")}
     return Batch(
         lengths=lengths,
-        mini_batches=_mini_batches(options, groups, run),
-        groups=groups,
+        mini_batches=_mini_batches(options, len(lengths), run),
         ranks=options.ranks or recorded["ranks"] or RANKS,
         max_tokens=options.max_tokens or recorded["max_tokens"] or _default_cap(options, lengths),
         cost_model=(recorded["cost_model"] if options.model is None else None) or _cost_model(options.model),
@@ -129,22 +124,16 @@ def _batch(options: argparse.Namespace, run: RunPlan) -> Batch:
     )
 
 
-def _mini_batches(
-    options: argparse.Namespace, groups: NDArray[np.int64], run: RunPlan
-) -> tuple[NDArray[np.int64], ...]:
+def _mini_batches(options: argparse.Namespace, sequences: int, run: RunPlan) -> tuple[NDArray[np.int64], ...]:
     """Those of the run, or as many as are asked for, drawn at random; OptionError for more than there are groups."""
     if run.mini_batches is not None and options.mini_batches is None:
         return run.mini_batches
-    count, by_group = options.mini_batches or run.mini_batch_count or MINI_BATCHES, run.by_group
-    sizes = np.unique(groups, return_counts=True)[1]
-    if count > len(sizes):
-        raise OptionError(
-            f"--mini-batches {count} is more than {len(groups)} sequences in groups of {sizes.max()} fill; "
-            "lower it or --group-size"
-        )
-    drawn = len(sizes) if by_group else len(groups)
-    parts = np.array_split(np.random.default_rng(options.seed).permutation(drawn), count)
-    return tuple(np.flatnonzero(np.isin(groups, part)) if by_group else np.sort(part) for part in parts)
+    groups = run.groups if run.by_group and run.groups is not None else np.arange(sequences)
+    names, count = np.unique(groups), options.mini_batches or run.mini_batch_count or MINI_BATCHES
+    if count > len(names):
+        raise OptionError(f"--mini-batches {count} is more than the {len(names)} sequences or groups; lower it")
+    parts = np.array_split(np.random.default_rng(options.seed).permutation(names), count)
+    return tuple(np.flatnonzero(np.isin(groups, part)) for part in parts)
 
 
 def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
@@ -153,14 +142,6 @@ def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
     if options.lengths is not None:
         return read_lengths(options.lengths, column=options.column, step=options.step)
     return draw(options.distribution, options.count, options.seed, cap=options.max_tokens or DEFAULT_CAP)
-
-
-def _groups(options: argparse.Namespace, sequences: int, run: RunPlan) -> NDArray[np.int64]:
-    """int64 [sequences], the group of each: those of the run, or neighbours together."""
-    if run.groups is not None and options.group_size is None:
-        return run.groups
-    size = options.group_size or (GROUP if options.distribution == "grouped" else 1)
-    return np.arange(sequences) // size
 
 
 def _prefixes(options: argparse.Namespace, sequences: int, run: RunPlan) -> dict[str, NDArray[np.int64]]:
@@ -182,7 +163,7 @@ def _default_cap(options: argparse.Namespace, lengths: NDArray[np.int64]) -> int
 
 
 def _check_counts(options: argparse.Namespace) -> None:
-    for name in ("ranks", "mini_batches", "max_tokens", "group_size", "pipeline", "virtual_stages"):
+    for name in ("ranks", "mini_batches", "max_tokens", "pipeline", "virtual_stages"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise OptionError(f"--{name.replace('_', '-')} {value} must be at least 1")
@@ -208,12 +189,6 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--count", type=int, default=2048, help="sequences to draw (2048)")
     source.add_argument("--seed", type=int, default=0, help="of the draw and of the mini-batches (0)")
     source.add_argument(
-        "--group-size",
-        type=int,
-        metavar="N",
-        help="neighbours that are re-dealt together, such as the responses to a prompt (1)",
-    )
-    source.add_argument(
         "--group-column",
         metavar="NAME",
         help="key or column that is equal for sequences that begin with the same tokens",
@@ -235,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         "--before",
         choices=STRATEGIES,
         metavar="NAME",
-        help=f"strategy in the upper chart: {', '.join(STRATEGIES[:-2])}",
+        help=f"strategy in the upper chart: {', '.join(STRATEGIES[:-1])}",
     )
     return parser
 

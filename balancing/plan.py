@@ -10,7 +10,7 @@ Invariants:
   every micro-batch keeps the cap on tokens and the cap on sequences;
   within a mini-batch every rank has the same number of micro-batches: at least `min_count`, a multiple of
   `multiple_of`, and no micro-step is empty on all ranks;
-  the caller decides which mini-batch a sequence belongs to, and without `redeal_groups` the plan never changes it;
+  the caller decides which mini-batch a sequence belongs to, and the plan never changes it;
   the normalisers of a mini-batch are global numbers that do not depend on how it is split.
 """
 
@@ -34,7 +34,6 @@ from balancing.pipeline import Pipeline
 from balancing.pipeline_plan import Work, computed_alone, schedule_on_pipeline
 from balancing.pipeline_time import makespan
 from balancing.published import PUBLISHED, schedule_rank_locally
-from balancing.redeal import redealt
 from balancing.schedule import schedule_evenly, schedule_in_order
 from balancing.shared_prefixes import schedule_shared
 from balancing.validation import (
@@ -286,7 +285,6 @@ def plan_batch(
     length_multiple: int = 1,
     pipeline: Pipeline | None = None,
     groups: ArrayLike | None = None,
-    redeal_groups: ArrayLike | None = None,
     prefix_groups: ArrayLike | None = None,
     prefix_lengths: ArrayLike | None = None,
     tree_order: ArrayLike | None = None,
@@ -312,8 +310,6 @@ def plan_batch(
     pipeline: `ranks` are data-parallel ranks, each a pipeline of stages; the number of micro-batches is then also a
     multiple of its `count_multiple`. None is no pipeline.
     groups: n whole numbers >= 0, the group of each sequence; the plan counts them for losses that divide by groups.
-    redeal_groups: n whole numbers >= 0, the group of each sequence. CHANGES WHICH SEQUENCES SHARE AN OPTIMISER STEP:
-    whole groups move between mini-batches until all have equal workload (redeal.py). None keeps mini-batches.
     prefix_groups, prefix_lengths: n whole numbers >= 0 each. The sequences of a group begin with the same tokens, so
     many (fewer than a sequence has; 0 is none), which a micro-batch computes once (shared_prefixes.py). Packed layout
     only; of each beginning whole multiples of `length_multiple` count. Algorithms other than `karmarkar_karp` plan as
@@ -322,7 +318,7 @@ def plan_batch(
     order of `tree_order` those of a group that begin alike are neighbours; each begins like the one before it with
     `tree_depths` tokens (fewer than either has). None is that they share the prefix alone.
     Raises LengthError, OptionError, MiniBatchError for bad values; OverCapError for a sequence above the cap;
-    CountError if the counts cannot be kept or groups cannot be re-dealt.
+    CountError if the counts cannot be kept.
     """
     settings = Settings(
         ranks, max_tokens, max_sequences, min_count, multiple_of, cost_model or CostModel.tokens(), algorithm,
@@ -335,8 +331,6 @@ def plan_batch(
     group_of = None if groups is None else group_names(groups, "groups", len(tokens))
     members = membership(mini_batches, len(tokens))
     workloads = settings.cost_model.workload(tokens)
-    if redeal_groups is not None:
-        members = redealt(members, redeal_groups, workloads)
     beginnings = _beginnings(prefix_groups, prefix_lengths, (tree_order, tree_depths), tokens, settings)
     batch = _Batch(tokens, sizes, workloads, in_loss, group_of, beginnings)
     planned = [_mini_batch(rows, batch, settings) for rows in members]

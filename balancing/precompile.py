@@ -4,6 +4,8 @@ The machine code is kept beside the sources (`compiled.py`). For new installatio
 plan of a kind takes 10 to 25 seconds longer.
 """
 
+from typing import Any
+
 import numpy as np
 
 from balancing.packing import pack
@@ -18,9 +20,8 @@ def main() -> None:
     """Make a small plan of every kind."""
     generator = np.random.default_rng(0)
     lengths = generator.integers(20, LONGEST, SEQUENCES)
-    group = np.repeat(np.arange(SEQUENCES // GROUP), GROUP)
-    shared = {"prefix_groups": group, "prefix_lengths": np.full(SEQUENCES, 16)}
-    for options in ({}, {"redeal_groups": group, "mini_batches": np.split(np.arange(SEQUENCES), 2)}, shared):
+    shared: dict[str, Any] = {"prefix_groups": np.arange(SEQUENCES) // GROUP, "prefix_lengths": np.full(SEQUENCES, 16)}
+    for options in ({}, shared):
         for pipeline in (None, Pipeline(2)):
             for max_tokens in (LONGEST, 5 * LONGEST):
                 plan_batch(lengths, ranks=RANKS, max_tokens=max_tokens, pipeline=pipeline, **options)

@@ -2,7 +2,7 @@
 
     number of sequences, seed --draw_mini_batches--> mini-batches --Planner.plan--> Plan of every rank's micro-batches
 
-Mini-batches are a random choice, made before balancing and never changed by it, but for balance.redeal_groups.
+Mini-batches are a random choice, made before balancing and never changed by it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,6 @@ from balancing import CostModel, Plan, plan_batch
 from balancing.alignment import group_cap
 from balancing.errors import CountError
 from balancing.pipeline import Pipeline
-from balancing.redeal import redealt
 from controller.beginnings import shared_beginnings
 from controller.config import TrainingConfig
 
@@ -173,18 +172,6 @@ class Planner:
         config = self.config
         groups = group_numbers(batch) if config.mini_batches_by == "group" else None
         return draw_mini_batches(len(batch), config.mini_batches, config.run.seed, step, epoch, groups)
-
-    def redealt(self, batch: "RemoteBatch", drawn: list[np.ndarray]) -> list[np.ndarray]:
-        """Mini-batches of equal workload, of whole groups, with balance.redeal_groups; else `drawn` as it is.
-
-        There are fewer than were drawn where groups are fewer. batch: light columns `length` and `uid`.
-        """
-        if not self.config.balance.redeal_groups:
-            return drawn
-        groups = group_numbers(batch)
-        if groups.max() + 1 < len(drawn):
-            drawn = np.array_split(np.arange(len(batch)), groups.max() + 1)
-        return redealt(drawn, groups, self.cost_model.workload(batch["length"]))
 
 
 def group_numbers(batch: "RemoteBatch") -> np.ndarray:

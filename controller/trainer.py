@@ -137,8 +137,7 @@ class Trainer(TrainingLoop):
         columns = {"groups": group_numbers(batch), "prompts": prompts, **prefixes}
         batch = batch.with_meta(step=step, steps=self.config.run.steps)
         with record.phase("plan"):
-            epochs = [self.planner.draw(batch, step, epoch) for epoch in range(self.config.batch.epochs)]
-            drawn = [self.planner.redealt(batch, mini_batches) for mini_batches in epochs]
+            drawn = [self.planner.draw(batch, step, epoch) for epoch in range(self.config.batch.epochs)]
             plans = [self.planner.plan(batch, epoch, "policy.update") for epoch in drawn]
         record.writer.lengths(step, plan_record(plans[0]), lengths=batch["length"], **columns)
         with record.phase("log_probs"):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from balancing.analysis.statistics import indices_of, padding_share, predicted_grids, step_time
 from balancing.errors import BalancingError
@@ -99,8 +98,8 @@ def less_padded(plan: Plan) -> Iterator[Candidate]:
         yield Candidate('layout="packed"', {"layout": "packed"})
 
 
-def faster(plan: Plan, groups: ArrayLike | None = None) -> Iterator[Candidate]:
-    """Candidates that may shorten the step. groups: int [n], those that re-dealing keeps together; None: none are."""
+def faster(plan: Plan) -> Iterator[Candidate]:
+    """Candidates that may shorten the step."""
     best = None if plan.settings.pipeline is None else "makespan"
     if plan.settings.algorithm != "karmarkar_karp":
         changes = {"algorithm": "karmarkar_karp", "order": best}
@@ -114,17 +113,9 @@ def faster(plan: Plan, groups: ArrayLike | None = None) -> Iterator[Candidate]:
         for limit in (2 * plan.settings.max_sequences, None):
             yield Candidate(f"max_sequences={limit}", {"max_sequences": limit})
     if len(plan.mini_batches) > 1:
-        yield _redealt(plan, groups)
         yield _fewer_mini_batches(plan)
     if plan.ranks % 2 == 0:
         yield _twice_the_context_parallelism(plan)
-
-
-def _redealt(plan: Plan, groups: ArrayLike | None) -> Candidate:
-    """The candidate with mini-batches of equal workload."""
-    what, how = ("sequences", "redeal_groups=range(n)") if groups is None else ("groups", "balance.redeal_groups=true")
-    words = f"{what} re-dealt between mini-batches, which changes the optimiser steps ({how})"
-    return Candidate(words, {"redeal_groups": np.arange(len(plan.lengths)) if groups is None else groups})
 
 
 def _higher_caps(plan: Plan) -> Iterator[Candidate]:

@@ -9,8 +9,6 @@ It recommends only settings that it has planned with, and prints what they save.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from numpy.typing import ArrayLike
-
 from balancing.analysis.advice import LEAST_GAIN, Advice, capped, faster, less_padded, tried
 from balancing.analysis.findings import Cause, Finding, findings
 from balancing.analysis.statistics import ideal_time, lower_bound, plan_statistics, predicted_grids, step_time
@@ -35,28 +33,22 @@ class Explanation:
     waiting: float
 
 
-def explanation(plan: Plan, groups: ArrayLike | None = None) -> Explanation:
-    """The explanation as data. If ranks or stages wait, it plans the batch up to nine more times.
-
-    groups: int [n], the group of each sequence, which re-dealing keeps together; None: sequences move alone.
-    """
+def explanation(plan: Plan) -> Explanation:
+    """The explanation as data. If ranks or stages wait, it plans the batch up to eight more times."""
     grids = predicted_grids(plan)
     time, ideal = step_time(grids), ideal_time(grids)
     waiting = 1.0 - ideal / time
     # Stages of a pipeline wait also where no rank does.
     waits = waiting >= NEGLIGIBLE or plan.settings.pipeline is not None
-    advice = tried(plan, faster(plan, groups)) if waits else []
+    advice = tried(plan, faster(plan)) if waits else []
     advice += tried(plan, less_padded(plan), "padding")
     bound = lower_bound(plan) / ideal - 1.0
     return Explanation(tuple(findings(plan)), tuple(advice), time / ideal - 1.0, bound, waiting)
 
 
-def explain(plan: Plan, groups: ArrayLike | None = None) -> str:
-    """The explanation as text: a headline, a line for each finding and a line for each setting that helps.
-
-    groups: as in `explanation`.
-    """
-    result = explanation(plan, groups)
+def explain(plan: Plan) -> str:
+    """The explanation as text: a headline, a line for each finding and a line for each setting that helps."""
+    result = explanation(plan)
     worth_saying = [found for found in result.findings if found.waiting == 0 or found.waiting >= NEGLIGIBLE]
     lines = [_headline(plan, result), "", "Why:"]
     lines += [f"- {_SENTENCES[finding.cause](finding, plan)}" for finding in worth_saying]

@@ -17,7 +17,7 @@ from rich.table import Table
 from balancing.analysis.gantt import Chart, save_png, to_svg
 from balancing.analysis.pipeline_comparison import PIPELINE_COLUMNS, PipelineOutcome
 from balancing.analysis.pipeline_gantt import pipeline_svg
-from balancing.analysis.strategies import OURS, REDEALT, Batch, Outcome, losing
+from balancing.analysis.strategies import OURS, Batch, Outcome
 from balancing.pipeline import Pipeline
 
 COLUMNS = ("strategy", "over ideal", "over cap", "padding", "micro-steps", "idle, mean", "idle, worst", "to plan")
@@ -64,24 +64,13 @@ def cells(outcome: Outcome) -> list[str]:
 
 
 def terminal_table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
-    """The comparison as a rich table; violations of the cap are red, our strategies bold unless they gain nothing."""
-    table = _empty_table(headline(batch), COLUMNS, note(outcomes))
+    """The comparison as a rich table; violations of the cap are red, our strategies bold."""
+    table = _empty_table(headline(batch), COLUMNS, NOTE)
     for outcome in outcomes:
         row = cells(outcome)
         row[2] = f"[red]{row[2]}[/red]" if outcome.violations else row[2]
-        table.add_row(*row, style="bold" if outcome.name in _marked(outcomes) else None)
+        table.add_row(*row, style="bold" if outcome.name.startswith(OURS) else None)
     return table
-
-
-def note(outcomes: Sequence[Outcome]) -> str:
-    """Lines below the table: the meaning of its columns, and whether re-dealing gains anything."""
-    no_gain = " Re-dealing does not shorten this step: leave balance.redeal_groups=false (redeal_groups=None)."
-    return NOTE + (no_gain if REDEALT in losing(outcomes) else "")
-
-
-def _marked(outcomes: Sequence[Outcome]) -> set[str]:
-    """Names of our strategies, without those that gain nothing."""
-    return {outcome.name for outcome in outcomes if outcome.name.startswith(OURS)} - losing(outcomes)
 
 
 def _empty_table(title: str, columns: Sequence[str], note: str) -> Table:
@@ -131,9 +120,8 @@ def write_png(batch: Batch, before: Outcome, after: Outcome, path: Path) -> None
 def write_html(batch: Batch, outcomes: Sequence[Outcome], explanation: str, path: Path) -> None:
     """Write the page: table, a chart of every strategy on one time axis, and the explanation of the plan."""
     charts = to_svg([Chart(outcome.name, outcome.grids) for outcome in outcomes], batch.ideal)
-    marked = _marked(outcomes)
-    table = _html_table(COLUMNS, (_html_row(outcome, outcome.name in marked) for outcome in outcomes))
-    _write_page(path, headline(batch), table, note(outcomes), "Ranks over time", charts, explanation)
+    table = _html_table(COLUMNS, (_html_row(outcome, outcome.name.startswith(OURS)) for outcome in outcomes))
+    _write_page(path, headline(batch), table, NOTE, "Ranks over time", charts, explanation)
 
 
 def write_pipeline_html(

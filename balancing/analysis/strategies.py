@@ -22,18 +22,17 @@ from balancing.published import PADDED, Published, published_steps
 from balancing.workload import CostModel
 
 OURS = "Ballast"
-REDEALT = "Ballast, re-dealt"
 SHARED = "Ballast, shared"
 GIVEN = "given order"
 PUBLISHED_TITLES: dict[str, Published] = {"verl": "verl", "ROLL": "roll", "MindSpeed-RL": "mindspeed_rl"}
 REPETITIONS = 3
 """Number of timed runs of each strategy."""
-STRATEGIES = (GIVEN, *PUBLISHED_TITLES, OURS, REDEALT)
+STRATEGIES = (GIVEN, *PUBLISHED_TITLES, OURS)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The batch to plan. lengths: int64 [n]. mini_batches: index arrays. groups: int64 [n], the group of each.
+    """The batch to plan. lengths: int64 [n]. mini_batches: index arrays.
 
     prefixes: arguments of `plan_batch` about what sequences begin with alike, for the strategy that shares it; empty
     without it.
@@ -42,7 +41,6 @@ class Batch:
 
     lengths: NDArray[np.int64]
     mini_batches: tuple[NDArray[np.int64], ...]
-    groups: NDArray[np.int64]
     ranks: int
     max_tokens: int
     cost_model: CostModel
@@ -64,11 +62,6 @@ class Batch:
             **self.arguments,
         }
         return plan_batch(self.lengths, **{**arguments, **changes})  # type: ignore[arg-type]
-
-    @property
-    def can_be_redealt(self) -> bool:
-        """Whether groups can move between mini-batches: there are several, and at least as many groups."""
-        return 1 < len(self.mini_batches) <= len(np.unique(self.groups))
 
     def shared_plan(self, **changes: object) -> Plan:
         """The plan in which a micro-batch computes what its sequences begin with once."""
@@ -143,27 +136,15 @@ def of_plan(plan: Plan) -> Schedule:
 
 
 def compare(batch: Batch) -> tuple[list[Outcome], Plan]:
-    """The outcomes of all strategies, and the plan by `batch.arguments`, with shared prefixes where there are any.
-
-    Re-dealing is left out where it can change nothing, and shared prefixes where there are none.
-    """
+    """The outcomes of all strategies, and the plan by `batch.arguments`, with shared prefixes where there are any."""
     ours = {"algorithm": "karmarkar_karp"}
     strategies: dict[str, Callable[[], Schedule]] = {GIVEN: lambda: of_plan(batch.plan(algorithm="none"))}
     strategies |= {title: partial(_published, name, batch) for title, name in PUBLISHED_TITLES.items()}
     strategies[OURS] = lambda: of_plan(batch.plan(**ours))
-    if batch.can_be_redealt:
-        strategies[REDEALT] = lambda: of_plan(batch.plan(redeal_groups=batch.groups, **ours))
     if batch.prefixes:
         strategies[SHARED] = lambda: of_plan(batch.shared_plan(**ours))
     plan = batch.shared_plan() if batch.prefixes else batch.plan()
     return [measure(name, batch, strategy) for name, strategy in strategies.items()], plan
-
-
-def losing(outcomes: Sequence[Outcome]) -> frozenset[str]:
-    """Names of strategies of ours that shorten nothing: re-dealing, where the step is no shorter than without it."""
-    by_name = {outcome.name: outcome for outcome in outcomes}
-    redealt = by_name.get(REDEALT)
-    return frozenset({REDEALT} if redealt and redealt.over_ideal >= by_name[OURS].over_ideal else ())
 
 
 def _published(name: Published, batch: Batch) -> Schedule:

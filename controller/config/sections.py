@@ -239,11 +239,6 @@ class BalanceConfig:
         "pipeline for the least time. `auto` is `makespan` in a pipeline, else `descending`.",
         choices=("auto", "descending", "small_ends", "makespan"),
     )
-    redeal_groups: bool = setting(
-        False,
-        "Move whole groups between the mini-batches of a step until their workloads are equal. This changes which "
-        "sequences share an optimiser step: mini-batches are no longer random.",
-    )
     refit: str = setting(
         "auto",
         "Fit the cost model of the planner to the measured times of micro-steps, every ten steps. `auto` does so on "

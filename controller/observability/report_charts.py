@@ -166,10 +166,9 @@ def gantt(run: RunFolder, config: TrainingConfig) -> tuple[int, str] | None:
     """The last step and its Gantt charts, in the given order and as planned; None where there is nothing to compare.
 
     Time 1 is that of the plan if no rank ever waited. The plan, with several epochs the first one's, is made again from
-    the recorded lengths, with the settings, the seed and the costs of the run; not that of mini-batches dealt anew
-    (balance.redeal_groups).
+    the recorded lengths, with the settings, the seed and the costs of the run.
     """
-    if not run.lengths or config.policy.ranks == 1 or config.balance.redeal_groups:
+    if not run.lengths or config.policy.ranks == 1:
         return None
     step = max(run.lengths)
     try:

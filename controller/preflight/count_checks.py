@@ -24,22 +24,7 @@ def check_counts(config: Config) -> None:
     advice = "batch.mini_batches, or sample more"
     check_micro_batches(config, "min_micro_batches", smallest, f"{smallest} sequences of a mini-batch", advice)
     check_micro_batches(config, "forward_min_micro_batches", whole, f"{whole} sequences of a step", advice)
-    _check_redeal_groups(config)
     check_warmup("policy", config.policy.optimizer, config.total_optimizer_steps, OPTIMIZER_STEPS)
-
-
-def _check_redeal_groups(config: Config) -> None:
-    groups = config.batch.prompts_per_step
-    if config.balance.redeal_groups and groups < config.batch.mini_batches:
-        raise ConfigError(
-            f"balance.redeal_groups=true deals whole groups, and the {groups} of a step (batch.prompts_per_step) are "
-            f"fewer than batch.mini_batches={config.batch.mini_batches}; lower mini_batches, or remove it."
-        )
-    if config.balance.redeal_groups and config.batch.epochs > 1:
-        raise ConfigError(
-            f"balance.redeal_groups=true would deal the same mini-batches in all of batch.epochs={config.batch.epochs} "
-            "passes, which are to be drawn anew in each; remove one of the two."
-        )
 
 
 def check_micro_batches(config: TrainingConfig, name: str, sequences: int, of: str, advice: str) -> None:

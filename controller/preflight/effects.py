@@ -86,11 +86,7 @@ NO_EFFECT_WITHOUT: tuple[Row, ...] = (
         lambda c: c.has_forward_pass or c.uses_reference or c.uses_critic or c.uses_reward_model,
         ("policy.forward_min_micro_batches", "model.forward_layout", "model.forward_length_multiple"),
     ),
-    (
-        "batch.mini_batches above 1",
-        lambda c: c.batch.mini_batches > 1,
-        ("balance.redeal_groups", "batch.mini_batches_by"),
-    ),
+    ("batch.mini_batches above 1", lambda c: c.batch.mini_batches > 1, ("batch.mini_batches_by",)),
     ("algorithm.advantage=grpo", lambda c: c.algorithm.advantage == "grpo", ("algorithm.normalize_by_std",)),
     (
         "algorithm.advantage=reinforce_plus_plus or reinforce_plus_plus_baseline (with gae it is algorithm.gae.gamma)",

@@ -30,7 +30,6 @@ ROWS: tuple[Row, ...] = (
         lambda c: c.policy.optimizer.schedule != "constant",
         ("policy.optimizer.total_steps", "policy.optimizer.final_learning_rate_ratio"),
     ),
-    ("several mini-batches in a step, which controller.fit alone has", lambda c: False, ("balance.redeal_groups",)),
     *EVERYWHERE,
 )
 SFT_ROWS: tuple[Row, ...] = (

@@ -122,8 +122,7 @@ def test_lengths_come_from_files_and_costs_from_a_model_config(tmp_path, capsys)
         ([*SMALL, "--ranks", "-2"], "--ranks -2 must be at least 1"),
         ([*SMALL, "--ranks", "100000000"], "--ranks 100000000 is more than the 64 sequences"),
         ([*SMALL, "--ranks", "many"], "invalid int value: 'many'"),
-        ([*SMALL, "--mini-batches", "65"], "--mini-batches 65 is more than 64 sequences in groups of 1 fill"),
-        ([*SMALL, "--group-size", "33", "--mini-batches", "3"], "more than 64 sequences in groups of 33 fill"),
+        ([*SMALL, "--mini-batches", "65"], "--mini-batches 65 is more than the 64 sequences or groups"),
         ([*SMALL, "--count", "0"], "count=0"),
         (["none.jsonl", "--group-column", "uid"], "none.jsonl cannot be read"),
         ([*SMALL, "--pipeline", "0"], "--pipeline 0 must be at least 1"),
@@ -229,20 +228,6 @@ def test_an_older_run_is_planned_by_its_config_file_and_that_is_said(tmp_path, c
     (tmp_path / "config.yaml").unlink()
     assert main([str(tmp_path)]) == 0
     assert "holds neither a plan nor config.yaml; what follows is assumed" in words(capsys.readouterr().out)
-
-
-def test_re_dealing_that_gains_nothing_is_no_strategy_of_ours(tmp_path, capsys):
-    arguments = ["--distribution", "equal", "--count", "64", "--ranks", "4", "--mini-batches", "2"]
-    page = tmp_path / "page.html"
-    assert main([*arguments, "--html", str(page)]) == 0
-    printed = words(capsys.readouterr().out)
-    assert "Re-dealing does not shorten this step" in printed
-    assert "Re-dealing does not shorten this step" in page.read_text()
-    assert '<tr class="ours"><td>Ballast, re-dealt' not in page.read_text()
-    assert '<tr class="ours"><td>Ballast</td>' in page.read_text()
-    assert main([*SMALL[:-1], "1"]) == 0
-    assert "re-dealt" not in capsys.readouterr().out  # with one mini-batch there is nothing to re-deal
-    assert main([*SMALL[:-1], "1", "--before", "Ballast, re-dealt"]) == 2
 
 
 def test_it_runs_as_a_module():

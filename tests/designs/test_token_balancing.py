@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from balancing import CostModel, Plan, plan_statistics
+from balancing import Plan, plan_statistics
 from balancing.errors import OverCapError
 from controller.advantage_computer import sequence_advantages
 from controller.fit import main
-from controller.planner import Planner
 from tests.controller.config_workspace import refusal
 from tests.controller.stand_ins.run import StandInRun
 from tests.designs.configured import SMALL, compute, configuration, light_batch, micro_batches, plan_of, up_to
@@ -232,36 +231,3 @@ def test_m4_no_micro_batch_has_more_sequences_and_passes_take_the_policy_s_cap(f
     for of in ("policy.update", "policy.log_probs", "reference.log_probs"):
         groups = [rows for step in micro_batches(plan_of(config, [3] * 20, of=of)) for rows in step]
         assert max(map(len, groups)) == 2
-
-
-def test_groups_are_dealt_anew_to_mini_batches_only_where_asked(run: Run, calls: Calls) -> None:
-    """In a run, by the normalisers of its mini-batches, in which a whole group counts once."""
-    counted = {}
-    for asked in ("false", "true"):
-        calls.clear()
-        sizes = ("batch.prompts_per_step=4", "batch.mini_batches=2", "run.steps=1")
-        run(*sizes, f"balance.redeal_groups={asked}", f"run.name=redeal-{asked}")
-        (plan,) = [plan for method, plan in calls if method == "policy.update"]
-        assert plan is not None
-        counted[asked] = sum(part.groups or 0 for part in plan.mini_batches)
-    assert counted["true"] == 4 < counted["false"]
-
-
-def test_groups_dealt_anew_even_out_the_mini_batches(file: str) -> None:
-    config = configuration(file, *SMALL, "balance.redeal_groups=true", "batch.mini_batches=2")
-    batch = light_batch([40, 40, 38, 2, 2, 3], uids=list("aabbcc"))
-    drawn = [np.array([0, 2, 4]), np.array([1, 3, 5])]
-    dealt = Planner(config, CostModel.tokens()).redealt(batch, drawn)
-    assert sorted(rows.tolist() for rows in dealt) == [[0, 1], [2, 3, 4, 5]]
-    few = Planner(config, CostModel.tokens()).redealt(batch.select(np.array([0, 1])), [np.array([0]), np.array([1])])
-    assert [rows.tolist() for rows in few] == [[0, 1]]
-
-
-def test_groups_are_not_dealt_anew_to_more_mini_batches_than_there_are_groups(file: str) -> None:
-    said = refusal("balance.redeal_groups=true", "batch.mini_batches=5")
-    assert said.startswith("balance.redeal_groups=true deals whole groups, and the 4 of a step")
-
-
-def test_groups_dealt_again_and_several_epochs_are_refused_together(file: str) -> None:
-    said = refusal("balance.redeal_groups=true", "batch.mini_batches=2", "batch.epochs=2")
-    assert said.startswith("balance.redeal_groups=true would deal the same mini-batches in all of batch.epochs=2")

@@ -12,7 +12,7 @@ QUADRATIC = CostModel(0.0, 1.0)
 def batch_of(lengths, mini_batches=1, ranks=2, max_tokens=100, cost_model=None):
     rows = np.array_split(np.arange(len(lengths)), mini_batches)
     model = cost_model or CostModel.tokens()
-    return Batch(np.array(lengths), tuple(rows), np.arange(len(lengths)), ranks, max_tokens, model)
+    return Batch(np.array(lengths), tuple(rows), ranks, max_tokens, model)
 
 
 def rows(*steps):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from balancing import CostModel, Plan, pack, plan_batch
 from balancing.alignment import round_up
-from balancing.analysis.distributions import DEFAULT_CAP, DISTRIBUTIONS, GROUP, draw
+from balancing.analysis.distributions import DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.analysis.statistics import computed_tokens
 from balancing.errors import CountError
 from balancing.lower_bounds import fewest_bins, step_time_bound
@@ -51,15 +51,13 @@ class Batch:
         members = np.array_split(np.random.default_rng(seed).permutation(len(lengths)), MINI_BATCHES)
         return cls(lengths, ranks, cap, members)
 
-    def plan(self, *, redeal: bool = False) -> Plan:
-        """Groups of `GROUP` neighbours are what is re-dealt."""
+    def plan(self) -> Plan:
         return plan_batch(
             self.lengths,
             ranks=self.ranks,
             mini_batches=self.mini_batches,
             max_tokens=self.max_tokens,
             cost_model=COST_MODEL,
-            redeal_groups=np.arange(len(self.lengths)) // GROUP if redeal else None,
         )
 
     def bounds(self, plan: Plan) -> NDArray[np.float64]:
@@ -97,26 +95,25 @@ def step_times(title: str, names: tuple[str, ...], cap_over_longest: float | Non
             rows.append(_step_time_row(name, count, ranks, cap_over_longest))
     return Table(
         title,
-        ["lengths", "sequences x ranks", "cap", "over ideal", "lower bound", "above bound, mean", "worst", "re-dealt"],
+        ["lengths", "sequences x ranks", "cap", "over ideal", "lower bound", "above bound, mean", "worst"],
         rows,
         f"Time of synchronous micro-steps over workload / ranks, - 1: mean over {len(SEEDS)} batches of {MINI_BATCHES} "
         "random mini-batches; the lower bound (lower_bounds.py) likewise; percentage points between the two, mean and "
-        f"worst mini-batch. Re-dealt: whole groups of {GROUP} moved between mini-batches. Costs of a 7B-like Qwen2.5.",
+        "worst mini-batch. Costs of a 7B-like Qwen2.5.",
     )
 
 
 def _step_time_row(name: str, count: int, ranks: int, cap_over_longest: float | None) -> list[str]:
-    over, least, redealt, caps = [], [], [], []
+    over, least, caps = [], [], []
     for seed in SEEDS:
         batch = Batch.draw(name, count, ranks, seed, cap_over_longest)
         plan = batch.plan()
         ideal = np.array([plan.workloads[m.rows].sum() / ranks for m in plan.mini_batches])
         over += ((_times(plan)) / ideal - 1).tolist()
         least += (batch.bounds(plan) / ideal - 1).tolist()
-        redealt.append(_times(batch.plan(redeal=True)).sum() / ideal.sum() - 1)
         caps.append(batch.max_tokens)
     gap = np.subtract(over, least)
-    figures = [np.mean(over), np.mean(least), gap.mean(), gap.max(), np.mean(redealt)]
+    figures = [np.mean(over), np.mean(least), gap.mean(), gap.max()]
     return [name, f"{count} x {ranks}", f"{max(caps):,}", *(f"{100 * max(figure, 0.0):.3f} %" for figure in figures)]
 
 

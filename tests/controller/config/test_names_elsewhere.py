@@ -65,6 +65,7 @@ def test_the_table_names_settings_and_values_that_load() -> None:
         ("ppo_mini_batch_size", "here it is batch.mini_batches (a number of mini-batches, "),
         ("use_dynamic_bsz", "it has no counterpart here (always)"),
         ("trainer.logger", "here it is tracking ("),
+        ("balance.redeal_groups", "it has no counterpart here (dropped in 0.3: mini-batches are a random choice)"),
         ("elsewhere.beta", "the configuration has run, "),
         ("elsewhere.learning_rate", "the configuration has run, "),
         ("critic.temperature", "critic has path, "),

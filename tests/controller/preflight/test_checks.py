@@ -91,8 +91,8 @@ def test_unusual_but_meaningful_combinations_are_accepted(workspace: Path, overr
             "policy.forward_min_micro_batches=2 has no effect without a forward-only pass",
         ),
         (
-            ("batch.mini_batches=1", "balance.redeal_groups=true"),
-            "balance.redeal_groups=True has no effect without batch.mini_batches above 1",
+            ("batch.mini_batches=1", "batch.mini_batches_by=group"),
+            "batch.mini_batches_by=group has no effect without batch.mini_batches above 1",
         ),
         (
             ("balance.algorithm=verl", "balance.order=small_ends"),

@@ -34,11 +34,6 @@ GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "re
         ("sft", ["policy.min_micro_batches=33"], "policy.min_micro_batches=33 and balance.count_multiple=1 ask for 33"),
         ("sft", ["balance.count_multiple=64"], "ask for 64 micro-batches, none of them empty on every rank, of the 32"),
         ("preferences", ["policy.forward_min_micro_batches=65"], "65 micro-batches, none of them empty on every rank"),
-        (
-            "sft",
-            ["balance.redeal_groups=true"],
-            "balance.redeal_groups=True has no effect without several mini-batches",
-        ),
         ("sft", ["run.steps=3", "run.epochs=2"], "run.epochs=2 has no effect without run.steps=0"),
         ("sft", ["run.steps=3", "policy.optimizer.warmup_steps=4"], "policy.optimizer.warmup_steps=4 is more than"),
         ("sft", ["validation.every=3"], "validation.every=3 has no effect without data.validation"),
