@@ -25,12 +25,11 @@ HIGHEST_CONDITION = 1_000.0
 
 @dataclass(frozen=True)
 class FitQuality:
-    """relative_error: root mean square of `predicted / measured - 1`. r_squared: explained share of the variance of
-    seconds. measurements: their number. condition: condition number of the design matrix with normalised columns, about
-    the factor by which noise of the times is amplified in the coefficients."""
+    """relative_error: root mean square of `predicted / measured - 1`. measurements: their number. condition: condition
+    number of the design matrix with normalised columns, about the factor by which noise of the times is amplified in
+    the coefficients."""
 
     relative_error: float
-    r_squared: float
     measurements: int
     condition: float
 
@@ -60,7 +59,7 @@ def fit_terms(terms: Floats, seconds: ArrayLike) -> tuple[Floats, FitQuality]:
         raise CostModelError("the measured seconds do not grow with tokens; measure micro-batches of more tokens")
     predicted = terms @ coefficients
     relative_error = float(np.sqrt(np.mean((predicted / times - 1.0) ** 2)))
-    return coefficients, FitQuality(relative_error, _r_squared(times, predicted), len(times), condition)
+    return coefficients, FitQuality(relative_error, len(times), condition)
 
 
 def regressors(micro_batches: Sequence[ArrayLike]) -> Floats:
@@ -102,8 +101,3 @@ def _non_negative_least_squares(design: Floats, target: Floats) -> Floats:
                 best, lowest = np.zeros(columns), float(residual @ residual)
                 best[chosen] = solution
     return best
-
-
-def _r_squared(times: Floats, predicted: Floats) -> float:
-    spread = float(np.square(times - times.mean()).sum())
-    return 1.0 - float(np.square(times - predicted).sum()) / spread if spread > 0 else 0.0

@@ -30,22 +30,16 @@ class PaddedDeal:
     ranks[r]: int64 indices of rank r, shortest first; their numbers differ by at most one.
     slices: (start, stop) of each micro-batch in `ranks[r]`; on some ranks the last may have one row less.
     padded_lengths: int64, width of each micro-batch, the same on all ranks.
-    tokens: computed cells over all ranks. given_tokens: cells if every row were as wide as the longest.
+    tokens: computed cells over all ranks.
     """
 
     ranks: tuple[Integers, ...]
     slices: tuple[tuple[int, int], ...]
     padded_lengths: Integers
     tokens: int
-    given_tokens: int
-
-    @property
-    def padding_removed(self) -> float:
-        """Share of the cells of a batch padded to its longest row that is not computed."""
-        return 1.0 - self.tokens / self.given_tokens
 
     def padding_removed_of(self, width: int) -> float:
-        """The same for a batch padded to `width`, for example the longest length allowed."""
+        """Share of the cells of a batch padded to `width`, such as the longest length allowed, that is not computed."""
         return 1.0 - self.tokens / (sum(map(len, self.ranks)) * width)
 
 
@@ -90,7 +84,7 @@ def deal_padded(
         for mine in dealt
         for (start, stop), width in zip(runs, widths, strict=True)
     )
-    return PaddedDeal(dealt, tuple(runs), widths, int(computed), len(tokens) * int(sizes.max()))
+    return PaddedDeal(dealt, tuple(runs), widths, int(computed))
 
 
 def take_in_order(

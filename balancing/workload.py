@@ -107,11 +107,6 @@ class CostFit(FitQuality):
     model: CostModel
     overhead_seconds: float
 
-    def predict(self, micro_batches: Sequence[ArrayLike]) -> Floats:
-        """float64 [m], seconds of each micro-batch of the given lengths; an empty one costs the overhead."""
-        coefficients = np.array([self.overhead_seconds, self.model.linear, self.model.quadratic])
-        return np.asarray(regressors(micro_batches) @ coefficients, np.float64)
-
 
 def _cost_fit(terms: Floats, seconds: ArrayLike) -> CostFit:
     coefficients, quality = fit_terms(terms, seconds)

@@ -200,10 +200,6 @@ class TestDealPadded:
         deal = deal_padded([2, 4, 7, 6, 3, 4], ranks=2, max_tokens=20, length_multiple=2)
         assert (list(deal.slices), deal.padded_lengths.tolist()) == ([(0, 2), (2, 3)], [4, 8])
 
-    def test_d7_padding_removed_is_reported(self):
-        deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=10, length_multiple=2)
-        assert deal.padding_removed == pytest.approx(1 - 52 / 64)
-
     def test_d7_the_worked_example_computes_56_of_80_cells(self):
         deal = deal_padded(self.LENGTHS, ranks=2, max_tokens=12, length_multiple=2)
         assert (deal.tokens, deal.padding_removed_of(10)) == (56, pytest.approx(0.3))

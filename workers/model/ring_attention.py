@@ -45,11 +45,6 @@ from workers.model.shared_attention import ring_blocks
 from workers.model.shared_prefixes import SharedRow
 
 
-def shortest_hidden_chunk(flops_per_s: float, bytes_per_s: float, key_value_share: float = 1.0) -> float:
-    """Tokens c of a chunk from which a step's attention takes as long as its exchange; key_value_share is K / H."""
-    return key_value_share * flops_per_s / bytes_per_s
-
-
 class RingAttention:
     """The attention of one packed row whose parts (`PackedRow.cells_of`) lie on the ranks of `group`."""
 

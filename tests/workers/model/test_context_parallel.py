@@ -24,7 +24,7 @@ from workers.model.attention import packed_attention
 from workers.model.context_parallel import Ulysses, cut, gather_tokens
 from workers.model.engine import TrainingEngine
 from workers.model.packing import PackedRow, Sequences, pack
-from workers.model.ring_attention import RingAttention, shortest_hidden_chunk
+from workers.model.ring_attention import RingAttention
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -156,13 +156,14 @@ def test_c5_ring_sends_before_it_attends_so_that_both_run_at_a_time(ranks: RankP
 
 
 def test_c5_documentation_says_how_long_a_chunk_must_be():
+    """Tokens from which a step's attention takes as long as its exchange: K / H * FLOP/s / bandwidth."""
     text = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()
     for link, bytes_per_s in (("450 GB/s", 450e9), ("50 GB/s", 50e9)):
         (line,) = [line for line in text.splitlines() if f", {link} |" in line]
         chunk, whole, shared = (float(cell.replace(",", "")) for cell in line.split("|")[2:5])
-        assert chunk == pytest.approx(shortest_hidden_chunk(5e14, bytes_per_s), rel=0.02)
-        assert whole == pytest.approx(2 * shortest_hidden_chunk(5e14, bytes_per_s), rel=0.02)
-        assert shared == pytest.approx(2 * shortest_hidden_chunk(5e14, bytes_per_s, 1 / 8), rel=0.02)
+        assert chunk == pytest.approx(5e14 / bytes_per_s, rel=0.02)
+        assert whole == pytest.approx(2 * 5e14 / bytes_per_s, rel=0.02)
+        assert shared == pytest.approx(2 * 5e14 / 8 / bytes_per_s, rel=0.02)
 
 
 def gather_on_rank() -> tuple[Tensor, Tensor]:
