@@ -21,6 +21,8 @@ Schema = TypeVar("Schema")
 Numbers = dict[str, float]  # with Options, the types of setting that are not a single value
 Options = dict[str, Any]
 LONGEST_SHOWN = 100  # characters of a value in an error
+DROPPED = {"balance.redeal_groups": False}
+"""Settings of the version before that are gone, and the value that changed nothing."""
 LARGEST_INT, LARGEST_FLOAT = 10**9, 1e6  # sizes of a setting that names no maximum: what is larger is a slip
 
 
@@ -109,6 +111,7 @@ def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[
     parts += [("", _read_override(override, known)) for override in overrides]
     merged = OmegaConf.structured(schema)
     for source, part in parts:
+        _leave_out_dropped(part)
         _check_keys_and_types(part, known, source)
         merged = OmegaConf.unsafe_merge(merged, part)  # in place: `merge` copies all settings for every override
         for key, found in known.items():  # a mapping given again is meant instead of the one before, not beside it
@@ -137,6 +140,15 @@ def _read_file(path: Path) -> DictConfig:
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path} must hold sections (`run:`, `model:`, ...), not a list.")
     return content
+
+
+def _leave_out_dropped(part: DictConfig) -> None:
+    """Leave out what runs of the version before have recorded of settings that are gone, where it changed nothing."""
+    for key, idle in DROPPED.items():
+        section, _, name = key.rpartition(".")
+        found = OmegaConf.select(part, section)
+        if isinstance(found, DictConfig) and found.get(name) is idle:
+            del found[name]
 
 
 def _read_override(override: str, known: Mapping[str, Setting]) -> DictConfig:

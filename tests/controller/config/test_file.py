@@ -242,3 +242,14 @@ def test_arguments_of_the_engine_add_up_and_hold_any_value(tmp_path: Path) -> No
         load(path, ["rollout.engine=fp8"])
     with pytest.raises(ConfigError, match=r"^rollout.engine: \$\{...\} is not read here"):
         load(path, ["rollout.engine.a=${run.seed}"])
+
+
+def test_what_an_older_run_recorded_of_a_dropped_setting_is_left_out_if_it_changed_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for idle in ("false", "true"):
+        file.write_text(f"model: {{path: m}}\nbalance: {{redeal_groups: {idle}}}\n")
+        if idle == "false":
+            assert load(file).balance == Config().balance
+        else:
+            with pytest.raises(ConfigError, match=r"balance\.redeal_groups is not a setting"):
+                load(file)
