@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,14 @@ from ballast.records import Records, data_file
 from ballast.settings import Values, as_overrides, check_type, known_keys, load_settings
 from ballast.training import Settings
 from controller.config.given import Reward
+from controller.config.sampler import EvaluateConfig, GenerateConfig, SamplerConfig
 from controller.config.sections import BaseRunConfig
-from controller.evaluate import EVALUATE, METRICS
+from controller.evaluate import METRICS
 from controller.evaluate import finish as finish_evaluation
-from controller.generate import GENERATE
 from controller.generate import finish as finish_generation
 from controller.interrupts import handlers_kept
 from controller.intervals import Interval
-from controller.sampling.jobs import Kind, Request
+from controller.sampling.jobs import Request
 from controller.sampling.output import SAMPLES
 from controller.sampling.running import Finish, prepare_job
 
@@ -25,7 +25,7 @@ from controller.sampling.running import Finish, prepare_job
 @dataclass(frozen=True)
 class Evaluation:
     """metrics, intervals: by name; a metric without an interval has none in `intervals`. folder: with samples.jsonl,
-    every response, and metrics.json, of which `facts` is the content."""
+    every response, and metrics.json, whose content is `facts`."""
 
     folder: Path
     metrics: dict[str, float | None]
@@ -53,16 +53,16 @@ def evaluate(
     data: Records | None = None,
     trust_run: bool = False,
 ) -> Evaluation:
-    """Validation metrics of a model on data.validation, as `python -m controller.evaluate`; trains nothing.
+    """Measure a model on data.validation, as `python -m controller.evaluate` does; trains nothing.
 
     config: as for `fit`, a configuration of a training; None takes that of the run which `model` is of. model: a
     folder, a hub name, a run, or a checkpoint of a run; empty takes model.path. output: a folder; samples that are
-    there are not made again. data: records in place of data.validation. trust_run: run the functions that the run's
-    settings name. reward, overrides, and what is raised: as for `fit`.
+    there are not made again. None takes one in the model's run, or beside the runs. data: records in place of
+    data.validation. trust_run: run the functions that the run's settings name. reward, overrides, and what is raised:
+    as for `fit`. An override without effect is refused.
     """
-    request = _request(EVALUATE, config, overrides, "data.validation", data)
-    request = replace(request, model=str(model), reward=reward, output=_path("output", output), trust_run=trust_run)
-    return Evaluation.read(_run(EVALUATE, finish_evaluation, request))
+    given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}
+    return Evaluation.read(_run(EvaluateConfig, finish_evaluation, config, overrides, "data.validation", data, **given))
 
 
 def generate(
@@ -76,36 +76,42 @@ def generate(
     trust_run: bool = False,
     prompts: int = 0,
 ) -> Path:
-    """Samples with token ids and log-probs, as `python -m controller.generate`; returns the file, a line a sample.
+    """Sample with token ids and log-probs, as `python -m controller.generate`; returns the file, a line a sample.
 
-    data: records in place of data.train. prompts: only so many, the first; 0 takes all. Otherwise as `evaluate`; there
-    need not be a reward.
+    data: records in place of data.train. prompts: only so many, from the first; 0 takes all. Otherwise as `evaluate`;
+    there need not be a reward.
     """
     check_type("prompts", prompts, int)
-    request = _request(GENERATE, config, overrides, "data.train", data)
-    request = replace(request, model=str(model), reward=reward, output=_path("output", output), trust_run=trust_run)
-    return _run(GENERATE, finish_generation, replace(request, prompts=prompts)) / SAMPLES
+    given = {"model": str(model), "reward": reward, "output": _path("output", output), "trust_run": trust_run}
+    folder = _run(GenerateConfig, finish_generation, config, overrides, "data.train", data, prompts=prompts, **given)
+    return folder / SAMPLES
 
 
-def _request(kind: Kind, config: Settings, overrides: Values, key: str, data: Records | None) -> Request:
-    given = tuple(as_overrides(overrides, known_keys(kind.schema)))
+def _run(
+    schema: type[SamplerConfig],
+    finish: Finish,
+    config: Settings,
+    overrides: Values,
+    key: str,
+    data: Records | None,
+    **options: Any,
+) -> Path:
+    """Make the samples and return their folder. key: the setting in whose place `data` are. options: of Request."""
+    given = tuple(as_overrides(overrides, known_keys(schema)))
     if data is not None:
-        run_dir = BaseRunConfig().dir if config is None else load_settings(kind.schema, config, given).run.dir
+        run_dir = BaseRunConfig().dir if config is None else load_settings(schema, config, given).run.dir
         given = (*given, f"{key}={data_file(data, 'data', run_dir)}")
         given += ("data.sources={}",) if key == "data.train" else ()
     if isinstance(config, Mapping):
-        return Request(settings=tuple(as_overrides(config, known_keys(kind.schema))), overrides=given)
-    return Request(_path("config", config), overrides=given)
+        request = Request(settings=tuple(as_overrides(config, known_keys(schema))), overrides=given, **options)
+    else:
+        request = Request(_path("config", config), overrides=given, **options)
+    with handlers_kept():
+        job, start = prepare_job(schema, finish, request)
+        start()
+    return job.config.run_folder
 
 
 def _path(name: str, path: str | Path | None) -> Path | None:
     check_type(name, path, str, Path, type(None))
     return None if path is None else Path(path)
-
-
-def _run(kind: Kind, finish: Finish, request: Request) -> Path:
-    """The folder of what the job has made."""
-    with handlers_kept():
-        job, start = prepare_job(kind, finish, request)
-        start()
-    return job.folder

@@ -2,7 +2,7 @@
 
     data.validation --validation.samples of each--> samples.jsonl --pass@k, maj@n, rewards, intervals--> metrics.json
 
-The metrics are those of a validation in training, with the same samples. A job that was stopped goes on where it is
+The metrics are those of a validation in training, with the same samples. A job that was stopped continues where it is
 started again. Exit codes are those of `controller.fit`.
 """
 
@@ -16,55 +16,49 @@ from typing import TYPE_CHECKING, Any
 from controller.config.sampler import EvaluateConfig
 from controller.intervals import CONFIDENCE, interval
 from controller.observability.trackers.files import finite, writing
-from controller.sampling.jobs import Kind
-from controller.sampling.output import scored_response
-from controller.sampling.running import Finished, prepare
+from controller.sampling.jobs import Job
+from controller.sampling.output import Line, scored_response
+from controller.sampling.running import prepare
 from controller.session import exit_code
 from controller.validation_metrics import by_prompt
 from workers.errors import RolloutError
-from workers.rollout.requests import VALIDATION_STEP
 
 if TYPE_CHECKING:
     from controller.observability.console import Console
 
-EVALUATE = Kind(
-    EvaluateConfig,
-    "evaluate",
-    "Validation metrics of a model on data.validation, with confidence intervals.",
-    step=VALIDATION_STEP,
-    tokens=False,
-    needs_reward=True,
-)
 METRICS = "metrics.json"
 ROW = "{:32}{:>10}  {:>18}  {}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return exit_code(partial(prepare, EVALUATE, finish, arguments))
+    return exit_code(partial(prepare, EvaluateConfig, finish, arguments))
 
 
-def finish(finished: Finished, console: "Console") -> None:
+def finish(job: Job, lines: list[Line], given_up: int, console: "Console") -> None:
     """Write metrics.json, and show it. Raises RolloutError if every reward failed and is left out."""
-    found, path = evaluation(finished), finished.job.folder / METRICS
+    found, path = evaluation(job, lines, given_up), job.config.run_folder / METRICS
     with writing(path):
         path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    for line in table(found["metrics"]):
-        console.log(line)
+    console.log(ROW.format("metric", "value", f"{CONFIDENCE:.0%} interval", "by").rstrip())
+    for name, metric in found["metrics"].items():
+        ends = "-" if metric["low"] is None else f"{metric['low']:.3f} to {metric['high']:.3f}"
+        value = "-" if metric["value"] is None else f"{metric['value']:.4f}"
+        console.log(ROW.format(name, value, ends, metric["method"] or "").rstrip())
     console.log(f"{path}: {found['samples']:,} samples of {found['prompts']:,} prompts")
 
 
-def evaluation(finished: Finished) -> dict[str, Any]:
+def evaluation(job: Job, lines: list[Line], given_up: int) -> dict[str, Any]:
     """The content of metrics.json.
 
     metrics: by name {value, low, high, method}; without an interval low, high and method are null. samples, prompts:
-    that they are of. given_up: samples that no engine could make. failed_rewards: samples whose reward failed, which
-    count as reward.on_failure says.
+    how many the metrics are of. given_up: samples that no engine could make. failed_rewards: samples whose reward
+    failed, which count as reward.on_failure says.
     """
-    config = finished.job.config
-    kept = [line for line in finished.lines if config.reward.on_failure != "drop" or "failure" not in line]
+    config = job.config
+    kept = [line for line in lines if config.reward.on_failure != "drop" or "failure" not in line]
     if not kept:
-        raise RolloutError(f"every reward failed, the first: {finished.lines[0]['failure']}")
+        raise RolloutError(f"every reward failed, the first: {lines[0]['failure']}")
     validation = config.validation
     values = by_prompt(list(map(scored_response, kept)), validation.success, validation.success_threshold)
     metrics = {}
@@ -78,20 +72,10 @@ def evaluation(finished: Finished) -> dict[str, Any]:
         "confidence": CONFIDENCE,
         "prompts": len({line["uid"] for line in kept}),
         "samples": len(kept),
-        "given_up": len(finished.given_up),
-        "failed_rewards": sum("failure" in line for line in finished.lines),
+        "given_up": given_up,
+        "failed_rewards": sum("failure" in line for line in lines),
         "metrics": metrics,
     }
-
-
-def table(metrics: dict[str, dict[str, Any]]) -> list[str]:
-    """A row a metric."""
-    lines = [ROW.format("metric", "value", f"{CONFIDENCE:.0%} interval", "by").rstrip()]
-    for name, found in metrics.items():
-        ends = "-" if found["low"] is None else f"{found['low']:.3f} to {found['high']:.3f}"
-        value = "-" if found["value"] is None else f"{found['value']:.4f}"
-        lines.append(ROW.format(name, value, ends, found["method"] or "").rstrip())
-    return lines
 
 
 if __name__ == "__main__":

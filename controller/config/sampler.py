@@ -3,8 +3,7 @@
     Config <-- SamplerConfig <-- EvaluateConfig (data.validation, validation.sampling)
                              '-- GenerateConfig (data.train or data.sources, rollout.sampling)
 
-A configuration of a training is read as it is. Of its settings these commands use those of the model, the data, the
-engines and the rewards; one of the others on their own command line is refused.
+A configuration of a training is read as it is. A setting that only training reads is refused on the command line.
 """
 
 from collections.abc import Iterable
@@ -17,8 +16,9 @@ from controller.config.schema import Config
 from controller.config.sections import AlgorithmConfig, BatchConfig, DataConfig
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
+from workers.rollout.requests import GENERATION_STEP, VALIDATION_STEP
 
-OF_TRAINING = (
+OF_TRAINING: tuple[str, ...] = (
     *("run.steps", "run.save_every", "run.checkpoint_every", "run.keep_checkpoints", "run.resume", "run.other_data"),
     *("run.log_completions", "run.record_samples", "batch.", "algorithm.", "reference.", "critic.", "tracking."),
     *("data.shuffle", "data.curriculum", "reward.overlong_", "validation.every", "validation.at_start"),
@@ -32,10 +32,13 @@ OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")
 class SamplerConfig(Config):
     """Engines, reward workers and, with reward.model.path, the ranks of a reward model."""
 
-    @property
-    def command(self) -> str:
-        """The module that has these settings."""
-        raise NotImplementedError
+    # Of the command, and not settings. `without_effect`: keys, or beginnings of keys, that it does not read.
+    command = ""
+    does = ""
+    seed_step = 0
+    writes_tokens = False
+    needs_reward = False
+    without_effect = OF_TRAINING
 
     @property
     def rewarded(self) -> bool:
@@ -44,13 +47,8 @@ class SamplerConfig(Config):
 
     @property
     def first_prompts(self) -> int:
-        """Number of prompts that are taken, the first; 0 takes all."""
+        """Number of prompts to take, from the first; 0 takes all."""
         return 0
-
-    @property
-    def without_effect(self) -> tuple[str, ...]:
-        """Keys, or beginnings of keys, that the command does not read."""
-        return OF_TRAINING
 
     @property
     def training_roles(self) -> tuple[str, ...]:
@@ -61,16 +59,6 @@ class SamplerConfig(Config):
     def rollout_placement(self) -> str:
         """Engines have GPUs of their own: there is no policy to share them with."""
         return "apart" if self.uses_gpus else "shared_memory"
-
-    @property
-    def uses_reference(self) -> bool:
-        """False: there is no loss."""
-        return False
-
-    @property
-    def uses_critic(self) -> bool:
-        """False: there are no advantages."""
-        return False
 
     @property
     def limits(self) -> dict[str, Limits]:
@@ -95,12 +83,17 @@ class SamplerConfig(Config):
 
 @dataclass
 class EvaluateConfig(SamplerConfig):
-    """Of `controller.evaluate`: a validation, as training makes it."""
+    """Settings of `controller.evaluate`: a validation, as training makes it."""
 
-    @property
-    def command(self) -> str:
-        """`controller.evaluate`."""
-        return "controller.evaluate"
+    command = "evaluate"
+    does = "Validation metrics of a model on data.validation, with confidence intervals."
+    seed_step = VALIDATION_STEP
+    needs_reward = True
+    # validation.sampling may follow one of rollout.sampling
+    without_effect = (
+        *(*OF_TRAINING, "data.train", "data.sources", "rollout.samples_per_prompt"),
+        *(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k")),
+    )
 
     @property
     def sampling_key(self) -> str:
@@ -112,12 +105,6 @@ class EvaluateConfig(SamplerConfig):
         """validation.prompts."""
         return self.validation.prompts
 
-    @property
-    def without_effect(self) -> tuple[str, ...]:
-        """Beside those of training, those of training's samples; validation.sampling may follow one of them."""
-        sampling = tuple(f"rollout.sampling.{name}" for name in ("temperature", "top_p", "top_k"))
-        return (*OF_TRAINING, "data.train", "data.sources", "rollout.samples_per_prompt", *sampling)
-
     def narrowed(self, output: Path) -> Self:
         """Raises ConfigError without data.validation."""
         if not self.data.validation:
@@ -128,17 +115,13 @@ class EvaluateConfig(SamplerConfig):
 
 @dataclass
 class GenerateConfig(SamplerConfig):
-    """Of `controller.generate`: samples as training makes them."""
+    """Settings of `controller.generate`: samples as training makes them."""
 
-    @property
-    def command(self) -> str:
-        """`controller.generate`."""
-        return "controller.generate"
-
-    @property
-    def without_effect(self) -> tuple[str, ...]:
-        """Beside those of training, those of a validation."""
-        return (*OF_TRAINING, "data.validation", "validation.")
+    command = "generate"
+    does = "Sample responses, with token ids and log-probs, into a file."
+    seed_step = GENERATION_STEP
+    writes_tokens = True
+    without_effect = (*OF_TRAINING, "data.validation", "validation.")
 
     def narrowed(self, output: Path) -> Self:
         """Its data are data.train or data.sources, in the order of their files."""
@@ -155,4 +138,6 @@ def check_effect(config: SamplerConfig, overrides: Iterable[str], *, uses_ranks:
     for override in overrides:
         key = override.partition("=")[0]
         if key.startswith(ignored):
-            raise ConfigError(f"{key} has no effect in {config.command}, which trains nothing; leave it out.")
+            raise ConfigError(
+                f"{key} has no effect in controller.{config.command}, which trains nothing. Leave it out."
+            )

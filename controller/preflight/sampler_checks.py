@@ -1,4 +1,4 @@
-"""Checks of the commands that sample and train nothing: what of `checks` concerns engines, data and rewards."""
+"""The checks of `preflight.checks` that concern engines, data and rewards, for commands that train nothing."""
 
 from controller.actors.cluster_address import check_address
 from controller.config.given import NONE_GIVEN, GivenFunctions
@@ -21,12 +21,14 @@ from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
 
 
-def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN, *, needs_reward: bool) -> None:
+def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> None:
     """Raise ConfigError at the first thing that cannot work. config: narrowed. given: see `check`."""
     check_writable(config.run_folder, "--output")
     check_address(config)
     check_engine_count(config)
-    _check_samples_differ(config)
+    samples, temperature = config.rollout.samples_per_prompt, f"{config.sampling_key}.temperature"
+    if samples > 1 and config.rollout.sampling.temperature == 0:
+        raise ConfigError(f"{temperature}=0: {samples} samples of a prompt are equal. Ask for one, or set it above 0.")
     check_engine_options(config.rollout.engine)
     check_temperatures(config)
     check_turns(config)
@@ -39,13 +41,5 @@ def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN, *, 
     check_engine_model(config, model)
     check_reward_model(config, model)
     check_data(config, model)
-    if needs_reward or config.rewarded:
+    if config.needs_reward or config.rewarded:
         check_rewards(config, given)
-
-
-def _check_samples_differ(config: SamplerConfig) -> None:
-    samples, key = config.rollout.samples_per_prompt, config.sampling_key
-    if samples > 1 and config.rollout.sampling.temperature == 0:
-        raise ConfigError(
-            f"{samples} samples of a prompt at {key}.temperature=0 are equal; ask for one, or set it above 0."
-        )

@@ -1,8 +1,8 @@
 """Sampling from a model without training it: what `controller.evaluate` and `controller.generate` share.
 
-    settings, model --running: check, lock--> actors --sampler--> samples as they are scored --output--> samples.jsonl
+    settings, model --jobs: check, read--> job --running: engines, rewards--> samples --output--> samples.jsonl
                           |                                                    ^
-                          '--> models: a folder, a name, a run or its checkpoint '-- what is there is not made again
+                          '--> models: a folder, a name, a run or its checkpoint '-- lines already there are kept
 
 Read `running` first. Engines, router, rewards and their tokens are those of training.
 """

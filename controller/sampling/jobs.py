@@ -3,9 +3,8 @@
 --config, --model, overrides --narrowed, checked--> settings --data, rewards read and tried--> Job
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,14 @@ from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, try_
 from controller.preflight.describe import warnings
 from controller.preflight.machine import check_machine
 from controller.preflight.sampler_checks import check_sampler
-from controller.sampling.identity import job_identity
 from controller.sampling.models import OF_RUN, Model, choose_model
-from controller.sampling.output import Key, check_same_job
+from controller.sampling.output import Key, check_same_job, job_identity
 from workers.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request.
-
-    config: a YAML file; None takes that of the run which `model` is of. model: see `choose_model`. output: a folder;
-    None takes one beside the runs, or in the run that the model is of. settings: in place of a file's. overrides: of
-    either; one without effect is refused. prompts: take so many, the first; 0 takes all. reward: in place of reward.*.
-    trust_run: run the functions that the settings of `model`'s run name.
-    """
+    """A user's request, see `ballast.generate`. settings: in place of a file's."""
 
     config: Path | None = None
     model: str = ""
@@ -47,24 +39,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One of the commands, `controller.NAME`. schema: of its settings. does: what, in a sentence. step: whose seeds
-    its samples have. tokens: whether its lines have them. needs_reward: whether it can do without."""
-
-    schema: type[SamplerConfig]
-    name: str
-    does: str
-    step: int
-    tokens: bool
-    needs_reward: bool
-
-
-@dataclass(frozen=True)
 class Job:
-    """config: narrowed; the folder of its run is that of the output, and model.path the model that samples. prompts: by
-    uid. identity: see `SamplesFile`. warnings: lines for the user."""
+    """config: narrowed; its run folder is the output, and model.path the model that samples. prompts: by uid.
+    identity: see `job_identity`. warnings: lines for the user."""
 
-    kind: Kind
     config: SamplerConfig
     model: Model
     inputs: Inputs
@@ -73,60 +51,51 @@ class Job:
     warnings: tuple[str, ...]
 
     @property
-    def folder(self) -> Path:
-        """Of the output."""
-        return self.config.run_folder
-
-    @property
     def keys(self) -> list[Key]:
         """(uid, sample) of its samples, prompt by prompt."""
         return [(uid, sample) for uid in self.prompts for sample in range(self.config.rollout.samples_per_prompt)]
 
 
-def read_job(kind: Kind, request: Request) -> Job:
+def read_job(schema: type[SamplerConfig], request: Request) -> Job:
     """Read and check everything, before anything is started.
 
     Raises ConfigError, DataError or CheckpointError for what cannot work.
     """
-    config, model, given = checked_settings(kind, request)
+    config, model, given = checked_settings(schema, request)
     inputs = read_inputs(config, given=given)
-    identity = job_identity(kind.name, model, config, inputs, given)
+    identity = job_identity(model, config, inputs.identity, given)
     check_same_job(config.run_folder, identity)
-    prompts = dict(islice(_numbered(inputs), _wanted(config, request) or None))
+    first = islice(chain.from_iterable(inputs.sources), request.prompts or config.first_prompts or None)
+    prompts = {str(uid): replace(prompt, uid=str(uid)) for uid, prompt in enumerate(first)}
     told = (*warnings(config), *inputs.warnings)
     # Until here the model of the settings stood for a checkpoint of it, which may be no folder of a model yet.
     config = replace(config, model=replace(config.model, path=model.path or config.model.path))
-    return Job(kind, config, model, inputs, prompts, identity, told)
+    return Job(config, model, inputs, prompts, identity, told)
 
 
-def checked_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:
+def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:
     """The narrowed settings, the model that they are for, and functions that they stand for. Raises as `read_job`."""
     if request.prompts < 0:
         raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
-    config, model = job_settings(kind, request)
+    config, model = job_settings(schema, request)
     given = give_rewards(config.reward, request.reward)
-    check_sampler(config, given, needs_reward=kind.needs_reward)
+    check_sampler(config, given)
     return config, model, given
 
 
-def _wanted(config: SamplerConfig, request: Request) -> int:
-    """Number of prompts to take; 0 takes all."""
-    return request.prompts or config.first_prompts
-
-
-def job_settings(kind: Kind, request: Request) -> tuple[SamplerConfig, Model]:
+def job_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model]:
     """The narrowed settings, and the model that they are for. Raises as `read_job`."""
     model = choose_model(request.model)
     path = request.config or (None if request.settings else _of_run(model))
-    config = load_as(kind.schema, path, [*request.settings, *request.overrides, "run.resume=auto"])
+    config = load_as(schema, path, [*request.settings, *request.overrides, "run.resume=auto"])
     if not (request.config or request.settings or request.trust_run) and model.run is not None:
         functions = [*(() if request.reward else config.reward.weights), config.rollout.environment]
         check_trusted(model.run, functions, request.overrides, "add --trust-run, or give your own --config")
     check_effect(config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None)
     if model.path and any(override.startswith("model.path=") for override in request.overrides):
         raise ConfigError("--model and model.path name a model each; give one of them.")
-    beside = config.run_folder.with_name(f"{config.run.name}-{kind.name}")
-    output = request.output or (model.run / kind.name / model.name if model.run else beside)
+    beside = config.run_folder.with_name(f"{config.run.name}-{config.command}")
+    output = request.output or (model.run / config.command / model.name if model.run else beside)
     config = config.narrowed(output)
     if model.path and model.checkpoint is None:
         config = replace(config, model=replace(config.model, path=model.path))
@@ -144,21 +113,15 @@ def _of_run(model: Model) -> Path:
     return model.run / OF_RUN
 
 
-def _numbered(inputs: Inputs) -> Iterator[tuple[str, Prompt]]:
-    """Every prompt once, in the order of files and records, with its number as its uid."""
-    prompts = (prompt for source in inputs.sources for prompt in source)
-    return ((str(uid), replace(prompt, uid=str(uid))) for uid, prompt in zip(count(), prompts, strict=False))
-
-
-def described(kind: Kind, request: Request) -> str:
+def described(schema: type[SamplerConfig], request: Request) -> str:
     """The job in words, for a dry run: data is read and tokenized, code is tried. Raises as `read_job`."""
-    config, model, given = checked_settings(kind, request)
+    config, model, given = checked_settings(schema, request)
     check_machine(config, dry_run=True)
     tried = try_inputs(config, given=given)
-    check_same_job(config.run_folder, job_identity(kind.name, model, config, tried, given))
+    check_same_job(config.run_folder, job_identity(model, config, tried.identity, given))
     sampling, samples = config.rollout.sampling, config.rollout.samples_per_prompt
-    there, wanted = sum(map(len, tried.train.values())), _wanted(config, request)
-    prompts = min(there, wanted or there)
+    there = sum(map(len, tried.train.values()))
+    prompts = min(there, request.prompts or config.first_prompts or there)
     written = f"{model.checkpoint}, to be written as a model to {model.path}" if model.is_missing else ""
     rewards = [*config.reward.weights, *filter(None, [config.rollout.environment, config.reward.model.path])]
     return "\n".join(

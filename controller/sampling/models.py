@@ -25,7 +25,7 @@ OF_RUN = "config.yaml"
 
 @dataclass(frozen=True)
 class Model:
-    """path: what an engine loads, empty for model.path of the settings. run: the run that it is of, if it is of one.
+    """path: what an engine loads, empty for model.path of the settings. run: the folder of its run, if it has one.
     checkpoint: what `path` is written from; None for a model that is not made here."""
 
     path: str = ""

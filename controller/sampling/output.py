@@ -4,15 +4,24 @@ job.json: whose samples these are --the same?--> lines that are there, of which 
                                   --another?--> ConfigError
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from controller.config.file import value_of
+from controller.config.function_files import source_file
+from controller.config.given import GivenFunctions
+from controller.config.model_files import TOKENIZERS, WEIGHTS, read_model_files
+from controller.config.sampler import SamplerConfig
+from controller.data.identity import DataIdentity
 from controller.data.prompts import Prompt
 from controller.observability.trackers.files import finite, writing
+from controller.sampling.models import Model
 from controller.validation_metrics import ScoredResponse
 from workers.errors import ConfigError, DataError
 from workers.rollout.requests import SampleResult
@@ -22,13 +31,17 @@ Key = tuple[str, int]
 Line = dict[str, Any]
 SAMPLES, JOB = "samples.jsonl", "job.json"
 
+OF_DATA = ("data.max_prompt_tokens", "data.over_long", "data.source_key")
+OF_ENGINES = ("model.dtype", "rollout.engine", "rollout.max_model_tokens")
+OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
+
 
 class SamplesFile:
     """The samples of one job, by (uid, sample), and the file that they are appended to."""
 
     def __init__(self, folder: Path, job: Mapping[str, Any]) -> None:
-        """job: identity of the samples, see `controller.sampling.identity`. Raises as `check_same_job`, DataError for a
-        file that is none of ours, OutputError if it cannot be written."""
+        """job: see `job_identity`. Raises as `check_same_job`, DataError for a file of something else, OutputError if
+        it cannot be written."""
         self.path = folder / SAMPLES
         check_same_job(folder, job)
         with writing(folder):
@@ -50,23 +63,6 @@ class SamplesFile:
             self._file.close()
 
 
-def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the samples in `folder` are of another job. job: its identity."""
-    path = folder / JOB
-    if not path.exists():
-        return
-    try:
-        then = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); give another --output, or remove that folder.") from None
-    now = json.loads(json.dumps(job))
-    if others := [name for name in now if now[name] != then.get(name)]:
-        raise ConfigError(
-            f"{folder} has samples of another job, with other {' and '.join(others)}; give another --output, or remove "
-            "that folder."
-        )
-
-
 def _whole_lines(path: Path) -> list[Line]:
     """The lines of the file, from which one that a crash cut short is removed."""
     if not path.exists():
@@ -86,7 +82,7 @@ def _parsed(text: bytes, where: str) -> Line:
         line = json.loads(text)
         return line | {"uid": str(line["uid"]), "sample": int(line["sample"])}
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"{where} is no sample of ours; give another --output, or remove that file.") from None
+        raise DataError(f"{where} is not a sample. Give another --output, or remove that file.") from None
 
 
 def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str, *, rewarded: bool) -> Line:
@@ -113,8 +109,7 @@ def token_columns(result: SampleResult, row: Mapping[str, np.ndarray]) -> Line:
     """Token ids and log-probs of a sample, from its row of a TokenBlock.
 
     response_ids, log_probs: of everything after the prompt, R numbers each. With several turns also `sampled`, R of 0
-    or 1: an environment's tokens were not sampled, and their log-probs are 0. Numbers have the digits that give the
-    same float32 again.
+    or 1: an environment's tokens were not sampled, and their log-probs are 0. The digits give the same float32 again.
     """
     start = result.prompt_tokens
     mask = row["loss_mask"][start:]
@@ -130,3 +125,63 @@ def scored_response(line: Line) -> ScoredResponse:
     """A line for `controller.validation_metrics`."""
     parts = {name: value for name, value in line["parts"].items() if value is not None}
     return ScoredResponse(line["uid"], line["source"], {"reward": line["reward"]} | parts, line.get("answer", ""))
+
+
+def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the samples in `folder` are of another job. job: see `job_identity`."""
+    path = folder / JOB
+    if not path.exists():
+        return
+    try:
+        then = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give another --output, or remove that folder.") from None
+    now = json.loads(json.dumps(job))
+    if others := [name for name in now if now[name] != then.get(name)]:
+        raise ConfigError(
+            f"{folder} has samples of another job, with other {' and '.join(others)}; give another --output, or remove "
+            "that folder."
+        )
+
+
+def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions) -> dict[str, Any]:
+    """Everything that makes other samples, as JSON: `command`, `model`, `data`, `sampling`, `seed`, `engines`,
+    `rewards`, `environment`. The numbers of prompts and samples are left out, so that more of both can be added."""
+    environment = config.rollout.environment
+    episodes = [environment, _content(environment), _values(config, OF_EPISODES)] if environment else None
+    rewards = {
+        name: [weight, given[name].version if name in given else _content(name)]
+        for name, weight in config.reward.weights.items()
+    }
+    if config.uses_reward_model:
+        rewards["reward.model"] = [config.reward.model.weight, _files(config.reward.model.path, "reward.model.path")]
+    checkpoint = model.checkpoint and str(model.checkpoint.resolve())
+    records = {name: found for name, found in data.items() if name != "prompts"}  # which follow from the rest
+    return {
+        "command": config.command,
+        "model": checkpoint or _files(config.model.path, "model.path"),
+        "data": records | {"settings": data["settings"] | _values(config, OF_DATA)},
+        "sampling": asdict(config.rollout.sampling),
+        "seed": config.run.seed,
+        "engines": _values(config, OF_ENGINES),
+        "rewards": rewards,
+        "environment": episodes,
+    }
+
+
+def _values(config: SamplerConfig, keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value_of(config, key) for key in keys}
+
+
+def _files(path: str, key: str) -> dict[str, Any]:
+    """The files of a model, with their sizes and times: reading all weights would take minutes."""
+    folder = read_model_files(path, key).folder
+    files = sorted({file for pattern in ("config.json", *WEIGHTS, *TOKENIZERS) for file in folder.glob(pattern)})
+    found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    return {"folder": str(folder.resolve()), "files": found}
+
+
+def _content(function: str) -> str:
+    """SHA-256 of the file that a user's code is in; a pickle of the code may differ from time to time."""
+    file = source_file(function)
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""

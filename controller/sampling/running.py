@@ -1,61 +1,99 @@
 """Makes the samples of a job, those that its file does not have yet.
 
-lock, file --> [checkpoint as a model] --> roles --> Sampler --a line each--> samples.jsonl --> finish
+command line --> job --lock, file--> [checkpoint as a model] --> roles
+             --> requests --a window at a time--> engines --> rewards --a line each--> samples.jsonl --> finish
 """
 
+import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from controller.actors.cluster_address import check_cluster
 from controller.config import to_yaml
+from controller.config.sampler import SamplerConfig
 from controller.config.training import counted
 from controller.observability.run_log import run_log
 from controller.observability.trackers.files import writing
+from controller.preflight.arguments import OneLineParser
 from controller.preflight.machine import check_machine
 from controller.run_lock import locked
-from controller.sampling.arguments import parse_arguments
-from controller.sampling.jobs import Job, Kind, Request, described, read_job
+from controller.sampling.jobs import Job, Request, described, read_job
 from controller.sampling.output import Key, Line, SamplesFile, as_line, token_columns
 from controller.session import ray_session
 from workers.errors import RolloutError
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from controller.actors.sampling_roles import SamplingRoles
     from controller.observability.console import Console
-    from controller.sampling.sampler import Sampled
+    from workers.remote_batch import TokenBlock
     from workers.rollout.requests import SampleRequest, SampleResult
+    from workers.score import Score
 
 SECONDS_BETWEEN_LINES = 10.0
+WINDOW = 4  # requests on their way, as a multiple of those that the engines process at a time: enough that none waits
+MODEL_SCORES = 256  # samples that a reward model scores at a time
+
+Finish = Callable[[Job, list[Line], int, "Console"], None]
+"""Turns a job, its lines in the order of its keys, and the number of samples given up into a command's results."""
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The samples of a job. lines: in the order of its keys. given_up: of samples that have none, the last failure."""
+class Sampled(NamedTuple):
+    """A finished sample: its tokens are row `result.row` of the TokenBlock `block`."""
 
-    job: Job
-    lines: list[Line]
-    given_up: list["SampleResult"]
-
-
-Finish = Callable[[Finished, "Console"], None]
-"""Turns the samples of a command into its results."""
+    result: "SampleResult"
+    block: "ObjectRef"
+    score: "Score"
 
 
-def prepare(kind: Kind, finish: Finish, arguments: Sequence[str] | None) -> Callable[[], None] | None:
-    """From a command line: returns what starts the job; None after a dry run. Raises as `prepare_job`."""
-    request, dry_run = parse_arguments(kind, arguments)
-    if not dry_run:
-        return prepare_job(kind, finish, request)[1]
-    print(described(kind, request))
+def prepare(schema: type[SamplerConfig], finish: Finish, arguments: Sequence[str] | None) -> Callable[[], None] | None:
+    """Parse a command line and return what starts the job; None after a dry run. Raises as `prepare_job`."""
+    parsed = _parser(schema).parse_intermixed_args(arguments)
+    request = Request(
+        parsed.config,
+        parsed.model,
+        parsed.output,
+        overrides=tuple(parsed.overrides),
+        prompts=parsed.prompts,
+        trust_run=parsed.trust_run,
+    )
+    if not parsed.dry_run:
+        return prepare_job(schema, finish, request)[1]
+    print(described(schema, request))
     return None
 
 
-def prepare_job(kind: Kind, finish: Finish, request: Request) -> tuple[Job, Callable[[], None]]:
+def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
+    takes_prompts = not schema.needs_reward
+    parser = OneLineParser(
+        prog=f"python -m controller.{schema.command}",
+        usage=f"python -m controller.{schema.command} [--config FILE] [--model PATH] [--trust-run] [--output FOLDER]"
+        f"{' [--prompts N]' if takes_prompts else ''} [--dry-run] [key.sub=value ...]",
+        description=f"{schema.does} A configuration of a training is taken as it is: model, data, rollout and reward.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="YAML file of settings (those of --model's run)")
+    add("--model", default="", metavar="PATH", help="a model, a run, or a checkpoint of a run (model.path)")
+    add("--trust-run", action="store_true", help="run functions that the settings of --model's run name")
+    add("--output", type=Path, metavar="FOLDER", help="where samples go; those that are there are not made again")
+    parser.set_defaults(prompts=0)
+    if takes_prompts:
+        add("--prompts", type=int, default=0, metavar="N", help="only so many prompts, the first (all)")
+    add("--dry-run", action="store_true", help="read all data, try the reward; start nothing")
+    add("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
+    return parser
+
+
+def prepare_job(schema: type[SamplerConfig], finish: Finish, request: Request) -> tuple[Job, Callable[[], None]]:
     """The job, and what starts it. Raises as `read_job`, and ResourceError if there is no such cluster."""
-    job = read_job(kind, request)
+    job = read_job(schema, request)
     check_machine(job.config, dry_run=False)
     check_cluster(job.config)
     return job, locked(job.config, partial(_run, job, finish))
@@ -64,86 +102,128 @@ def prepare_job(kind: Kind, finish: Finish, request: Request) -> tuple[Job, Call
 def _run(job: Job, finish: Finish) -> None:
     from controller.observability.console import Console
 
-    console = Console()
-    with run_log(job.folder, console):
-        _logged(job, finish, console)
-
-
-def _logged(job: Job, finish: Finish, console: "Console") -> None:
-    for warning in job.warnings:
-        console.log(f"warning: {warning}")
-    with closing(SamplesFile(job.folder, job.identity)) as file:
-        with writing(job.folder / "config.yaml"):
-            (job.folder / "config.yaml").write_text(to_yaml(job.config), encoding="utf-8")
-        given_up = _complete(job, file, console)
-        lines = [file.lines[key] for key in job.keys if key in file.lines]
-    if not lines:
-        raise RolloutError(f"no sample was finished; the first was given up because {given_up[0].error}")
-    if given_up:
-        console.log(f"{counted(len(given_up), 'sample')} were given up, the first because {given_up[0].error}")
-    finish(Finished(job, lines, given_up), console)
+    console, folder = Console(), job.config.run_folder
+    with run_log(folder, console):
+        for warning in job.warnings:
+            console.log(f"warning: {warning}")
+        with closing(SamplesFile(folder, job.identity)) as file:
+            with writing(folder / "config.yaml"):
+                (folder / "config.yaml").write_text(to_yaml(job.config), encoding="utf-8")
+            given_up = _complete(job, file, console)
+            lines = [file.lines[key] for key in job.keys if key in file.lines]
+        if not lines:
+            raise RolloutError(f"no sample was finished; the first was given up because {given_up[0].error}")
+        if given_up:
+            console.log(f"{counted(len(given_up), 'sample')} were given up, the first because {given_up[0].error}")
+        finish(job, lines, len(given_up), console)
 
 
 def _complete(job: Job, file: SamplesFile, console: "Console") -> list["SampleResult"]:
     """Make the samples that the file does not have, and return the last failure of each that was given up."""
-    keys = job.keys
-    missing = [key for key in keys if key not in file.lines]
-    console.log(f"{job.folder}: {len(keys) - len(missing):,} of {len(keys):,} samples are there")
+    missing = [key for key in job.keys if key not in file.lines]
+    console.log(f"{file.path.parent}: {len(job.keys) - len(missing):,} of {len(job.keys):,} samples are there")
     if not missing:
         return []
     try:
-        return _sample(job, file, missing, console)
+        with ray_session(job.config, console):
+            job.model.write(job.config, console)
+            return sample_missing(job, file, missing, console)
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(f"{file.path} has {len(file.lines):,} samples; started again, it goes on") from stop
 
 
-def _sample(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> list["SampleResult"]:
-    """Make the missing samples on a connected Ray; returns as `_complete`."""
-    with ray_session(job.config, console):
-        job.model.write(job.config, console)
-        return _sampled(job, file, missing, console)
-
-
-def _sampled(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> list["SampleResult"]:
+def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> list["SampleResult"]:
+    """Start the roles on a connected Ray and append the missing samples to the file; returns as `_complete`."""
     from controller.actors.sampling_roles import start_sampling_roles
-    from controller.sampling.sampler import Sampler
 
-    config, inputs, shown = job.config, job.inputs, Progress(len(missing), console)
-    with start_sampling_roles(config, inputs.reward_functions, console, environment=inputs.environment) as roles:
-        sampler = Sampler(config, roles, inputs.cost_model)
-        with console.samples(len(missing)) as advance:
-            for sampled in sampler.samples(_requests(job, set(missing)), job.prompts):
-                file.append(_line(job, sampled))
-                advance(1)
-                shown.advance()
-        return sampler.dropped
+    config, inputs, given_up = job.config, job.inputs, list["SampleResult"]()
+    told = time.monotonic()
+    with (
+        start_sampling_roles(config, inputs.reward_functions, console, environment=inputs.environment) as roles,
+        console.samples(len(missing)) as advance,
+    ):
+        for done, sampled in enumerate(_sampled(job, roles, _requests(job, set(missing)), given_up), start=1):
+            file.append(_line(job, sampled))
+            advance(1)
+            if time.monotonic() - told > SECONDS_BETWEEN_LINES:
+                told = time.monotonic()
+                console.log(f"{done:,} of {len(missing):,} samples")
+    return given_up
 
 
 def _requests(job: Job, missing: set[Key]) -> Iterator["SampleRequest"]:
     from controller.collector import sample_requests
 
-    samples = job.config.rollout.samples_per_prompt
     for prompt in job.prompts.values():
-        requests = sample_requests(job.config, [prompt], samples, job.kind.step)
+        requests = sample_requests(job.config, [prompt], job.config.rollout.samples_per_prompt, job.config.seed_step)
         yield from (request for request in requests if request.key in missing)
 
 
-def _line(job: Job, sampled: "Sampled") -> Line:
+def _sampled(
+    job: Job, roles: "SamplingRoles", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
+) -> Iterator[Sampled]:
+    """The scored samples of the requests, in the order in which they finish. given_up: gets those without a sample.
+
+    Raises RolloutError when no engine is left, LostError if a reward worker is lost too often, and WorkerError for a
+    failed reward with reward.on_failure=stop.
+    """
+    found = _scored(job, roles, requests, given_up)
+    if roles.reward_model is None:
+        yield from found
+        return
+    while some := list(islice(found, MODEL_SCORES)):
+        yield from _with_model_scores(job, roles, some)
+
+
+def _scored(
+    job: Job, roles: "SamplingRoles", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
+) -> Iterator[Sampled]:
+    """As `_sampled`, without the scores of a reward model."""
+    from controller.generation.engines import POLL_SECONDS
+
+    rollouts, scoring, waiting = roles.rollouts, roles.rewards.begin(), iter(requests)
+    window = WINDOW * job.config.engines * job.config.rollout.max_concurrent
+    unscored: dict[Key, tuple[SampleResult, ObjectRef]] = {}
+
+    def score(results: list["SampleResult"], block: "ObjectRef") -> None:
+        unscored.update({result.key: (result, block) for result in results})
+        scoring.submit(results, block, job.prompts)
+
+    router = rollouts.begin(job.config.rollout.sampling, score).router
+    while True:
+        router.submit(islice(waiting, max(0, window - len(router.unfinished) - len(unscored))))
+        if router.done and not unscored:
+            return
+        if not router.done and rollouts.pump(POLL_SECONDS):
+            while rollouts.pump():
+                pass
+        given_up += router.take_dropped()
+        for key, found in scoring.ready(POLL_SECONDS if router.done else 0.0).items():
+            yield Sampled(*unscored.pop(key), found)
+
+
+def _with_model_scores(job: Job, roles: "SamplingRoles", samples: list[Sampled]) -> list[Sampled]:
+    """The samples with the reward model's scores in their rewards."""
+    from controller.generation.rounds import RolloutRound
+    from controller.planner import Planner
+    from controller.samples import assemble
+
+    assert roles.reward_model is not None
+    finished = RolloutRound([sample.result for sample in samples], [sample.block for sample in samples], [], 0)
+    rollout = assemble(finished, {sample.result.key: sample.score for sample in samples})
+    plan = Planner(job.config, job.inputs.cost_model).whole(rollout.batch, "reward_model.scores")
+    values = roles.reward_model.score(rollout.batch, plan)
+    rollout = rollout.with_reward_part("model", values, weight=job.config.reward.model.weight)
+    return [sample._replace(score=rollout.by_sample[sample.result.key]) for sample in samples]
+
+
+def _line(job: Job, sampled: Sampled) -> Line:
+    import ray
+
     result, config = sampled.result, job.config
     prompt = job.prompts[result.uid]
     line = as_line(result, sampled.score, prompt, config.data.prompt_key, rewarded=config.rewarded)
-    return line | token_columns(result, sampled.row()) if job.kind.tokens else line
-
-
-class Progress:
-    """A line from time to time, of samples that are there."""
-
-    def __init__(self, total: int, console: "Console") -> None:
-        self._total, self._console, self._done, self._told = total, console, 0, time.monotonic()
-
-    def advance(self) -> None:
-        """One more."""
-        self._done += 1
-        if time.monotonic() - self._told > SECONDS_BETWEEN_LINES:
-            self._told = time.monotonic()
-            self._console.log(f"{self._done:,} of {self._total:,} samples")
+    if not config.writes_tokens:
+        return line
+    block: TokenBlock = ray.get(sampled.block)
+    return line | token_columns(result, block.row(result.row))

@@ -93,7 +93,7 @@ def test_engines_apart_take_what_this_machine_has_left(workspace: Path, see: Cal
     assert page_of(workspace, *APART) == (6, [])
     sampler = load_as(GenerateConfig, "config.yaml", [GPUS]).narrowed(workspace / "out")
     assert sampler.engines == 8
-    check_sampler(sampler, needs_reward=True)
+    check_sampler(sampler)
 
 
 @pytest.mark.parametrize("where", [(), ("resources.ray_address=head:6379",)])
@@ -102,7 +102,7 @@ def test_where_their_gpus_are_not_known_engines_apart_need_a_number(workspace: P
     assert refusal(*APART, *where).startswith("rollout.replicas=0: ")
     sampler = load_as(GenerateConfig, "config.yaml", [GPUS, *where]).narrowed(workspace / "out")
     with pytest.raises(ConfigError, match=r"^rollout\.replicas=0: "):
-        check_sampler(sampler, needs_reward=True)
+        check_sampler(sampler)
 
 
 def test_a_replay_has_no_engines(workspace: Path) -> None:

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from controller.generate import GENERATE
+from controller.config.sampler import GenerateConfig
 from controller.sampling.jobs import Request, read_job
 from controller.sampling.output import SamplesFile
-from controller.sampling.running import _sampled
+from controller.sampling.running import sample_missing
 from tests.controller.stand_ins.run import StandIns
 from tests.end_to_end.faults import Listening
 
@@ -23,9 +23,9 @@ SETTINGS = (
 
 
 def generate(folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    job = read_job(GENERATE, Request(output=folder, settings=(*SETTINGS, *overrides)))
+    job = read_job(GenerateConfig, Request(output=folder, settings=(*SETTINGS, *overrides)))
     file = SamplesFile(folder, job.identity)
-    assert _sampled(job, file, job.keys, Listening()) == []
+    assert sample_missing(job, file, job.keys, Listening()) == []
     file.close()
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 

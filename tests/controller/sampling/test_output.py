@@ -1,6 +1,8 @@
-"""A file of samples goes on after a crash, and never mixes those of two jobs."""
+"""A file of samples continues after a crash and never mixes two jobs, whose identity is what makes other samples."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controller.config.sampler import GenerateConfig
 from controller.data.prompts import Prompt
-from controller.sampling.output import JOB, SAMPLES, SamplesFile, as_line, scored_response, token_columns
+from controller.inputs import try_inputs
+from controller.packages import ROOT
+from controller.sampling.jobs import Request, checked_settings
+from controller.sampling.output import JOB, SAMPLES, SamplesFile, as_line, job_identity, scored_response, token_columns
 from workers.errors import ConfigError, DataError
 from workers.rollout.requests import SampleResult
 from workers.score import Score
 
+ENVIRONMENT = """\
+from workers.environment import Observation
+
+
+class Guess:
+    def reset(self, record):
+        return None
+
+    def step(self, response):
+        return Observation("", reward=0.0, done=True)
+"""
+PRINT = """\
+import json
+from tests.controller.sampling.test_output import identity
+print(json.dumps(identity()))
+"""
 PLACE = {"model": {"folder": "a"}, "seed": 0}
 
 
@@ -50,7 +72,7 @@ def test_after_a_cut_at_any_byte_whole_lines_are_kept_and_the_rest_can_be_added(
 @pytest.mark.parametrize("other", [PLACE | {"seed": 1}, PLACE | {"model": {"folder": "b"}}])
 def test_samples_of_another_job_are_not_added_to(tmp_path: Path, other: dict[str, Any]) -> None:
     before = written(tmp_path, line("0", 0)).path.read_bytes()
-    with pytest.raises(ConfigError, match=r"samples of another job, with other (seed|model); give"):
+    with pytest.raises(ConfigError, match=r"with other (seed|model);"):
         SamplesFile(tmp_path, other)
     assert (tmp_path / SAMPLES).read_bytes() == before
 
@@ -58,14 +80,14 @@ def test_samples_of_another_job_are_not_added_to(tmp_path: Path, other: dict[str
 @pytest.mark.parametrize("text", ["{}\n", "[1]\n", "no json\n", '{"uid": "0", "sample": null}\n'])
 def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     (tmp_path / SAMPLES).write_text(text)
-    with pytest.raises(DataError, match=r"samples\.jsonl:1 is no sample of ours"):
+    with pytest.raises(DataError, match=r"samples\.jsonl:1 "):
         SamplesFile(tmp_path, PLACE)
     assert (tmp_path / SAMPLES).read_text() == text
 
 
 def test_a_broken_job_file_is_told(tmp_path: Path) -> None:
     (tmp_path / JOB).write_text("{")
-    with pytest.raises(ConfigError, match=r"job\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"job\.json"):
         SamplesFile(tmp_path, PLACE)
 
 
@@ -105,3 +127,45 @@ def test_of_several_turns_a_line_says_which_tokens_were_sampled() -> None:
     mask = np.array([False, False, True, False, True])
     row = {"input_ids": np.arange(5), "loss_mask": mask, "rollout_log_probs": np.zeros(5, np.float32)}
     assert token_columns(RESULT, row)["sampled"] == [1, 0, 1]
+
+
+def identity(*overrides: str) -> dict[str, object]:
+    request = Request(
+        Path("config.yaml"), overrides=("rollout.environment=play.py:Guess", "rollout.max_turns=1", *overrides)
+    )
+    config, model, given = checked_settings(GenerateConfig, request)
+    return job_identity(model, config, try_inputs(config, given=given).identity, given)
+
+
+@pytest.fixture
+def there(workspace: Path) -> Path:
+    (workspace / "play.py").write_text(ENVIRONMENT)
+    return workspace
+
+
+def changed(before: dict[str, object], *overrides: str) -> set[str]:
+    after = identity(*overrides)
+    return {name for name in before if before[name] != after[name]}
+
+
+def test_it_changes_with_what_makes_other_samples_and_with_nothing_else(there: Path) -> None:
+    before = identity()
+    assert changed(before) == set()
+    assert changed(before, "rollout.samples_per_prompt=2", "rollout.replicas=2", "reward.timeout_s=3") == set()
+    assert changed(before, "rollout.sampling.temperature=0.5") == {"sampling"}
+    assert changed(before, "run.seed=3") == {"seed"}
+    assert changed(before, "rollout.engine={quantization: fp8}") == {"engines"}
+    assert changed(before, "data.max_prompt_tokens=31") == {"data"}
+    assert changed(before, "reward.function=''", "reward.functions={'reward.py:reward': 2.0}") == {"rewards"}
+    for file, part in (("play.py", "environment"), ("reward.py", "rewards"), ("train.jsonl", "data")):
+        with (there / file).open("a") as open_file:
+            open_file.write("# more\n" if file.endswith(".py") else '{"prompt": "2+2=", "solution": "4"}\n')
+        assert changed(before) == {part}
+        before = identity()
+    (there / "model" / "model.safetensors").touch()
+    assert changed(before) == {"model"}
+
+
+def test_it_is_the_same_in_another_process(there: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PRINT], env={"PYTHONPATH": str(ROOT)}, text=True, capture_output=True)
+    assert json.loads(done.stdout) == json.loads(json.dumps(identity())), done.stderr
