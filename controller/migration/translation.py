@@ -3,6 +3,7 @@
 keys --rows of the table--> settings --derived--> settings --checks of a configuration--> Migration
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -119,11 +120,7 @@ def _rows(system: str, given: Mapping[str, Any], migration: Migration) -> list[t
 
 def text_of(value: Any) -> str:
     """A value as the table writes it."""
-    return (
-        {True: "true", False: "false", None: "null"}[value]
-        if value is None or value is True or value is False
-        else str(value)
-    )
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, is_given: bool) -> None:
