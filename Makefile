@@ -57,7 +57,6 @@ soak: setup
 # Minutes each, on a machine that has nothing else to do; most write their page. Not among them:
 # tests.benchmarks.algorithms, which takes hours, and tests.gpu.benchmark, which needs a GPU.
 bench: setup
-	$(BIN)/python -m tests.benchmarks.dispatch
 	$(BIN)/python -m tests.benchmarks.balancing --output docs/balancing-benchmark.md
 	$(BIN)/python -m tests.benchmarks.pipeline --output docs/pipeline-benchmark.md
 	$(BIN)/python -m tests.benchmarks.engine

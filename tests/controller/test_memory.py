@@ -1,21 +1,56 @@
+"""The driver moves plans, not tokens: its memory does not grow with them."""
+
 import numpy as np
 import psutil
 import ray
 
-from tests.benchmarks.dispatch import Consumer, Producer, dispatch_by_reference, plan_of, produce
+from balancing import Plan, plan_batch
+from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+
+COLUMNS = {"input_ids": np.int32, "loss_mask": np.bool_, "rollout_log_probs": np.float32}
+
+
+@ray.remote(num_cpus=0)
+class Producer:
+    """In place of an engine's actor: makes a block of zeros."""
+
+    def block(self, lengths: np.ndarray) -> TokenBlock:
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return TokenBlock(offsets, {name: np.zeros(offsets[-1], dtype) for name, dtype in COLUMNS.items()})
+
+
+@ray.remote(num_cpus=0)
+class Consumer:
+    """In place of a policy rank: fetches its rows and answers how many tokens it holds."""
+
+    def tokens(self, share: RemoteBatch) -> int:
+        return share.gather().batch["input_ids"].values().numel()
+
+
+def produce(lengths: np.ndarray, producers: list) -> RemoteBatch:
+    """A batch whose rows lie in one block for each producer."""
+    parts = np.array_split(np.arange(len(lengths)), len(producers))
+    refs = tuple(producer.block.remote(lengths[part]) for producer, part in zip(producers, parts, strict=True))
+    ray.wait(list(refs), num_returns=len(refs), fetch_local=False)
+    block = np.concatenate([np.full(len(part), i, np.int32) for i, part in enumerate(parts)])
+    row = np.concatenate([np.arange(len(part), dtype=np.int32) for part in parts])
+    return RemoteBatch({"length": lengths}, {name: TokenColumn(name, refs, block, row) for name in COLUMNS})
+
+
+def dispatch(batch: RemoteBatch, consumers: list) -> int:
+    """Send handles under a plan and let the ranks fetch; returns the tokens that they hold together."""
+    plan: Plan = plan_batch(batch["length"], ranks=len(consumers), max_tokens=int(2 * batch["length"].max()))
+    shares = [batch.select(plan.for_rank(rank).rows) for rank in range(plan.ranks)]
+    return sum(ray.get([c.tokens.remote(ray.put(share)) for c, share in zip(consumers, shares, strict=True)]))
 
 
 def test_a_step_of_2048_sequences_of_4096_tokens_does_not_grow_the_driver(ray_session) -> None:
     producers, consumers = ([actor.remote() for _ in range(2)] for actor in (Producer, Consumer))
-    small = np.full(8, 16)
-    warm = produce(small, producers)
-    assert dispatch_by_reference(warm, plan_of(warm, 2), consumers) == small.sum()  # imports and pools are warm
+    small, lengths = np.full(8, 16), np.full(2048, 4096)
+    assert dispatch(produce(small, producers), consumers) == small.sum()  # imports and pools are warm
     process = psutil.Process()
     before = process.memory_info().rss
-
-    lengths = np.full(2048, 4096)
-    batch = produce(lengths, producers)
-    assert dispatch_by_reference(batch, plan_of(batch, 2), consumers) == lengths.sum()
+    assert dispatch(produce(lengths, producers), consumers) == lengths.sum()
     assert process.memory_info().rss - before < 50e6
     for actor in (*producers, *consumers):
         ray.kill(actor)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -55,57 +55,14 @@ class Policy(Protocol):
     def published(self) -> Iterable[int] | None: ...
 
 
-class Sample(NamedTuple):
-    """One response. end: where it is complete, in tokens that its engine has decoded for each sample."""
-
-    end: float
-    group: int
-
-
-class Engine:
-    """Samples that are decoded together."""
+class Engines:
+    """All engines and what waits for them. A sample is (end, group): it is complete when its engine has decoded `end`
+    tokens for each of its samples."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._decoded = 0.0
-        self.samples: list[Sample] = []  # a heap
-
-    def start(self, group: int, length: int) -> None:
-        """Begin a response."""
-        heapq.heappush(self.samples, Sample(self._decoded + length, group))
-
-    @property
-    def seconds_a_token(self) -> float:
-        """Of one decoding step."""
-        return self._workload.a + self._workload.c * len(self.samples)
-
-    @property
-    def next_end(self) -> float:
-        """Seconds until a response is complete."""
-        return (self.samples[0].end - self._decoded) * self.seconds_a_token if self.samples else inf
-
-    def decode(self, seconds: float) -> list[int]:
-        """Go on for so long, at most until the next end; returns the groups of the completed responses."""
-        self._decoded += seconds / self.seconds_a_token
-        ended = []
-        while self.samples and self.samples[0].end <= self._decoded + 1e-6:
-            ended.append(heapq.heappop(self.samples).group)
-        return ended
-
-    def discard(self, group: int) -> float:
-        """Stop the responses of a group; returns the tokens that they lack."""
-        stopped = [sample for sample in self.samples if sample.group == group]
-        self.samples = [sample for sample in self.samples if sample.group != group]
-        heapq.heapify(self.samples)
-        return sum(sample.end - self._decoded for sample in stopped)
-
-
-class Engines:
-    """All engines and what waits for them."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._slots = workload.slots
-        self._engines = [Engine(workload) for _ in range(workload.engines)]
+        self._decoded = [0.0] * workload.engines
+        self._samples: list[list[tuple[float, int]]] = [[] for _ in range(workload.engines)]  # heaps
         self._waiting: deque[tuple[int, int]] = deque()
 
     def submit(self, group: int, lengths: Iterable[int]) -> None:
@@ -115,32 +72,50 @@ class Engines:
 
     def _fill(self) -> None:
         while self._waiting:
-            engine = min(self._engines, key=lambda engine: len(engine.samples))
-            if len(engine.samples) == self._slots:
+            engine = min(range(len(self._samples)), key=lambda engine: len(self._samples[engine]))
+            if len(self._samples[engine]) == self._workload.slots:
                 return
-            engine.start(*self._waiting.popleft())
+            group, length = self._waiting.popleft()
+            heapq.heappush(self._samples[engine], (self._decoded[engine] + length, group))
 
     @property
     def decoding(self) -> int:
         """Responses that are decoded now."""
-        return sum(len(engine.samples) for engine in self._engines)
+        return sum(map(len, self._samples))
+
+    def _seconds_a_token(self, engine: int) -> float:
+        return self._workload.a + self._workload.c * len(self._samples[engine])
 
     @property
     def next_end(self) -> float:
         """Seconds until a response is complete."""
-        return min(engine.next_end for engine in self._engines)
+        return min(
+            (
+                (heap[0][0] - self._decoded[i]) * self._seconds_a_token(i)
+                for i, heap in enumerate(self._samples)
+                if heap
+            ),
+            default=inf,
+        )
 
     def decode(self, seconds: float) -> list[int]:
-        """As of an engine."""
-        ended = [group for engine in self._engines for group in engine.decode(seconds)]
+        """Decode for so long, at most until the next end; returns the groups of the completed responses."""
+        ended = []
+        for engine, heap in enumerate(self._samples):
+            self._decoded[engine] += seconds / self._seconds_a_token(engine)
+            while heap and heap[0][0] <= self._decoded[engine] + 1e-6:
+                ended.append(heapq.heappop(heap)[1])
         self._fill()
         return ended
 
     def discard(self, group: int) -> float:
-        """As of an engine; what waits lacks all of its tokens."""
-        lacking = sum(length for waiting, length in self._waiting if waiting == group)
+        """Stop the responses of a group; returns the tokens that they lack."""
+        lacking = float(sum(length for waiting, length in self._waiting if waiting == group))
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != group)
-        lacking += sum(engine.discard(group) for engine in self._engines)
+        for engine, heap in enumerate(self._samples):
+            lacking += sum(end - self._decoded[engine] for end, other in heap if other == group)
+            self._samples[engine] = [sample for sample in heap if sample[1] != group]
+            heapq.heapify(self._samples[engine])
         self._fill()
         return lacking
 

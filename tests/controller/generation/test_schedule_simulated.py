@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.benchmarks.schedule.policies import WholeSteps
-from tests.benchmarks.schedule.rows import Row, compared, result, windowed
+from tests.benchmarks.schedule.rows import Row, WholeSteps, compared, result, windowed
 from tests.benchmarks.schedule.simulator import Record, Workload
 
 SMALL = Workload(steps=24, prompts_per_step=8, samples=4, engines=2, slots=16)
