@@ -1,10 +1,10 @@
 """Ballast under one name: its commands for a shell, and functions for a notebook, a script or a sweep.
 
     python -m ballast fit --config mine.yaml         commands: every command by its short name
-    ballast.fit("mine.yaml", reward=mine).summary    training, sampling: what these commands do, as functions
+    ballast.fit("mine.yaml", reward=mine).summary    training, sampling: the same commands as functions
 
-A thin package: it parses no settings and holds no algorithm. `controller`, and all that it imports, is loaded at the
-first call, so that `import ballast` is instant.
+This package parses no settings and holds no algorithm. It loads `controller` at the first call, so that
+`import ballast` is instant.
 """
 
 import importlib

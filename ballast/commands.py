@@ -2,7 +2,7 @@
 
     ballast fit --config mine.yaml  -->  controller.fit.main(["--config", "mine.yaml"])
 
-The command's module is imported when its name is known: the list of commands is there at once.
+A command's module is imported only when it is called, so that the list of commands appears at once.
 """
 
 import difflib
@@ -28,23 +28,23 @@ COMMANDS = {
     "fit": Command("controller.fit", "train a policy by reinforcement learning"),
     "sft": Command("controller.sft", "train it on given responses"),
     "preferences": Command("controller.preferences", "train it on pairs of responses (DPO, IPO, SimPO)"),
-    "evaluate": Command("controller.evaluate", "validation metrics of a model on a data set, with intervals"),
-    "generate": Command("controller.generate", "samples with token ids and log-probs, in a file"),
-    "report": Command("controller.report", "one page about a run"),
-    "timeline": Command("controller.timeline", "a trace of a run, for Perfetto or Chrome"),
-    "balance": Command("balancing.__main__", "what each strategy makes of the lengths in a run or a file"),
-    "doctor": Command("controller.doctor", "look at this machine, or a cluster, before the first run"),
-    "replay": Command("controller.replay", "train a recorded step of a run again"),
-    "migrate": Command("controller.migrate", "verl's or TRL's configuration as settings here"),
-    "init": Command("ballast.init", "a configuration, data and a reward to start from"),
-    "completion": Command("ballast.completion", "what the Tab key completes, for bash and zsh"),
+    "evaluate": Command("controller.evaluate", "measure a model on a data set, with confidence intervals"),
+    "generate": Command("controller.generate", "write samples with token ids and log-probs to a file"),
+    "report": Command("controller.report", "write one page about a run"),
+    "timeline": Command("controller.timeline", "write a trace of a run for Perfetto or Chrome"),
+    "balance": Command("balancing.__main__", "compare balancing strategies on the lengths of a run or a file"),
+    "doctor": Command("controller.doctor", "check this machine, or a cluster, before the first run"),
+    "replay": Command("controller.replay", "train a recorded step again"),
+    "migrate": Command("controller.migrate", "translate a configuration of verl or TRL"),
+    "init": Command("ballast.init", "write a configuration, data and a reward to start from"),
+    "completion": Command("ballast.completion", "print the Tab completion for bash and zsh"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, by default that of the process's command line, and return its exit code.
+    """Run a command, by default the process's command line, and return its exit code.
 
-    2, with one line, for a name that is none, and where a file of the user's hides a package of ours.
+    2, with one line, for an unknown name, and where a user's file hides one of our packages.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
@@ -63,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def main_of(command: Command) -> Callable[[Sequence[str]], int | None]:
-    """The command's `main`. Raises ImportError where a file of the user's hides a package of ours."""
+    """Return the command's `main`. Raises ImportError where a user's file hides one of our packages."""
     check_controller()
     return cast(Callable[[Sequence[str]], int | None], importlib.import_module(command.module).main)
 
 
 def help_page() -> str:
-    """The commands, a line each."""
+    """Return the commands, a line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {command.does}" for name, command in COMMANDS.items()]
     last = "`ballast COMMAND --help` explains a command's arguments."

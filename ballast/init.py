@@ -15,7 +15,7 @@ HELD_OUT = 2  # of the eight sample problems
 
 
 def starter(recipe: str) -> dict[str, str]:
-    """The content of each file by its name: a recipe, GSM8K's reward, and problems of its form."""
+    """Return the content of each file by its name: a recipe, GSM8K's reward, and problems of its form."""
     package = files("ballast")
     config = (package / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8")
     example = package / "examples" / "gsm8k"
@@ -53,6 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "  ballast fit --config config.yaml --dry-run --cluster nodes=1,gpus=1,gpu_gib=80,cpus=8\n"
         f"  hf download {MODEL}\n"
         "  ballast fit --config config.yaml\n"
-        "Eight problems show the form of the data. Replace them by yours."
+        "Eight problems show the form of the data. Replace them with yours."
     )
     return 0

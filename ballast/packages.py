@@ -1,4 +1,4 @@
-"""`import controller` finds the package beside this one, or it is told in one line what it would find."""
+"""Make sure that `import controller` finds the package next to this one."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,7 +7,7 @@ OURS = Path(__file__).resolve().parents[1] / "controller"
 
 
 def check_controller() -> None:
-    """Raise ImportError if a file or folder of the user's hides `controller`, which looks after the other packages."""
+    """Raise ImportError if a user's file or folder hides `controller`, which checks the other packages itself."""
     spec = find_spec("controller")
     places = [] if spec is None else [*(spec.submodule_search_locations or [str(spec.origin)])]
     for place in places:

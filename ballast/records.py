@@ -17,9 +17,9 @@ Records = str | Path | Iterable[Mapping[str, Any]]
 
 
 def data_file(records: Records, name: str, run_dir: str) -> str:
-    """The value of a data setting for `records`, which are written to a file in `run_dir`; a path is kept.
+    """Write `records` to a file in `run_dir` and return the value of a data setting; a path is kept.
 
-    name: of the argument, for messages. Raises DataError for what is not a list of records with JSON values.
+    name: of the argument, for messages. Raises DataError unless they are records with JSON values.
     """
     if isinstance(records, (str, Path)):
         return str(records)

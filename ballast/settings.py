@@ -1,4 +1,4 @@
-"""Settings as Python has them, in the form in which a command line gives them.
+"""Settings given as Python values, turned into the form of a command line.
 
 {"policy": {"ranks": 2}} or {"policy.ranks": 2} --as_overrides--> ["policy.ranks=2"]
 """
@@ -19,7 +19,7 @@ Values = Mapping[str, Any] | Sequence[str]
 
 
 def load_settings(schema: type[Schema], config: str | Path | Mapping[str, Any] | None, overrides: Values) -> Schema:
-    """The configuration of a file, a mapping, or (None) the overrides alone. Raises ConfigError as `load` does."""
+    """Read a file, a mapping, or (None) the overrides alone. Raises ConfigError as `load` does."""
     known = known_keys(schema)
     check_type("config", config, str, Path, Mapping, type(None))
     if isinstance(config, Mapping):
@@ -28,14 +28,14 @@ def load_settings(schema: type[Schema], config: str | Path | Mapping[str, Any] |
 
 
 def known_keys(schema: type[TrainingConfig]) -> set[str]:
-    """The keys of all settings."""
+    """Return the keys of all settings."""
     return {found.key for found in settings(schema())}
 
 
 def as_overrides(values: Values, known: Collection[str]) -> list[str]:
-    """Each value as `key=value`, in YAML. known: the keys of all settings; a mapping below one of them is its value.
+    """Return each value as `key=value`, in YAML. known: all keys; a mapping below one of them is its value.
 
-    Raises ConfigError for a value that is no setting's, such as an object.
+    Raises ConfigError for a value that YAML does not have, such as an object.
     """
     if isinstance(values, Mapping):
         try:
@@ -46,7 +46,7 @@ def as_overrides(values: Values, known: Collection[str]) -> list[str]:
 
 
 def listed(name: str, values: Any, allowed: Callable[[Any], bool], wanted: str) -> list[Any]:
-    """An argument as a list. Raises ConfigError for what is none, or has an item that is not allowed."""
+    """Return an argument as a list. Raises ConfigError unless it is one and each item is allowed."""
     found = list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [None]
     if not all(map(allowed, found)):
         raise ConfigError(f"{name}={shown(values)}: expected {wanted}.")
@@ -54,7 +54,7 @@ def listed(name: str, values: Any, allowed: Callable[[Any], bool], wanted: str) 
 
 
 def check_type(name: str, value: Any, *types: type) -> None:
-    """Raise ConfigError for an argument that is none of `types`."""
+    """Raise ConfigError unless the argument is of one of `types`."""
     if not isinstance(value, types):
         wanted = " or ".join(one.__name__ for one in types)
         raise ConfigError(f"{name}={shown(value)}: expected {wanted}, not {type(value).__name__}.")

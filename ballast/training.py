@@ -2,8 +2,8 @@
 
     fit(settings, reward=f) --controller.fit.prepare--> the run --> runs/NAME/ --> Result
 
-The run is the command's: the same checks, folder, lock, records and checkpoints, in this process. What a command says
-in one line with exit code 2 or 1 is raised here, as an error of `workers.errors`.
+The run is the same as the command's, in this process. Where a command prints one line and exits with 2 or 1, a
+function raises an error of `workers.errors`.
 """
 
 import json
@@ -30,11 +30,11 @@ Settings = str | Path | Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended.
+    """A finished run.
 
-    folder: runs/NAME. summary: that of its summary.json: `steps`, `validation` before and after, medians of
-    `seconds_per_step` and `tokens_per_second`. metrics: a row a step, with the step's number under `step`; None for
-    what is not finite. After a resume they are those of the whole run.
+    folder: runs/NAME. summary: the content of summary.json: `steps`, `validation` before and after, medians of
+    `seconds_per_step` and `tokens_per_second`. metrics: a row per step, with its number under `step`; None for a value
+    that is not finite. After a resume they cover the whole run.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class Result:
 
     @classmethod
     def read(cls, folder: Path) -> "Result":
-        """The result of a run that has ended in `folder`. Raises OSError or DataError where none has."""
+        """Read the result of a finished run. Raises OSError or DataError where no run has finished."""
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         return cls(folder, summary, RunFolder(folder).metrics)
 
@@ -65,16 +65,16 @@ def fit(
     train: Records | None = None,
     validation: Records | None = None,
 ) -> Result:
-    """Train a policy by reinforcement learning, as `python -m controller.fit` does; returns when the run has ended.
+    """Train a policy by reinforcement learning, as `python -m controller.fit` does; returns when the run is over.
 
-    config: a YAML file, or settings as a mapping. reward: a function, or several with their weights, in place of
-    reward.function; closures and lambdas too, and the name of one as in the settings. Their processes get them pickled,
-    so that they change nothing here. callbacks: see `controller.training_loop.Callback`; one may raise StopTraining.
-    overrides: settings that replace those of `config`. train, validation: records in place of data.train and
-    data.validation, such as a list of mappings or a `datasets.Dataset`.
+    config: a YAML file, or settings as a mapping. reward: a function, or several with weights, in place of
+    reward.function: closures, lambdas, or names as in the settings. They run pickled in other processes, and cannot
+    change variables here. callbacks: see `controller.training_loop.Callback`; one may raise StopTraining. overrides:
+    settings that replace those of `config`. train, validation: records in place of data.train and data.validation,
+    such as a list of mappings or a `datasets.Dataset`.
 
-    Raises ConfigError, DataError or ResourceError before anything is started, and what ends a run, such as
-    RolloutError; all are BallastError. KeyboardInterrupt passes; the run has then stopped as the command does.
+    Raises ConfigError, DataError or ResourceError before anything starts, and later the error that ends the run, such
+    as RolloutError; all are BallastError. On KeyboardInterrupt the run stops as the command does.
     """
     from controller.fit import prepare
 

@@ -1,6 +1,6 @@
-"""`python -m controller.migrate FILE_OR_COMMAND [--output FILE]`: another system's configuration as settings here.
+"""`python -m controller.migrate FILE_OR_COMMAND [--output FILE]`: translate another system's configuration.
 
-verl's scripts, commands and YAML, TRL's Python, YAML, JSON and commands; `controller.migration` describes how.
+Reads scripts, commands and YAML of verl, and Python, YAML, JSON and commands of TRL. See `controller.migration`.
 """
 
 import argparse
@@ -12,11 +12,11 @@ from workers.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the YAML, and its counts to stderr. Exit code: 0, or 2 with one line that says what is wrong."""
+    """Write the YAML, and its counts to stderr. Exit code: 0, or 2 with one line about the problem."""
     parser = argparse.ArgumentParser(
         prog="python -m controller.migrate",
         usage="python -m controller.migrate FILE_OR_COMMAND [--output FILE]",
-        description="Another system's configuration (verl's, TRL's) as settings of controller.fit. Nothing is run.",
+        description="Translate a configuration of verl or TRL into settings of controller.fit. Nothing is run.",
     )
     parser.add_argument("--output", type=Path, help="file to write; without it the YAML is printed")
     options, source = parser.parse_known_args(None if arguments is None else list(arguments))

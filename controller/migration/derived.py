@@ -1,4 +1,4 @@
-"""Settings here that follow from several keys of another system.
+"""Settings that follow from several keys of another system.
 
 verl: prompts of a step over prompts of a mini-batch; nodes x GPUs over ranks that share a model; ...
 """
@@ -14,7 +14,7 @@ ACTOR = "actor_rollout_ref.actor."
 
 
 def derive(system: str, theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
-    """Add to `ours` what follows from several keys; to_decide gets what cannot be known."""
+    """Add the derived settings to `ours`, and the open questions to `to_decide`."""
     if rule := {"verl": _verl, "TRL": _trl}.get(system):
         rule(theirs, ours, to_decide)
 
@@ -55,14 +55,14 @@ DERIVED = {
         "warmup_ratio",
     ),
 }
-"""Keys that no setting takes as they are."""
+"""Keys whose values are not passed on to a setting directly."""
 
 
 def _count(theirs: Theirs, key: str, default: int, to_decide: list[str]) -> int:
     value = theirs.get(key, default)
     if isinstance(value, int) and value > 0:
         return int(value)
-    to_decide.append(f"{key}={value}: must be a whole number above 0. Taken as {default}.")
+    to_decide.append(f"{key}={value}: must be a whole number above 0. Using {default}.")
     return default
 
 
@@ -74,7 +74,7 @@ def _verl(theirs: Theirs, ours: Ours, to_decide: list[str]) -> None:
     ours["batch.mini_batches"] = max(1, round(prompts / mini))
     if prompts % mini:
         to_decide.append(
-            f"batch.mini_batches={ours['batch.mini_batches']}: {prompts} prompts are no multiple of {mini}."
+            f"batch.mini_batches={ours['batch.mini_batches']}: {prompts} prompts are not a multiple of {mini}."
         )
     _gpus(theirs, ours, to_decide)
     _steps(theirs.get("trainer.total_epochs", 30), theirs.get(f"{ACTOR}optim.lr_warmup_steps_ratio"), ours, to_decide)
@@ -132,7 +132,7 @@ def _steps(epochs: Any, warmup: Any, ours: Ours, to_decide: list[str]) -> None:
 
 
 def _caps(ours: Ours, to_decide: list[str]) -> None:
-    """A cap where there is none: twice the longest sequence, or more."""
+    """Set a missing cap to at least twice the longest sequence."""
     if "policy.max_tokens" not in ours:
         longest = ours.get("data.max_prompt_tokens", 1024) + ours.get("rollout.sampling.max_new_tokens", 1024)
         cap = ours["policy.max_tokens"] = max(CAP, 2 * longest)

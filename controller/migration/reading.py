@@ -1,8 +1,8 @@
-"""Keys and values of another system's configuration, from a shell script, a command, Python, YAML or JSON.
+"""Read keys and values of another system's configuration from a shell script, a command, Python, YAML or JSON.
 
 run.sh, "a.b=1 c.d=2", train.py, config.yaml --given--> {"a.b": 1, "c.d": 2}
 
-Of a script, variables, defaults and arithmetic are put in place, and nothing is run.
+Variables, defaults and arithmetic of a script are expanded. Nothing is run.
 """
 
 import ast
@@ -37,7 +37,7 @@ ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
 
 
 def given(source: Sequence[str]) -> dict[str, Any]:
-    """The keys that a file, or the words of a command, give. Raises ConfigError where there is none."""
+    """Return the keys of a file, or of a command's words. Raises ConfigError if there are none."""
     if len(source) == 1 and not re.search(r"[=\s]", source[0]):
         found = _of_file(Path(source[0]))
     else:
@@ -102,7 +102,7 @@ def _of_script(text: str) -> dict[str, Any]:
 
 
 def typed(text: str) -> Any:
-    """A value as YAML reads it; a text where it is none."""
+    """Return the value as YAML reads it, or the text if it is not YAML."""
     if not text:
         return text
     try:
@@ -113,7 +113,7 @@ def typed(text: str) -> Any:
 
 
 def script_words(text: str) -> Iterator[str]:
-    """The words of all commands; `$` is left where a value would need a shell. ValueError for an open quote."""
+    """Yield the words of all commands; `$` stays where a value needs a shell. ValueError for an open quote."""
     variables = {name: os.environ[name] for name in ("HOME", "PWD") if name in os.environ}
     text = re.sub(r"^\s*#.*\n", "", text, flags=re.M).replace("\\\n", " ")
     unfinished = ""

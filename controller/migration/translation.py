@@ -1,4 +1,4 @@
-"""Another system's keys and values as settings here, with a list of what differs.
+"""Translate another system's keys and values into settings, and list the differences.
 
 keys --rows of the table--> settings --derived--> settings --checks of a configuration--> Migration
 """
@@ -28,7 +28,7 @@ PLACEHOLDERS = {"model.path": "models/policy", "data.train": "data/train.jsonl",
 @dataclass
 class Migration:
     """settings: by key. open: for the user to decide. differs: done in another way here. defaults: settings that keep
-    a default of theirs, with the reason. without: keys that have no counterpart. unknown: keys that are in no row."""
+    the other system's default, with the reason. without: keys without a counterpart. unknown: keys in no row."""
 
     system: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Migration:
 
     @property
     def yaml(self) -> str:
-        """The settings as a file for --config, with the lists as its first comments."""
+        """Return the settings as a file for --config, with the lists as its first comments."""
         lists = {
             "to decide": self.open,
             f"defaults of {self.system} that differ from the ones here, kept": [
@@ -66,7 +66,7 @@ class Migration:
 
 
 def migrate(given: Mapping[str, Any]) -> Migration:
-    """The migration of keys and values. Raises ConfigError where they are no system's, or nothing is left."""
+    """Translate keys and values. Raises ConfigError if they belong to no known system, or nothing is left."""
     system = _system(given)
     migration = Migration(system)
     rows = _rows(system, given, migration)
@@ -87,14 +87,14 @@ def migrate(given: Mapping[str, Any]) -> Migration:
 
 
 def _system(given: Mapping[str, Any]) -> str:
-    """The system that has most of the keys."""
+    """Return the system that has most of the keys."""
     counts = {
         system: sum(any(_matches(row, key) for row in ROWS if row.system == system) for key in given)
         for system in dict.fromkeys(row.system for row in ROWS)
     }
     system = max(counts, key=lambda name: counts[name])
     if not counts[system]:
-        raise ConfigError(f"{', '.join(list(given)[:3])}: keys of no known system. Known are {', '.join(counts)}.")
+        raise ConfigError(f"{', '.join(list(given)[:3])}: not keys of a known system. Known are {', '.join(counts)}.")
     return system
 
 
@@ -103,8 +103,8 @@ def _matches(row: Counterpart, key: str) -> bool:
 
 
 def _rows(system: str, given: Mapping[str, Any], migration: Migration) -> list[tuple[str, Any, Counterpart, bool]]:
-    """(their key, value, row, whether it is given) of keys and of defaults, in the order in which they are applied:
-    defaults first, a row of several settings before those of one, and switches last."""
+    """Return (their key, value, row, whether it is given) of keys and defaults, in the order of application: defaults
+    first, rows of several settings before rows of one, and switches last."""
     of_system = [row for row in ROWS if row.system == system]
     found = []
     for theirs, value in given.items():
@@ -119,7 +119,7 @@ def _rows(system: str, given: Mapping[str, Any], migration: Migration) -> list[t
 
 
 def text_of(value: Any) -> str:
-    """A value as the table writes it."""
+    """Return the value as the table writes it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
@@ -156,7 +156,7 @@ def _apply(migration: Migration, row: Counterpart, theirs: str, value: Any, *, i
 
 
 def _passed_on(migration: Migration, row: Counterpart, shown: str, value: Any) -> dict[str, Any]:
-    """The value as it is, where a setting here takes it."""
+    """Return the value unchanged, if a setting takes it."""
     value = typed(value) if isinstance(value, str) else value  # a number that JSON or Python quotes
     if row.here == (ENGINE,) and not isinstance(value, Mapping):
         return {ENGINE: {**migration.settings.get(ENGINE, {}), row.key.rpartition(".")[2]: value}}
@@ -177,7 +177,7 @@ def _override(key: str, value: Any) -> str:
 
 
 def _settle(migration: Migration) -> None:
-    """Take out, one after the other, the settings that the checks of a configuration refuse, and list them."""
+    """Remove, one after the other, the settings that the checks refuse, and list them."""
     chosen = migration.settings
     while True:
         try:

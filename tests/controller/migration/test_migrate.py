@@ -159,7 +159,7 @@ def test_every_key_that_is_given_is_in_the_settings_or_in_a_list() -> None:
         ("nowhere.sh", "nowhere.sh cannot be read: "),
         ("echo 'no", "a quote is not closed"),
         ("nothing.sh", "nothing.sh: no key of a configuration found"),
-        ("strange.key=1 other.key=2", "strange.key, other.key: keys of no known system"),
+        ("strange.key=1 other.key=2", "strange.key, other.key: not keys of a known system"),
         ("bad.yaml", "bad.yaml cannot be read: "),
         ("bad.py", "bad.py cannot be read: "),
     ],
