@@ -61,13 +61,18 @@ most 256, {rounds} times in turns; medians of steps, of the largest age the larg
 """
 
 
-def make_inputs(folder: Path) -> list[str]:
-    """A model and data in the folder; returns the settings that name them."""
-    create_model(folder / "model", seed=0)
-    config = AutoConfig.from_pretrained(folder / "model")
+def make_model(folder: Path) -> None:
+    """A random model of the quickstart's size in the folder, which ends a response one time in 64."""
+    create_model(folder, seed=0)
+    config = AutoConfig.from_pretrained(folder)
     config.vocab_size, config.max_position_embeddings = VOCABULARY, 2 * LONGEST
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def make_inputs(folder: Path) -> list[str]:
+    """A model and data in the folder; returns the settings that name them."""
+    make_model(folder / "model")
     data.write(folder / "train.jsonl", 1024, seed=1, held_out=False)
     (folder / "config.yaml").write_text("")
     inputs = [f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}", f"run.dir={folder / 'runs'}"]

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.rollout.requests import SampleRequest, SampleResult, sample_seed
@@ -55,17 +54,6 @@ class Run:
     seconds: float
     tokens: int
     held: tuple[float, ...]
-
-
-def make_model(folder: Path) -> None:
-    """A random model in the folder."""
-    from examples.addition.warm_start import create_model
-
-    create_model(folder, seed=0)
-    config = AutoConfig.from_pretrained(folder)
-    config.vocab_size, config.max_position_embeddings = 64, 2 * LONGEST
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def requests(count: int) -> list[SampleRequest]:
@@ -129,7 +117,10 @@ def table(rounds: int, cores: int) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         # In a process of its own: an engine in a thread does not start where Numba has been imported.
-        subprocess.run([sys.executable, "-m", "tests.benchmarks.update_pause", "--make-model", folder], check=True)
+        make = (
+            f"import pathlib; from tests.benchmarks import asynchronous as a; a.make_model(pathlib.Path({temporary!r}))"
+        )
+        subprocess.run([sys.executable, "-c", make], check=True)
         payload = pack_weights(AutoModelForCausalLM.from_pretrained(folder).state_dict().items())
         for kept in KEPT:
             settings = RolloutConfig(max_staleness=1, kv_cache_after_update=kept)
@@ -150,11 +141,7 @@ def main() -> None:
     """Print the section."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--make-model", type=Path, help="only the model, in this folder")
     arguments = parser.parse_args()
-    if arguments.make_model:
-        make_model(arguments.make_model)
-        return
     print(table(arguments.rounds, len(os.sched_getaffinity(0))))
 
 
