@@ -1,5 +1,4 @@
-"""The actors of commands that sample and train nothing: engines, reward workers and, where there is one, a reward
-model; and the policy alone, for a checkpoint of it."""
+"""Actors of commands that sample without training: engines, reward workers, a reward model; or the policy alone."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,10 +29,9 @@ class SamplingRoles:
 def start_sampling_roles(
     config: SamplerConfig, reward_functions: Sequence[RewardFunction], console: Console, *, environment: bytes = b""
 ) -> Iterator[SamplingRoles]:
-    """Start the roles and yield them; end every actor and release every bundle in any case.
+    """Start the roles and yield them; then end every actor and release every bundle.
 
-    Engines serve the weights of model.path, and one that is lost is replaced. environment, and what is raised: see
-    `start_roles`.
+    Engines serve the weights of model.path, and a lost one is replaced. environment, errors: see `start_roles`.
     """
     with ExitStack() as stack:
         starter, timeout_s = Starter(stack, config, console), config.resources.start_timeout_s
@@ -52,7 +50,7 @@ def start_sampling_roles(
 
 @contextmanager
 def start_policy(config: TrainingConfig, console: Console) -> Iterator[WorkerGroup]:
-    """Start the policy's ranks, with the model of model.path, and yield them; otherwise as `start_roles`."""
+    """Start the policy's ranks with the model of model.path and yield them; otherwise as `start_roles`."""
     with ExitStack() as stack:
         starter = Starter(stack, config, console, only=("policy",))
         yield starter.built_policy(new_policy(starter, config, total_steps=1))

@@ -57,7 +57,7 @@ class Job:
 
 
 def read_job(schema: type[SamplerConfig], request: Request) -> Job:
-    """Read and check everything, before anything is started.
+    """Read and check everything before anything starts.
 
     Raises ConfigError, DataError or CheckpointError for what cannot work.
     """
@@ -68,13 +68,13 @@ def read_job(schema: type[SamplerConfig], request: Request) -> Job:
     first = islice(chain.from_iterable(inputs.sources), request.prompts or config.first_prompts or None)
     prompts = {str(uid): replace(prompt, uid=str(uid)) for uid, prompt in enumerate(first)}
     told = (*warnings(config), *inputs.warnings)
-    # Until here the model of the settings stood for a checkpoint of it, which may be no folder of a model yet.
+    # Until here model.path was that of the settings: a checkpoint may not be a model's folder yet.
     config = replace(config, model=replace(config.model, path=model.path or config.model.path))
     return Job(config, model, inputs, prompts, identity, told)
 
 
 def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model, GivenFunctions]:
-    """The narrowed settings, the model that they are for, and functions that they stand for. Raises as `read_job`."""
+    """Return the narrowed settings, their model, and the functions they stand for. Raises as `read_job`."""
     if request.prompts < 0:
         raise ConfigError(f"prompts={request.prompts}: must be at least 0, which takes all.")
     config, model = job_settings(schema, request)
@@ -84,7 +84,7 @@ def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[Sam
 
 
 def job_settings(schema: type[SamplerConfig], request: Request) -> tuple[SamplerConfig, Model]:
-    """The narrowed settings, and the model that they are for. Raises as `read_job`."""
+    """Return the narrowed settings and their model. Raises as `read_job`."""
     model = choose_model(request.model)
     path = request.config or (None if request.settings else _of_run(model))
     config = load_as(schema, path, [*request.settings, *request.overrides, "run.resume=auto"])
@@ -93,7 +93,7 @@ def job_settings(schema: type[SamplerConfig], request: Request) -> tuple[Sampler
         check_trusted(model.run, functions, request.overrides, "add --trust-run, or give your own --config")
     check_effect(config, request.overrides, uses_ranks=config.uses_reward_model or model.checkpoint is not None)
     if model.path and any(override.startswith("model.path=") for override in request.overrides):
-        raise ConfigError("--model and model.path name a model each; give one of them.")
+        raise ConfigError("--model and model.path both name a model. Give one of them.")
     beside = config.run_folder.with_name(f"{config.run.name}-{config.command}")
     output = request.output or (model.run / config.command / model.name if model.run else beside)
     config = config.narrowed(output)
@@ -103,7 +103,7 @@ def job_settings(schema: type[SamplerConfig], request: Request) -> tuple[Sampler
 
 
 def _of_run(model: Model) -> Path:
-    """The settings that the model's run has recorded."""
+    """Return the settings that the model's run has recorded."""
     if model.path and model.run is None and not Path(model.path).exists():
         raise ConfigError(f"--model={model.path}: there is no such run. Name a run, or give --config FILE too.")
     if model.run is None:
@@ -114,7 +114,7 @@ def _of_run(model: Model) -> Path:
 
 
 def described(schema: type[SamplerConfig], request: Request) -> str:
-    """The job in words, for a dry run: data is read and tokenized, code is tried. Raises as `read_job`."""
+    """Describe the job for a dry run: read and tokenize the data, try the code. Raises as `read_job`."""
     config, model, given = checked_settings(schema, request)
     check_machine(config, dry_run=True)
     tried = try_inputs(config, given=given)

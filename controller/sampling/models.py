@@ -1,8 +1,8 @@
-"""Which model samples: what --model names, as a folder of weights that an engine loads.
+"""The model of --model, as a folder of weights that an engine loads.
 
-folder, hub name            as it is
+folder, hub name            unchanged
 runs/NAME                   its model/ or, while it has none, its last checkpoint
-.../checkpoints/.../step-N  written as a model to runs/NAME/model-N, as run.save_every would have, once
+.../checkpoints/.../step-N  written once as a model to runs/NAME/model-N, as run.save_every does
 """
 
 import shutil
@@ -34,18 +34,18 @@ class Model:
 
     @property
     def name(self) -> str:
-        """Its name in a folder of outputs."""
+        """The name of its folder of outputs."""
         return (self.checkpoint or Path(self.path)).name
 
     @property
     def is_missing(self) -> bool:
-        """Whether the checkpoint is yet to be written as a model."""
+        """Whether the checkpoint has not been written as a model yet."""
         return self.checkpoint is not None and not (Path(self.path) / "config.json").exists()
 
     def write(self, config: SamplerConfig, console: "Console") -> None:
-        """Write the checkpoint as a model, by the ranks of policy.* on a connected Ray; nothing where it is there.
+        """Write the checkpoint as a model, if it is missing, with the ranks of policy.* on a connected Ray.
 
-        Raises CheckpointError for one that cannot be loaded, and as `start_policy`.
+        Raises CheckpointError if it cannot be loaded, and as `start_policy`.
         """
         if not self.is_missing or self.checkpoint is None or self.run is None:
             return
@@ -67,9 +67,9 @@ class Model:
 
 
 def choose_model(named: str) -> Model:
-    """The model of --model; empty is model.path of the settings.
+    """Find the model of --model; empty is model.path of the settings.
 
-    Raises ConfigError for a run without a model and checkpoints, CheckpointError for a checkpoint that is torn.
+    Raises ConfigError for a run without model and checkpoint, CheckpointError for an incomplete checkpoint.
     """
     path = Path(named)
     if not named or not path.is_dir():
@@ -79,16 +79,16 @@ def choose_model(named: str) -> Model:
     if (path / "config.json").exists():
         return Model(named, path.parent if (path.parent / OF_RUN).exists() else None)
     if not (path / OF_RUN).exists():
-        raise ConfigError(f"--model {path} is neither a model's folder, nor a run's, nor a checkpoint of a run.")
+        raise ConfigError(f"--model={path}: not a model, a run or a checkpoint of a run. Name one of them.")
     if (path / "model" / "config.json").exists():
         return Model(str(path / "model"), path)
     if found := checkpoints_at(path):
         return _of_checkpoint(found[0])
-    raise ConfigError(f"--model {path} is a run that has neither a model nor a complete checkpoint yet.")
+    raise ConfigError(f"--model={path}: the run has no model and no complete checkpoint yet. Name another.")
 
 
 def _of_checkpoint(path: Path) -> Model:
     run, step = path.resolve().parents[len(FOLDER.parts)], read_manifest(path).step
     if path.resolve().parent != run / FOLDER or not (run / OF_RUN).exists():
-        raise CheckpointError(f"{path} is no checkpoint of a run's policy, runs/NAME/{FOLDER}/step-{step}.")
+        raise CheckpointError(f"--model={path}: not a checkpoint of a policy. Name runs/NAME/{FOLDER}/step-{step}.")
     return Model(str(run / f"model-{step}"), run, path)

@@ -1,7 +1,7 @@
-"""samples.jsonl: a line a sample, written when the sample is scored, so that a crash loses what was on its way alone.
+"""samples.jsonl: a line per sample, written as soon as it is scored, so that a crash loses only samples in flight.
 
-job.json: whose samples these are --the same?--> lines that are there, of which one that was cut short is removed
-                                  --another?--> ConfigError
+job.json: identity of the samples --the same--> keep the lines, and remove one that was cut short
+                                  --another--> ConfigError
 """
 
 import hashlib
@@ -37,7 +37,7 @@ OF_EPISODES = ("rollout.max_turns", "rollout.max_episode_tokens")
 
 
 class SamplesFile:
-    """The samples of one job, by (uid, sample), and the file that they are appended to."""
+    """The samples of one job, by (uid, sample), and the file that they go to."""
 
     def __init__(self, folder: Path, job: Mapping[str, Any]) -> None:
         """job: see `job_identity`. Raises as `check_same_job`, DataError for a file of something else, OutputError if
@@ -64,7 +64,7 @@ class SamplesFile:
 
 
 def _whole_lines(path: Path) -> list[Line]:
-    """The lines of the file, from which one that a crash cut short is removed."""
+    """Read the lines of the file, and remove one that a crash cut short."""
     if not path.exists():
         return []
     with path.open("rb+") as file:
@@ -86,7 +86,7 @@ def _parsed(text: bytes, where: str) -> Line:
 
 
 def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str, *, rewarded: bool) -> Line:
-    """A sample as a line holds it, without its tokens. rewarded: whether anything scores it."""
+    """Return the line of a sample, without its tokens. rewarded: whether anything scores it."""
     line = {
         "uid": result.uid,
         "sample": result.sample,
@@ -106,7 +106,7 @@ def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str,
 
 
 def token_columns(result: SampleResult, row: Mapping[str, np.ndarray]) -> Line:
-    """Token ids and log-probs of a sample, from its row of a TokenBlock.
+    """Return token ids and log-probs of a sample, from its row of a TokenBlock.
 
     response_ids, log_probs: of everything after the prompt, R numbers each. With several turns also `sampled`, R of 0
     or 1: an environment's tokens were not sampled, and their log-probs are 0. The digits give the same float32 again.
@@ -122,7 +122,7 @@ def token_columns(result: SampleResult, row: Mapping[str, np.ndarray]) -> Line:
 
 
 def scored_response(line: Line) -> ScoredResponse:
-    """A line for `controller.validation_metrics`."""
+    """Convert a line for `controller.validation_metrics`."""
     parts = {name: value for name, value in line["parts"].items() if value is not None}
     return ScoredResponse(line["uid"], line["source"], {"reward": line["reward"]} | parts, line.get("answer", ""))
 
@@ -145,8 +145,10 @@ def check_same_job(folder: Path, job: Mapping[str, Any]) -> None:
 
 
 def job_identity(model: Model, config: SamplerConfig, data: DataIdentity, given: GivenFunctions) -> dict[str, Any]:
-    """Everything that makes other samples, as JSON: `command`, `model`, `data`, `sampling`, `seed`, `engines`,
-    `rewards`, `environment`. The numbers of prompts and samples are left out, so that more of both can be added."""
+    """Return everything that changes samples or scores, as JSON by part.
+
+    The numbers of prompts and samples are left out, so that more of both can be added.
+    """
     environment = config.rollout.environment
     episodes = [environment, _content(environment), _values(config, OF_EPISODES)] if environment else None
     rewards = {
@@ -174,7 +176,7 @@ def _values(config: SamplerConfig, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _files(path: str, key: str) -> dict[str, Any]:
-    """The files of a model, with their sizes and times: reading all weights would take minutes."""
+    """List the files of a model with sizes and times: reading all weights would take minutes."""
     folder = read_model_files(path, key).folder
     files = sorted({file for pattern in ("config.json", *WEIGHTS, *TOKENIZERS) for file in folder.glob(pattern)})
     found = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
@@ -182,6 +184,6 @@ def _files(path: str, key: str) -> dict[str, Any]:
 
 
 def _content(function: str) -> str:
-    """SHA-256 of the file that a user's code is in; a pickle of the code may differ from time to time."""
+    """Return the SHA-256 of the file with a user's code; pickles of the same code may differ."""
     file = source_file(function)
     return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else ""

@@ -1,4 +1,4 @@
-"""Makes the samples of a job, those that its file does not have yet.
+"""Make the samples of a job that its file does not have yet.
 
 command line --> job --lock, file--> [checkpoint as a model] --> roles
              --> requests --a window at a time--> engines --> rewards --a line each--> samples.jsonl --> finish
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from workers.score import Score
 
 SECONDS_BETWEEN_LINES = 10.0
-WINDOW = 4  # requests on their way, as a multiple of those that the engines process at a time: enough that none waits
+WINDOW = 4  # requests in flight, as a multiple of those that the engines process at once, so that no engine waits
 MODEL_SCORES = 256  # samples that a reward model scores at a time
 
 Finish = Callable[[Job, list[Line], int, "Console"], None]
@@ -92,7 +92,7 @@ def _parser(schema: type[SamplerConfig]) -> argparse.ArgumentParser:
 
 
 def prepare_job(schema: type[SamplerConfig], finish: Finish, request: Request) -> tuple[Job, Callable[[], None]]:
-    """The job, and what starts it. Raises as `read_job`, and ResourceError if there is no such cluster."""
+    """Return the job and the function that starts it. Raises as `read_job`, and ResourceError for a missing cluster."""
     job = read_job(schema, request)
     check_machine(job.config, dry_run=False)
     check_cluster(job.config)
@@ -119,7 +119,7 @@ def _run(job: Job, finish: Finish) -> None:
 
 
 def _complete(job: Job, file: SamplesFile, console: "Console") -> list["SampleResult"]:
-    """Make the samples that the file does not have, and return the last failure of each that was given up."""
+    """Make the missing samples, and return the last failure of each sample that was given up."""
     missing = [key for key in job.keys if key not in file.lines]
     console.log(f"{file.path.parent}: {len(job.keys) - len(missing):,} of {len(job.keys):,} samples are there")
     if not missing:
@@ -129,7 +129,7 @@ def _complete(job: Job, file: SamplesFile, console: "Console") -> list["SampleRe
             job.model.write(job.config, console)
             return sample_missing(job, file, missing, console)
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(f"{file.path} has {len(file.lines):,} samples; started again, it goes on") from stop
+        raise KeyboardInterrupt(f"{file.path} has {len(file.lines):,} samples; started again, it continues") from stop
 
 
 def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console: "Console") -> list["SampleResult"]:
@@ -162,7 +162,7 @@ def _requests(job: Job, missing: set[Key]) -> Iterator["SampleRequest"]:
 def _sampled(
     job: Job, roles: "SamplingRoles", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
 ) -> Iterator[Sampled]:
-    """The scored samples of the requests, in the order in which they finish. given_up: gets those without a sample.
+    """Yield the scored samples of the requests as they finish. given_up: receives the requests without a sample.
 
     Raises RolloutError when no engine is left, LostError if a reward worker is lost too often, and WorkerError for a
     failed reward with reward.on_failure=stop.
@@ -178,7 +178,7 @@ def _sampled(
 def _scored(
     job: Job, roles: "SamplingRoles", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
 ) -> Iterator[Sampled]:
-    """As `_sampled`, without the scores of a reward model."""
+    """As `_sampled`, before the scores of a reward model."""
     from controller.generation.engines import POLL_SECONDS
 
     rollouts, scoring, waiting = roles.rollouts, roles.rewards.begin(), iter(requests)
@@ -203,7 +203,7 @@ def _scored(
 
 
 def _with_model_scores(job: Job, roles: "SamplingRoles", samples: list[Sampled]) -> list[Sampled]:
-    """The samples with the reward model's scores in their rewards."""
+    """Add the reward model's scores to the rewards."""
     from controller.generation.rounds import RolloutRound
     from controller.planner import Planner
     from controller.samples import assemble
