@@ -60,8 +60,7 @@ bench: setup
 	$(BIN)/python -m tests.benchmarks.balancing --output docs/balancing-benchmark.md
 	$(BIN)/python -m tests.benchmarks.pipeline --output docs/pipeline-benchmark.md
 	$(BIN)/python -m tests.benchmarks.engine
-	$(BIN)/python -m tests.benchmarks.families
-	$(BIN)/python -m tests.benchmarks.families --engines --output docs/models.md
+	$(BIN)/python -m tests.benchmarks.families --output docs/models.md
 	$(WARM_START)
 	$(BIN)/python -m tests.benchmarks.step --output docs/step-benchmark.md
 	$(BIN)/python -m tests.benchmarks.prefixes --output docs/prefixes-benchmark.md

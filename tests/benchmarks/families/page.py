@@ -1,10 +1,8 @@
 """The measurements as a page of the documentation."""
 
-import json
 import re
 from collections import Counter
 from importlib.metadata import version
-from pathlib import Path
 
 from tests.benchmarks.families.measuring import RUNS, Outcome
 
@@ -23,7 +21,7 @@ pass of one sequence at a time.
 A number is the largest difference of a token's log-prob in nats; gradients agree too. Ulysses and ring share each
 sequence between two ranks ([context parallelism](parallelism.md)), in the packed layout. For the last column
 all weights are changed and sent to a running engine of vLLM {vllm}, whose log-probs are then compared with the
-trainer's (`--engines`); it is empty where vLLM has no such family. There, close: the
+trainer's; it is empty where vLLM has no such family. There, close: the
 engine computes a little else than transformers does, before any transfer, by less than a run refuses in its first step
 (1e-3 nats a token in the mean), and the run shows it as its mismatch; crash: vLLM's own loader raises.
 
@@ -138,20 +136,3 @@ def _vllm_version() -> str:
         except Exception:
             continue
     return "unknown"
-
-
-class Kept:
-    """Outcomes in a file, so that one half of the measurements can be made again without the other."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        content = json.loads(path.read_text()) if path.is_file() else {}
-        self.found = {
-            family: {name: Outcome(**outcome) for name, outcome in outcomes.items()}
-            for family, outcomes in content.items()
-        }
-
-    def add(self, family: str, outcomes: Outcomes) -> None:
-        self.found[family] = self.found.get(family, {}) | outcomes
-        content = {name: {key: vars(one) for key, one in outcomes.items()} for name, outcomes in self.found.items()}
-        self._path.write_text(json.dumps(content, indent=1))
