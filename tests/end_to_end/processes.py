@@ -128,3 +128,47 @@ def stopped(stop: signal.Signals, said_last: str, command: list[str], environmen
         run.send_signal(stop)
     _, errors = run.communicate(timeout=120)
     return Stopped(run.returncode, said, errors, all_end(environment[MARK], 60), sockets)
+
+
+def ports(shift: int) -> list[str]:
+    """Options of `ray start`: ports unlike the defaults, which the session's own Ray may hold.
+
+    Without a port for its agent no job would start.
+    """
+    places = {"port": 26379, "dashboard-port": 28265, "ray-client-server-port": 20001}
+    places |= {"dashboard-agent-listen-port": 25365}
+    return [f"--{name}={first + shift}" for name, first in places.items()]
+
+
+class Cluster:
+    """A Ray of `ray start --head`, with token authentication as it is by default, and further nodes on this machine."""
+
+    def __init__(self, shift: int, cpus: int, *options: str, **environment: str) -> None:
+        """shift: see `ports`. environment: set where Ray starts its workers."""
+        self.environment = marked_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+        self.environment |= environment
+        self._head = f"127.0.0.1:{26379 + shift}"
+        self._ray("--head", f"--num-cpus={cpus}", *ports(shift), *options)
+
+    @property
+    def joined(self) -> dict[str, str]:
+        """The environment of a run that joins it."""
+        return self.environment | {"RAY_ADDRESS": self._head}
+
+    def add_node(self, cpus: int) -> psutil.Process:
+        """Start a node and return its raylet."""
+        before = {process.pid for process in self.raylets()}
+        self._ray(f"--address={self._head}", f"--num-cpus={cpus}")
+        return next(process for process in self.raylets() if process.pid not in before)
+
+    def raylets(self) -> list[psutil.Process]:
+        return [process for process in survivors(self.environment[MARK]) if process.name() == "raylet"]
+
+    def end(self) -> None:
+        """End all of it; `ray stop` would end every Ray of this machine, the test session's too."""
+        all_end(self.environment[MARK], 0)
+
+    def _ray(self, *options: str) -> None:
+        command = ["ray", "start", "--disable-usage-stats", *options]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr

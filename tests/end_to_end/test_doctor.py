@@ -69,16 +69,3 @@ def test_ctrl_c_ends_all_that_was_started() -> None:
     assert run.returncode == 1
     assert "stopped" in errors.splitlines()
     assert all_end(environment[MARK], 30) == []
-
-
-def test_a_model_that_is_not_there_is_one_failure_among_checks_that_go_on(tmp_path: Path) -> None:
-    environment = marked_environment()
-    run = doctor(environment, "--model", str(tmp_path / "gone"))
-    output, _ = run.communicate(timeout=600)
-    assert run.returncode == 1
-    failed = [line for line in output.splitlines() if line.startswith("FAIL")]
-    assert len(failed) == 1
-    assert failed[0].startswith("FAIL  engine and rank: ConfigError: ")
-    assert "gone" in failed[0]
-    assert "ok    all-reduce" in output
-    assert all_end(environment[MARK], 20) == []

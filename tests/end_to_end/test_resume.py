@@ -82,13 +82,6 @@ def test_a_local_run_listens_on_this_machine_alone(resumed: Resumed) -> None:
     assert outside == []
 
 
-@pytest.mark.slow  # tests/controller/test_interrupts.py and test_ray_session.py have both signals
-def test_a_run_stopped_by_sigterm_says_so_too(settings: list[str], workspace: Path) -> None:
-    fit = [*command(settings, workspace, "sigterm"), "run.steps=1000", "policy.ranks=1"]
-    found = stopped(signal.SIGTERM, "step ", fit, marked_environment())
-    check_stopped(found, workspace / "runs" / "sigterm", "step    1/1000")
-
-
 def check_stopped(found: Stopped, folder: Path, last_said: str) -> None:
     assert found.code == 1, found.errors
     stopped_at = [
