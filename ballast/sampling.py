@@ -9,7 +9,7 @@ from typing import Any
 from ballast.records import Records, data_file
 from ballast.settings import Values, as_overrides, check_type, known_keys, load_settings
 from ballast.training import Settings
-from controller.config.given import Reward
+from controller.config.python_rewards import Reward
 from controller.config.sampler import EvaluateConfig, GenerateConfig, SamplerConfig
 from controller.config.sections import BaseRunConfig
 from controller.evaluate import METRICS

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ballast.records import Records, data_file
 from ballast.settings import Values, listed, load_settings
 from controller.config import Config, TrainingConfig
-from controller.config.given import Reward, give_rewards
 from controller.config.offline import OfflineConfig
+from controller.config.python_rewards import Reward, give_rewards
 from controller.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from controller.actors.cluster_address import check_cluster
 from controller.config import Config, load
-from controller.config.given import NONE_GIVEN, GivenFunctions
 from controller.config.model_files import fetch_description, read_model_files
+from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.generation.fleet import RestartBudget
 from controller.hub import push_to_hub
 from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs

@@ -18,9 +18,9 @@ from balancing import CostModel
 from controller.checkpoint import check_same_data
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
-from controller.config.functions import Answered, check_environment, check_rewards, requested_columns
-from controller.config.given import NONE_GIVEN, GivenFunctions
+from controller.config.functions import requested_columns
 from controller.config.model_files import read_model_files
+from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.training import counted
 from controller.data.curriculum import IsolatedCurriculum
 from controller.data.identity import DataIdentity, data_identity
@@ -37,14 +37,15 @@ from controller.data.records import Record, check_loss_columns, read_records, re
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Say, told_if_slow
 from controller.preflight.validation_checks import check_keep_best
-from workers.chat_template import render_isolated, template_of
+from workers.chat_template import template_of
 from workers.environment import as_text
 from workers.errors import DataError
-from workers.rendering import Renderer
-from workers.reward_process import RAW, RewardFunction
+from workers.rendering import Renderer, render_isolated
 from workers.rollout.requests import COUNTS
 from workers.score import Score
-from workers.user_code import TIMEOUT_SETTING, check_loss, find_class, find_function
+from workers.user_code.environments import Answered, try_environment
+from workers.user_code.functions import TIMEOUT_SETTING, check_loss, find_class, find_function
+from workers.user_code.rewards import RAW, RewardFunction, try_rewards
 
 Records = dict[str, list[Record]]
 
@@ -239,7 +240,7 @@ def reward_functions(
         functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
     if functions:
         with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
-            score = check_rewards(functions, example, timeout_s=config.reward.timeout_s)
+            score = try_rewards(functions, example, config.reward.timeout_s)
         check_keep_best(config, score.parts)
     return functions, score
 
@@ -252,7 +253,7 @@ def _environment(config: Config, example: Record, say: Say) -> tuple[bytes, Answ
     with _waiting(say, f"the import of {name}, {key}", config):
         packed = find_class(key, name, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
     with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
-        answered = check_environment(packed, example, timeout_s=config.reward.timeout_s)
+        answered = try_environment(packed, example, config.reward.timeout_s)
     return packed, answered
 
 
@@ -318,9 +319,7 @@ def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print,
         )
     timeout_s = config.resources.user_code_timeout_s
     with _waiting(say, f"the chat template of model.path={config.model.path}", config):
-        render_isolated(
-            template, chats, config.model.path, answered=answered, timeout_s=timeout_s, setting=TIMEOUT_SETTING
-        )
+        render_isolated(template, chats, config.model.path, answered=answered, timeout_s=timeout_s)
 
 
 def load_renderer(config: TrainingConfig, say: Say = print) -> Renderer:

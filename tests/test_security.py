@@ -47,10 +47,10 @@ EXECUTING = {
     "marshal.loads",
 }
 ALLOWED = {
-    ("workers/reward_process.py", "cloudpickle.loads"),
-    ("workers/user_code.py", "cloudpickle.loads"),
-    ("workers/environment_process.py", "cloudpickle.loads"),
-    ("workers/isolation/process.py", "pickle.loads"),
+    ("workers/user_code/rewards.py", "cloudpickle.loads"),
+    ("workers/user_code/functions.py", "cloudpickle.loads"),
+    ("workers/user_code/environments.py", "cloudpickle.loads"),
+    ("workers/user_code/process.py", "pickle.loads"),
 }
 """What a worker has pickled a moment before, in the process of its own that exists to run it."""
 

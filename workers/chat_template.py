@@ -1,24 +1,16 @@
-"""Chat templates are programs, which may never end: the first prompts are rendered in a process of their own.
-
-    tokenizer files --template_of--> Template --render_isolated, process--> nothing, or ConfigError
-
-transformers' own renderer, without a tokenizer and without torch, is imported in a second.
-"""
+"""Chat templates: found among a model's files, and limited in time, because they are programs that may never end."""
 
 import json
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workers.errors import ConfigError
-from workers.isolation.asking import NoAnswerError, ask
 
-Messages = list[dict[str, Any]]
-RENDER = "workers.isolation.trials:render_prompts"  # with transformers, which this module does not import
 DEFAULT = "default"  # of several templates, the one for prompts without tools
 
 
@@ -44,22 +36,6 @@ def template_of(folder: Path) -> Template | None:
     if isinstance(text, list):
         text = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}.get(DEFAULT)
     return Template(text, _special_tokens(folder, settings)) if isinstance(text, str) and text else None
-
-
-def render_isolated(
-    template: Template, prompts: Sequence[Messages], model: str, *, answered: bool, timeout_s: float, setting: str
-) -> None:
-    """Render `prompts`, each a list of chat messages, in a process of its own.
-
-    answered: whether the messages end with a response. Raises ConfigError, naming `model`, if that fails or takes more
-    than `timeout_s` seconds, which `setting` limits.
-    """
-    which = f"the chat template of model.path={model}"
-    try:
-        options = template.special_tokens | {"add_generation_prompt": not answered}
-        ask(RENDER, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=setting)
-    except NoAnswerError as error:
-        raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts; mend the template.") from None
 
 
 @contextmanager

@@ -13,7 +13,6 @@
 Users write the class; it needs neither Ray, torch nor vLLM.
 """
 
-import json
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -50,26 +49,23 @@ class Environment(Protocol):
         """Answer the policy's turn: its text, without special tokens."""
 
 
-def encode_opening(value: Any) -> str:
-    """JSON of the value that `reset` returned. Raises DataError unless it is text, messages or None."""
-    return json.dumps(_checked_text(value or "", "reset"), ensure_ascii=False)
+def as_opening(value: Any) -> Text:
+    """The value that `reset` returned. Raises DataError unless it is text, messages or None."""
+    return _checked_text(value or "", "reset")
 
 
-def encode_observation(value: Any) -> str:
-    """JSON of the value that `step` returned. Raises DataError unless it is an Observation with the right types."""
+def as_observation(value: Any) -> dict[str, Any]:
+    """The fields of the Observation that `step` returned. Raises DataError if it is none, or has a wrong type."""
     if not isinstance(value, Observation):
         raise DataError(f"step must return a workers.environment.Observation, it returned {quoted(value)}.")
     if not isinstance(value.done, bool):
         raise DataError(f"the done of an Observation must be true or false, not {quoted(value.done)}.")
-    numbers = {"reward": value.reward, **value.parts}
-    for name, number in numbers.items():
+    for name, number in {"reward": value.reward, **value.parts}.items():
         if not isinstance(number, (int, float)) or not is_finite(number):
             raise DataError(f"the {name} of an Observation must be a finite float32 number, not {quoted(number)}.")
     parts = {str(name): float(part) for name, part in value.parts.items()}
     text = _checked_text(value.text, "step")
-    return json.dumps(
-        {"text": text, "reward": float(value.reward), "done": value.done, "parts": parts}, ensure_ascii=False
-    )
+    return {"text": text, "reward": float(value.reward), "done": value.done, "parts": parts}
 
 
 def as_text(said: Text) -> str:

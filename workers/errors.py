@@ -2,6 +2,7 @@
 
 import reprlib
 
+LONGEST_QUOTE = 200  # characters of an error's text, or of the last line that a process wrote
 _QUOTES = reprlib.Repr()
 _QUOTES.maxstring = _QUOTES.maxother = 80
 
@@ -69,3 +70,13 @@ def quoted(value: object) -> str:
 def clause(error: BaseException) -> str:
     """The first line of an error's text without its full stop, to be continued in a longer sentence."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+
+
+def named(error: BaseException) -> str:
+    """An error of users' code in one short line: its type and the beginning of its text, if that can be read."""
+    try:
+        text = next(iter(str(error).splitlines()), "").rstrip(".")
+    except Exception:
+        text = ""
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line if len(line) <= LONGEST_QUOTE else f"{line[:LONGEST_QUOTE]}..."

@@ -8,17 +8,17 @@
 Special tokens that are written in a text are read as such.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from workers.chat_template import time_limit
-from workers.errors import DataError
-from workers.isolation.process import named
-from workers.user_code import TIMEOUT_SETTING
+from workers.chat_template import Template, time_limit
+from workers.errors import ConfigError, DataError, named
+from workers.user_code.functions import TIMEOUT_SETTING
+from workers.user_code.process import NoAnswerError, ask
 
 Messages = list[dict[str, Any]]
 LONGEST_RENDERED = 20_000_000  # characters: above any model's context, and tokenized within a minute
@@ -182,3 +182,19 @@ class Renderer:
                 f"vocabulary of {self.vocabulary}; give the tokenizer that model.path was trained with."
             )
         return ids
+
+
+def render_isolated(
+    template: Template, prompts: Sequence[Messages], model: str, *, answered: bool, timeout_s: float
+) -> None:
+    """Render `prompts`, each a list of chat messages, in a process of its own.
+
+    answered: whether the messages end with a response. Raises ConfigError, naming `model`, if that fails or takes more
+    than `timeout_s` seconds.
+    """
+    render, which = "workers.trials:render_prompts", f"the chat template of model.path={model}"
+    try:
+        options = template.special_tokens | {"add_generation_prompt": not answered}
+        ask(render, template.text, options, list(prompts), which, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
+    except NoAnswerError as error:
+        raise ConfigError(f"{which} {error} on the first {len(prompts)} prompts; mend the template.") from None

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from workers.remote_batch import TokenBlock
-from workers.reward_process import RAW, Call, RewardFunction, RewardProcess
 from workers.score import Score
+from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
 
 
 @dataclass(frozen=True)

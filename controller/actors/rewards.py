@@ -13,9 +13,9 @@ from controller.data.prompts import Prompt
 from controller.generation.engines import cause_of
 from workers.errors import LostError, ResourceError, WorkerError
 from workers.reward import RewardWorker, ScoreRequest
-from workers.reward_process import RewardFunction
 from workers.rollout.requests import SampleResult
 from workers.score import Score, beside_environment
+from workers.user_code.rewards import RewardFunction
 
 # Scoring is stateless and blocks outlive the actor: Ray may restart the actor and retry the call.
 AGAIN = {"max_restarts": 3, "max_task_retries": 3}

@@ -43,10 +43,10 @@ from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
 from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.reward_model import RewardModelWorker
-from workers.reward_process import RewardFunction
 from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker
+from workers.user_code.rewards import RewardFunction
 
 ANSWER_SECONDS = 5.0  # for facts that are only recorded
 
@@ -186,7 +186,7 @@ def start_roles(
 ) -> Iterator[Roles]:
     """Start every role and yield them; end every actor and release every bundle in any case.
 
-    live: receives states and queues of the engines. environment: see `workers.environment_process`; empty for samples
+    live: receives states and queues of the engines. environment: see `EnvironmentPool`; empty for samples
     of one turn.
 
     Raises ResourceError if the cluster is too small, WorkerError or RolloutError if an actor cannot start.

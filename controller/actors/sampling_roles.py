@@ -13,7 +13,7 @@ from controller.generation.fleet import RestartBudget
 from controller.generation.rounds import Rollouts
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from workers.reward_process import RewardFunction
+from workers.user_code.rewards import RewardFunction
 
 
 @dataclass(frozen=True)

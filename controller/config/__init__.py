@@ -2,7 +2,7 @@
 
     workers.config, sections --> schema: Config, its properties <--load-- file: YAML, key.sub=value
     training: what the settings of all commands share               offline: those of controller.sft and .preferences
-    values that name something: functions, function_files, model_files        docs/settings.md: settings_page
+    values that name something: functions, model_files    python_rewards        docs/settings.md: settings_page
 
 Read `schema` first, then `sections`, where each key is declared with what it does.
 """

@@ -1,22 +1,80 @@
-"""A user's functions, such as the reward, and environment: found and tried before anything starts, never imported here.
+"""Functions that settings name, `module:function` or `path/file.py:function`, found in source without running it.
 
-reward.function --find_function--> packed, signature --requested_columns--> RewardFunction, tried once by check_rewards
-rollout.environment --find_class--> packed, tried once by check_environment
+reward.function --check_function--> in its file --find_function--> packed, signature --requested_columns--> columns
 """
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from symtable import symtable
 from typing import Any
 
-from workers.environment import Observation, Text
-from workers.environment_process import EnvironmentPool
-from workers.errors import ConfigError, EpisodeError
-from workers.reward_process import RAW, Call, RewardFunction, RewardProcess
-from workers.score import Score
-from workers.user_code import Signature
+from workers.errors import ConfigError
+from workers.user_code.functions import Signature
+from workers.user_code.rewards import RAW
 
+GIVEN = "callable:"  # begins the name, in settings, of a function that a call was given
 RESPONSES = {"response", "responses"}
+
+
+def check_function(key: str, name: str) -> None:
+    """Find `module:function` or `path/file.py:function` without importing it; `key` names the setting.
+
+    Raises ConfigError if the name is malformed, the file is not there or does not compile, or lacks the function.
+    """
+    if name.startswith(GIVEN):
+        raise ConfigError(
+            f"{key}={name} stands for a Python function that was given to a call; give it again, as in "
+            "ballast.fit(..., reward=...), or name a function here."
+        )
+    match = re.fullmatch(r"(.+\.py|[A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)", name)
+    if match is None:
+        raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
+    place, function = match.groups()
+    path = source_file(name)
+    if path is None or not path.is_file():
+        what = f"file {place}" if place.endswith(".py") else f"module {place} in the working directory or installed"
+        raise ConfigError(f"{key}={name!r}: there is no {what}.")
+    try:
+        names = symtable(path.read_text(encoding="utf-8"), str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}={name!r}: {path} is not valid Python: {error}.") from None
+    if function not in names.get_identifiers() or not _is_bound(names, function):
+        raise ConfigError(f"{key}={name!r}: {path} defines no {function}.")
+
+
+def source_file(name: str) -> Path | None:
+    """The file that `module:function` or `path/file.py:function` names; None for a module that is not found."""
+    place = name.rpartition(":")[0]
+    return Path(place) if place.endswith(".py") else _module_file(place)
+
+
+def _module_file(name: str) -> Path | None:
+    """The source file of a module, found as `import` finds it but without running the packages it is in."""
+    path, parts = [str(Path.cwd()), *sys.path], name.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = _spec(parts[:count], path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _spec(parts: list[str], path: list[str]) -> ModuleSpec | None:
+    """What the first finder that knows the module says; editable installations have finders of their own."""
+    for finder in sys.meta_path:
+        # PathFinder by the last name alone: of a dotted one, a namespace package would need its parent in sys.modules.
+        spec = finder.find_spec(parts[-1] if finder is PathFinder else ".".join(parts), path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _is_bound(names: Any, function: str) -> bool:
+    symbol = names.lookup(function)
+    return bool(symbol.is_assigned() or symbol.is_imported())
 
 
 def requested_columns(signature: Signature, record: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -39,54 +97,3 @@ def requested_columns(signature: Signature, record: Mapping[str, Any], name: str
     if lacking:
         raise ConfigError(f"reward.function={name!r} asks for {lacking}, but the data has {sorted(offered)}.")
     return tuple(sorted((offered if signature.takes_all else names & offered) - RESPONSES | names & {RAW}))
-
-
-@dataclass(frozen=True)
-class Answered:
-    """An environment's opening of an episode, and its answer to an empty response."""
-
-    opening: Text
-    observation: Observation
-
-
-def check_environment(environment: bytes, example: dict[str, Any], *, timeout_s: float) -> Answered:
-    """Play one turn, an empty response to one record, in a process of its own; returns what the environment said.
-
-    Raises ConfigError with what went wrong: an environment must answer any text.
-    """
-
-    async def one_turn() -> Answered:
-        pool = EnvironmentPool(environment, timeout_s, silent=True)
-        try:
-            async with pool.episode() as played:
-                return Answered(await played.reset(example), await played.step(""))
-        finally:
-            await pool.stop()
-
-    try:
-        return asyncio.run(one_turn())
-    except EpisodeError as error:
-        raise ConfigError(
-            f"rollout.environment failed on the first record and an empty response: {_sentence(error)}"
-        ) from None
-
-
-def check_rewards(functions: Sequence[RewardFunction], example: Mapping[str, Any], *, timeout_s: float) -> Score:
-    """Score an empty response to one record in a process of its own, and return the score.
-
-    Raises ConfigError with what went wrong: a function must score any text.
-    """
-    process = RewardProcess(functions, timeout_s=timeout_s, concurrency=1, silent=True)
-    try:
-        score = process.run([Call(0, "", {**example, RAW: ""})])[0]
-    finally:
-        process.stop()
-    if score.failure:
-        raise ConfigError(
-            f"reward.function failed on the first record and an empty response: {_sentence(score.failure)}"
-        )
-    return score
-
-
-def _sentence(text: object) -> str:
-    return f"{str(text).rstrip('.')}."

@@ -7,7 +7,7 @@ import numpy as np
 
 from controller.data.records import Record
 from workers.errors import DataError, quoted
-from workers.user_code import call
+from workers.user_code.functions import call
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Checks of algorithm.*: advantages and losses that a combination of settings leaves without meaning."""
 
 from controller.config import Config
-from controller.config.function_files import check_function
+from controller.config.functions import check_function
 from controller.preflight.data_checks import check_column_names
 from workers.errors import ConfigError
 from workers.model import loss_rules

@@ -7,9 +7,9 @@ What a cluster can give is known only to Ray and is checked when the placement g
 """
 
 from controller.config import Config
-from controller.config.function_files import check_function
-from controller.config.given import NONE_GIVEN, GivenFunctions
+from controller.config.functions import check_function
 from controller.config.model_files import ModelFiles, read_model_files
+from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.preflight.algorithm_checks import check_advantage, check_loss
 from controller.preflight.count_checks import check_counts
 from controller.preflight.critic_checks import check_critic, check_reward_model

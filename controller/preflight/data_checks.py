@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.config import Config
-from controller.config.function_files import check_function
+from controller.config.functions import check_function
 from controller.config.model_files import ModelFiles
 from controller.data.hub import check_split
 from controller.data.records import Record, iter_records

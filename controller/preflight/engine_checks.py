@@ -1,7 +1,7 @@
 """Checks of what engines sample: turns, lengths, and the model that they hold. For training and sampling alike."""
 
 from controller.config import Config
-from controller.config.function_files import check_function
+from controller.config.functions import check_function
 from controller.config.model_files import ModelFiles
 from controller.preflight.training_checks import check_caps, check_caps_hold
 from workers.config import SamplingConfig

@@ -1,8 +1,8 @@
 """The checks of `preflight.checks` that concern engines, data and rewards, for commands that train nothing."""
 
 from controller.actors.cluster_address import check_address
-from controller.config.given import NONE_GIVEN, GivenFunctions
 from controller.config.model_files import check_whole, read_model_files
+from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.sampler import SamplerConfig
 from controller.preflight.checks import check_rewards
 from controller.preflight.critic_checks import check_reward_model

@@ -10,7 +10,7 @@ from typing import Any
 
 from controller.actors.layout import idle_gpus
 from controller.config import Config, load_as
-from controller.config.given import GivenFunctions, Reward, give_rewards
+from controller.config.python_rewards import GivenFunctions, Reward, give_rewards
 from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sampler import SamplerConfig, check_effect
 from controller.config.training import counted

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from controller.config.file import value_of
-from controller.config.function_files import source_file
-from controller.config.given import GivenFunctions
+from controller.config.functions import source_file
 from controller.config.model_files import TOKENIZERS, WEIGHTS, read_model_files
+from controller.config.python_rewards import GivenFunctions
 from controller.config.sampler import SamplerConfig
 from controller.data.identity import DataIdentity
 from controller.data.prompts import Prompt

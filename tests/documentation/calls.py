@@ -7,7 +7,7 @@ import pytest
 
 import ballast
 from controller.config import Config, to_yaml
-from controller.config.given import GivenFunctions
+from controller.config.python_rewards import GivenFunctions
 from controller.inputs import try_inputs
 from controller.intervals import Interval
 from controller.preflight.checks import check

@@ -14,7 +14,7 @@ from tests.documentation.calls import stand_in
 from tests.documentation.checks import CHECKS
 from tests.documentation.workspace import RECORD
 from workers.model.losses.registry import POLICY_LOSSES
-from workers.user_code import signature_of
+from workers.user_code.functions import signature_of
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)

@@ -23,7 +23,7 @@ from tests.controller.observability.recorded_run import write_run
 from tests.hostile.draws import Draw, of_arguments, of_files, of_settings, of_yaml
 from workers.model.checkpoint_folder import Manifest, commit, unfinished_folder
 from workers.score import Score
-from workers.user_code import Signature, UserFunction
+from workers.user_code.functions import Signature, UserFunction
 
 QUICK_DRAWS, SLOW_DRAWS = 40, 2000  # of each kind
 TRAINING = [
@@ -73,9 +73,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for module in ("controller.fit", "controller.offline.running"):
         patch.setattr(f"{module}.parity_lines", lambda config: iter(()))
     patch.setattr("controller.inputs.find_function", lambda *_, **__: REWARD)
-    patch.setattr("controller.inputs.check_rewards", lambda *_, **__: Score(0.0, ""))
+    patch.setattr("controller.inputs.try_rewards", lambda *_, **__: Score(0.0, ""))
     patch.setattr("controller.inputs.render_isolated", lambda *_, **__: "a chat")
-    for name in ("find_class", "check_environment", "check_loss"):
+    for name in ("find_class", "try_environment", "check_loss"):
         patch.setattr(f"controller.inputs.{name}", _out_of_reach)
     for module in ("fit", "offline.running", "replay", "sampling.running"):
         patch.setattr(f"controller.{module}.locked", _nothing, raising=module != "replay")

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from workers.config import ModelConfig
-from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause
-from workers.isolation.process import named
+from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
 from workers.model.activations import activations_on_host
 from workers.model.attention import ATTENTION_NAME, PackedAttention
 from workers.model.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features

@@ -9,7 +9,7 @@ started in its place then lacks.
 
 import os
 
-from workers.isolation.process import end_with_parent
+from workers.user_code.process import end_with_parent
 
 ACTOR = "BALLAST_ROLLOUT_ACTOR"
 

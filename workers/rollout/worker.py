@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
-from workers.environment_process import EnvironmentPool
 from workers.errors import DataError, LostError, RolloutError
 from workers.network import use_rays_interface
 from workers.remote_batch import TokenBlock
@@ -36,10 +35,9 @@ from workers.rollout.engine import (
     refusal,
     sampling_parameters,
 )
-from workers.rollout.episode import Episode, Limits, Turn
+from workers.rollout.episode import Episode, Limits, Turn, play
 from workers.rollout.partial_response import after, joined, partial_responses, token_versions
 from workers.rollout.placement import check_placement
-from workers.rollout.play import play
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import (
     ERROR,
@@ -53,6 +51,7 @@ from workers.rollout.requests import (
 )
 from workers.rollout.weight_transfer import private_file
 from workers.score import Score
+from workers.user_code.environments import EnvironmentPool
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -3,12 +3,13 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from controller.config.functions import check_environment, check_rewards, requested_columns
+from controller.config.functions import requested_columns
 from workers.environment import Observation
 from workers.errors import ConfigError, DataError
-from workers.reward_process import RewardFunction
 from workers.score import as_score
-from workers.user_code import load, signature_of
+from workers.user_code.environments import try_environment
+from workers.user_code.functions import load, signature_of
+from workers.user_code.rewards import RewardFunction, try_rewards
 
 RECORD = {"prompt": "1+1=", "answer": "2", "source": "x"}
 
@@ -87,7 +88,7 @@ def test_a_function_that_cannot_score_any_text_is_refused_before_the_run() -> No
 
     functions = [RewardFunction("last_word", 1.0, cloudpickle.dumps(last_word), ("answer",))]
     with pytest.raises(ConfigError, match="on the first record and an empty response: last_word: raised IndexError"):
-        check_rewards(functions, RECORD, timeout_s=5)
+        try_rewards(functions, RECORD, 5)
 
 
 def test_half_a_character_of_an_environment_stays_in_its_process() -> None:
@@ -98,5 +99,5 @@ def test_half_a_character_of_an_environment_stays_in_its_process() -> None:
         def step(self, response: str) -> Observation:
             return Observation("y\ud800", reward=0.0, parts={"z\ud800": 1.0})
 
-    answered = check_environment(cloudpickle.dumps(Halves), RECORD, timeout_s=5)
+    answered = try_environment(cloudpickle.dumps(Halves), RECORD, 5)
     assert (answered.opening, answered.observation) == ("x?", Observation("y?", reward=0.0, parts={"z?": 1.0}))

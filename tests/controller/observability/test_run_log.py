@@ -10,10 +10,9 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from controller.config.functions import check_rewards
 from controller.observability.console import Console
 from controller.observability.run_log import RAYS_THREADS, RunLog, rays_logging_in, run_log
-from workers.reward_process import RewardFunction
+from workers.user_code.rewards import RewardFunction, try_rewards
 
 
 def printed_by(name: str, text: str) -> None:
@@ -107,5 +106,5 @@ def test_the_log_has_what_users_code_prints(tmp_path: Path) -> None:
 
     function = RewardFunction("talk", 1.0, cloudpickle.dumps(talk), ())
     with run_log(tmp_path, Console()):
-        check_rewards([function], {}, timeout_s=20)
+        try_rewards([function], {}, 20)
     assert lines(tmp_path) == ["scored "]

@@ -9,14 +9,13 @@ import pytest
 
 from controller.collector import sample_requests
 from controller.config import load
-from controller.config.functions import check_environment
 from controller.data.prompts import Prompt
 from controller.preflight.checks import check
 from tests.controller.config_workspace import write_workspace
 from workers.environment import Observation
-from workers.environment_process import EnvironmentPool
 from workers.errors import ConfigError
-from workers.user_code import find_class
+from workers.user_code.environments import EnvironmentPool, try_environment
+from workers.user_code.functions import find_class
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 ENVIRONMENT = ["rollout.environment=guess.py:Guess", "rollout.max_turns=2", 'reward.function=""']
@@ -48,7 +47,7 @@ def play(packed: bytes, record: dict[str, Any], *turns: str) -> list[Any]:
 
 def test_the_pages_example_plays(file: Path) -> None:
     packed = pack_environment("guess.py:Guess")
-    answered = check_environment(packed, {"number": 40}, timeout_s=10.0)
+    answered = try_environment(packed, {"number": 40}, 10.0)
     assert (answered.opening, answered.observation.reward) == ("Find a number below 100. ", -1.0)
     opening, first, second, last = play(packed, {"number": 40}, "10", " 50", "40")
     assert opening == "Find a number below 100. "
@@ -103,7 +102,7 @@ def test_what_is_no_environment_is_refused(tmp_path: Path, source: str, message:
 
 def test_one_that_fails_on_the_first_record_is_refused(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"failed on the first record .*reset raised KeyError: 'number'"):
-        check_environment(pack_environment("guess.py:Guess"), {"prompt": "x"}, timeout_s=10.0)
+        try_environment(pack_environment("guess.py:Guess"), {"prompt": "x"}, 10.0)
 
 
 def test_requests_carry_the_record_and_the_prompt_as_it_was_tokenized(file: Path) -> None:

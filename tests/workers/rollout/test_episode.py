@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from workers.environment import Observation
 from workers.errors import EpisodeError
-from workers.rollout.episode import Episode, Limits, Turn
-from workers.rollout.play import play
+from workers.rollout.episode import Episode, Limits, Turn, play
 from workers.rollout.requests import LENGTH, STOP, TURNS, turn_seed
 
 END = 1

@@ -32,7 +32,7 @@ from workers.model.losses.predictions import Predictions
 from workers.model.losses.ratio import ratio_to_old
 from workers.model.losses.statistics import Statistic, Statistics, joined, mean, total
 from workers.model.packing import Sequences
-from workers.user_code import load
+from workers.user_code.functions import load
 
 TokenLosses = Callable[[Predictions, LossConfig], tuple[Tensor, Statistics]]
 LossFunction = Callable[[Predictions, Denominators], tuple[Tensor, Statistics]]

@@ -9,10 +9,10 @@ import cloudpickle
 import psutil
 
 from tests.end_to_end.processes import living
-from tests.workers.test_reward_process import UnprintableError, write_everywhere
+from tests.workers.user_code.test_rewards import UnprintableError, write_everywhere
 from workers.environment import Observation
-from workers.environment_process import EnvironmentPool
 from workers.errors import EpisodeError
+from workers.user_code.environments import PLAYER, EnvironmentPool
 
 
 class Obedient:
@@ -81,9 +81,7 @@ def pool_of(environment: type) -> EnvironmentPool:
 
 def sources() -> list[psutil.Process]:
     """The source processes of this process' pools; an engine of another test may have its own."""
-    return [
-        child for child in psutil.Process().children() if "workers.isolation.forks:fork_on_request" in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children() if PLAYER in child.cmdline()]
 
 
 async def episode(pool: EnvironmentPool, *words: str, opening: str = "go") -> list[Any]:
@@ -116,11 +114,11 @@ FAILURES = [
     ("hang", "step took more than reward.timeout_s=2 s"),
     ("exit", "step ended its process"),
     ("part of a frame", "step took more than reward.timeout_s=2 s"),
-    ("no frame", "step got no answer: it wrote to our connection"),
-    ("a number", "step got no answer: it wrote to our connection"),
+    ("no frame", "step ended its process (killed: it wrote to our connection)"),
+    ("a number", "step ended its process (killed: it wrote to our connection)"),
     ("long", "step raised ValueError: xxx"),
     ("no text", "step raised UnprintableError"),
-    ("a long text", "step got no answer: its answer has more than 16,777,216 bytes"),
+    ("a long text", "step ended its process (killed: its answer has more than 16,777,216 bytes)"),
     ("large", "the reward of an Observation must be a finite float32 number, not 100"),
     ("number", "step must return a workers.environment.Observation, it returned 3."),
     ("nothing", "step must return a workers.environment.Observation, it returned None."),
@@ -189,7 +187,7 @@ def test_a_killed_source_process_is_started_again() -> None:
 def test_a_class_that_cannot_be_imported_is_a_failure() -> None:
     pool = EnvironmentPool(b"nonsense", timeout_s=2.0)
     (answers,) = together(pool, episode(pool, "a"))
-    assert answers == ["the class of rollout.environment could not be imported in its process"]
+    assert answers == ["the import of rollout.environment ended its process (exit code 1)"]
 
 
 def test_all_processes_end_with_the_pool_even_one_that_hangs() -> None:

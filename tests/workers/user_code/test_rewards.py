@@ -11,8 +11,8 @@ import cloudpickle
 import psutil
 import pytest
 
-from workers.reward_process import Call, RewardFunction, RewardProcess
 from workers.score import Score
+from workers.user_code.rewards import Call, RewardFunction, RewardProcess
 
 
 class UnprintableError(Exception):
@@ -199,7 +199,7 @@ def test_several_functions_are_summed_by_weight_and_logged_each(process: Callabl
 
 def test_the_process_ends_with_its_owner(process: Callable) -> None:
     run(owner := process(packed(obey)), "a")
-    children = [child for child in psutil.Process().children() if "workers.reward_process:serve" in child.cmdline()]
+    children = [child for child in psutil.Process().children() if "workers.user_code.rewards:Scorer" in child.cmdline()]
     assert len(children) == 1
     owner.stop()
     assert not children[0].is_running()

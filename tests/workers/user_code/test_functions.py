@@ -6,9 +6,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from controller.config.functions import check_rewards
-from workers.reward_process import RewardFunction
-from workers.user_code import Signature, call, find_function
+from workers.user_code.functions import Signature, call, find_function
+from workers.user_code.rewards import RewardFunction, try_rewards
 
 PARSING = """\
 import argparse
@@ -56,4 +55,4 @@ def test_a_function_may_hold_much(tmp_path: Path) -> None:
     found = find_function("reward.function", f"{tmp_path / 'much.py'}:reward", timeout_s=60)
     assert len(found.packed) > 2**24
     function = RewardFunction("reward", 1.0, found.packed, ())
-    assert check_rewards([function], {}, timeout_s=30).reward == 2**24
+    assert try_rewards([function], {}, 30).reward == 2**24

@@ -1,20 +1,16 @@
-"""Functions for `ask` that import torch or transformers, which settings and their checks must not."""
+"""Trials of users' code that need torch or transformers: called by `ask`, in a process that ends after one answer."""
 
 import resource
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
-from importlib.util import find_spec, module_from_spec
 from typing import Any
 
-import numpy as np
-
 from workers.config import LossConfig
-from workers.errors import BallastError, ConfigError, clause
-from workers.isolation.process import RAISED, named
+from workers.errors import BallastError, ConfigError, clause, named
 from workers.model.loss_rules import undecorated
 from workers.rendering import Messages, check_size, forms, in_form
-from workers.user_code import load
+from workers.user_code.functions import load
+from workers.user_code.process import RAISED
 
 MOST_BYTES = 2**31  # of memory, for a template
 
@@ -23,7 +19,7 @@ def try_loss(
     key: str,
     name: str,
     config: LossConfig,
-    columns: dict[str, np.ndarray],
+    columns: dict[str, Any],
     tokens: tuple[str, ...],
     meta: dict[str, Any],
 ) -> None:
@@ -62,31 +58,19 @@ def try_loss(
             raise ConfigError(f"{key}={name!r}, tried on {what}, raised {named(error)}.") from None
 
 
-def _without_models(name: str) -> None:
-    """Let only modules of this package be imported: its own `__init__` reads the names of all its models, for a second.
-
-    For this process, which ends after one answer.
-    """
-    spec = find_spec(name)
-    assert spec is not None  # a requirement of ours
-    package = sys.modules[name] = module_from_spec(spec)
-    package.__dict__["__version__"] = version(name)
-
-
 def render_prompts(template: str, options: dict[str, Any], prompts: Sequence[Any], which: str) -> None:
     """Render prompts, each a list of chat messages.
 
     options: special tokens, and add_generation_prompt. Raises ConfigError, naming `which` template, for one that fails,
     or writes or keeps more than it may.
     """
-    _without_models("transformers")
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def render(messages: Messages) -> str:
         (text,), _ = render_jinja_template([messages], chat_template=template, **options)
         return check_size(str(text))
 
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))  # this process ends after one answer
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     shown = forms(render)
     for number, messages in enumerate(prompts, start=1):
         try:

@@ -8,25 +8,21 @@ An import that raises, hangs, exits, reads the command line or kills its process
 """
 
 import base64
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, cast
 
 import cloudpickle
 
-from workers.errors import ConfigError
-from workers.isolation.asking import NoAnswerError, ask
-from workers.isolation.process import RAISED, named
+from workers.errors import ConfigError, named
+from workers.user_code.process import RAISED, NoAnswerError, ask
 
 TIMEOUT_SETTING = "resources.user_code_timeout_s"
 AS_A_PROGRAM = 'keep what only a program does behind `if __name__ == "__main__":`'
@@ -57,82 +53,14 @@ def find_function(key: str, name: str, *, timeout_s: float) -> UserFunction:
 
     timeout_s: seconds that its import may take. Raises ConfigError with what was wrong.
     """
-    found = _imported("workers.user_code:describe", key, name, timeout_s)
+    found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
     signature = Signature(tuple(found["names"]), tuple(found["required"]), found["takes_all"])
     return UserFunction(base64.b64decode(found["packed"]), signature)
 
 
-def given_function(name: str, function: Callable[..., Any]) -> UserFunction:
-    """A function of this process, such as a notebook's, a closure or a lambda, pickled by value with its module.
-
-    name: what stands for it in settings. Raises ConfigError if it has no signature, or cannot be pickled.
-    """
-    try:
-        signature = signature_of(function)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} has no signature that can be read; give a Python function.") from None
-    try:
-        with _pickled_by_value(function):
-            return UserFunction(cloudpickle.dumps(function), signature, _version(function))
-    except Exception as error:  # whatever the objects that it holds raise
-        raise ConfigError(
-            f"{name} cannot be sent to other processes ({named(error)}); make what cannot be pickled inside the "
-            "function, at its first call."
-        ) from None
-
-
-@contextmanager
-def _pickled_by_value(function: Any) -> Iterator[None]:
-    """Inside, what the user's module of this function defines needs no copy of its file elsewhere."""
-    while isinstance(function, partial):
-        function = function.func
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    if module is None or not _is_users(module):
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def _version(function: Any) -> str:
-    """Of its code, and of the numbers and texts that it is closed over or begins with."""
-    held: list[Any] = []
-    while isinstance(function, partial):
-        held += [*function.args, *function.keywords.items()]
-        function = function.func
-    if not hasattr(function, "__code__"):
-        held += sorted(getattr(function, "__dict__", {}).items())
-        function = type(function).__call__
-    function = getattr(function, "__func__", function)
-    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    held += [*(getattr(function, "__defaults__", None) or ()), _code_of(getattr(function, "__code__", None))]
-    return hashlib.sha256(repr([_told(value) for value in held]).encode()).hexdigest()
-
-
-def _code_of(code: Any) -> Any:
-    """Its instructions, names and constants, without the place where it was written."""
-    if not isinstance(code, CodeType):
-        return _told(code)
-    return code.co_code, code.co_names, [_code_of(constant) for constant in code.co_consts]
-
-
-def _told(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_told(part) for part in value]
-    return value if isinstance(value, (bool, int, float, str, bytes, type(None))) else type(value).__name__
-
-
-def _is_users(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None) or "site-packages"
-    return "site-packages" not in file and not file.startswith(sysconfig.get_path("stdlib"))
-
-
 def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: float) -> bytes:
     """The class that setting `key` names, pickled by value. Raises ConfigError, also if it lacks one of `methods`."""
-    found = _imported("workers.user_code:describe", key, name, timeout_s)
+    found = _imported("workers.user_code.functions:describe", key, name, timeout_s)
     if not found["is_class"] or not set(methods) <= set(found["methods"]):
         raise ConfigError(f"{key}={name!r} must be a class with the methods {' and '.join(methods)}.")
     return base64.b64decode(found["packed"])
@@ -141,9 +69,9 @@ def find_class(key: str, name: str, methods: tuple[str, ...], *, timeout_s: floa
 def check_loss(key: str, name: str, *trial: Any, timeout_s: float) -> None:
     """Raise ConfigError if the workers could not take the policy loss `module:function` that setting `key` names.
 
-    trial: see `workers.isolation.trials.try_loss`.
+    trial: see `workers.trials.try_loss`.
     """
-    _imported("workers.isolation.trials:try_loss", key, name, timeout_s, *trial)
+    _imported("workers.trials:try_loss", key, name, timeout_s, *trial)
 
 
 def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
@@ -151,7 +79,7 @@ def call(packed: bytes, *arguments: Any, key: str, timeout_s: float) -> Any:
 
     Raises ConfigError if it raises, ends its process, or takes more than `timeout_s` seconds.
     """
-    run = "workers.user_code:run"
+    run = "workers.user_code.functions:run"
     try:
         return ask(run, packed, arguments, key, timeout_s=timeout_s, setting=TIMEOUT_SETTING)
     except NoAnswerError as error:
@@ -173,19 +101,44 @@ def _imported(function: str, key: str, name: str, timeout_s: float, *trial: Any)
         raise ConfigError(f"{key}={name!r}: its import {error}; {AS_A_PROGRAM}.") from None
 
 
+def pickled(found: Any, *modules: ModuleType | None) -> bytes:
+    """Pickle a function or class by value: processes elsewhere need no copy of the files of users' `modules`."""
+    users = {module for module in modules if module is not None and _is_users(module)}
+    for module in users:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cast(bytes, cloudpickle.dumps(found))
+    finally:
+        for module in users:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_users(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None) or "site-packages"
+    return "site-packages" not in file and not file.startswith(sysconfig.get_path("stdlib"))
+
+
 # The functions below run in the process.
 
 
 def describe(key: str, name: str) -> dict[str, Any]:
     """The function or class that `name` names: its signature, methods and `packed`, its pickle in base 64."""
     module, found = load(key, name)
-    packed = base64.b64encode(_packed(f"{key}={name!r}", module, found)).decode()
+    try:
+        packed = pickled(found, module, sys.modules.get(found.__module__))
+    except Exception as error:
+        held = ", ".join(_not_picklable(module)) or "something"
+        raise ConfigError(
+            f"{key}={name!r} cannot be sent to other processes, because {held} cannot be pickled ({named(error)}); "
+            "make it inside the function, at its first call."
+        ) from None
     methods = [method for method in dir(found) if callable(getattr(found, method, None))]
     try:
         signature = asdict(signature_of(found))
     except (TypeError, ValueError):
         raise ConfigError(f"{key}={name!r} has no signature that can be read; name a Python function.") from None
-    return signature | {"is_class": isinstance(found, type), "methods": methods, "packed": packed}
+    packed_text = base64.b64encode(packed).decode()
+    return signature | {"is_class": isinstance(found, type), "methods": methods, "packed": packed_text}
 
 
 def run(packed: bytes, arguments: tuple[Any, ...], key: str) -> Any:
@@ -201,50 +154,33 @@ def load(key: str, name: str) -> tuple[ModuleType, Callable[..., Any]]:
     place, separator, function_name = name.rpartition(":")
     if not separator:
         raise ConfigError(f"{key}={name!r} must be module:function or path/file.py:function.")
-    module = _load_file(key, Path(place)) if place.endswith(".py") else _load_module(key, place)
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ConfigError(f"{key}: there is no file {place}.")
+    try:
+        module = _import_file(Path(place)) if is_file else _import_module(place)
+    except (Exception, KeyboardInterrupt) as error:
+        what = place if is_file else f"module {place!r}"
+        raise ConfigError(f"{key}: {what} cannot be imported: {named(error)}.") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{key}={name!r}: {place} has no function {function_name!r}.")
     return module, function
 
 
-def _load_file(key: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{key}: there is no file {path}.")
+def _import_file(path: Path) -> ModuleType:
     module_name = f"ballast_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{key}: {path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, KeyboardInterrupt) as error:
-        raise ConfigError(f"{key}: {path} cannot be imported: {named(error)}.") from error
+    assert spec is not None and spec.loader is not None  # its name ends with .py
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
-def _load_module(key: str, name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except (Exception, KeyboardInterrupt) as error:
-        raise ConfigError(f"{key}: module {name!r} cannot be imported: {named(error)}.") from error
-
-
-def _packed(which: str, module: ModuleType, found: Any) -> bytes:
-    for each in {module.__name__: module, found.__module__: sys.modules[found.__module__]}.values():
-        if "site-packages" not in (getattr(each, "__file__", None) or "site-packages"):
-            cloudpickle.register_pickle_by_value(each)
-    try:
-        return cast(bytes, cloudpickle.dumps(found))
-    except Exception as error:
-        held = ", ".join(_not_picklable(module)) or "something"
-        raise ConfigError(
-            f"{which} cannot be sent to other processes, because {held} cannot be pickled ({named(error)}); make "
-            "it inside the function, at its first call."
-        ) from None
+    return importlib.import_module(name)
 
 
 def _not_picklable(module: ModuleType) -> list[str]:

@@ -9,13 +9,13 @@ import cloudpickle
 import pytest
 
 from controller.config import Config, load
-from controller.config.functions import check_rewards
-from controller.config.given import NONE_GIVEN, give_rewards
+from controller.config.python_rewards import NONE_GIVEN, give_rewards
 from controller.config.sections import RewardConfig
 from controller.inputs import reward_functions
 from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal
 from workers.errors import ConfigError
+from workers.user_code.rewards import try_rewards
 
 RECORD = {"prompt": "1+1=", "solution": "2"}
 SHARED = {"bonus": 0.25}
@@ -54,7 +54,7 @@ def test_a_closure_a_lambda_a_partial_and_an_object_score_in_a_process_of_their_
     assert list(config.reward.functions) == list(given) == [f"callable:{name}" for name in names]
     functions, _ = reward_functions(config, RECORD, given=given)
     assert [function.columns for function in functions] == [("solution",), (), (), (), ("prompt", "solution")]
-    score = check_rewards(functions, RECORD, timeout_s=30)  # of an empty response
+    score = try_rewards(functions, RECORD, 30)  # of an empty response
     assert score.reward == 0.25 + 5.0 + 100.0 + 2000.0 + 30_000.0
     assert score.parts == dict(zip(names, (0.25, 0.5, 1.0, 2.0, 3.0), strict=True))
 

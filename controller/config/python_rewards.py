@@ -1,0 +1,114 @@
+"""Reward functions that a call is given as Python objects, in place of names in the configuration.
+
+    ballast.fit(..., reward=f) --give_rewards--> reward.function: callable:f, and {"callable:f": f, pickled}
+
+The settings that a run records say that much, and no more: such a run goes on where it is given its functions again.
+"""
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import CodeType
+from typing import Any, cast
+
+from controller.config.file import LARGEST_FLOAT, shown
+from controller.config.functions import GIVEN
+from controller.config.sections import RewardConfig
+from workers.errors import ConfigError, named
+from workers.user_code.functions import UserFunction, pickled, signature_of
+
+RewardFunctionLike = Callable[..., Any] | str
+Reward = RewardFunctionLike | Sequence[RewardFunctionLike] | Mapping[RewardFunctionLike, float]
+"""A function, or its name as in the settings; or several of them, which are added up, each with a weight or with 1."""
+
+GivenFunctions = Mapping[str, UserFunction]
+"""By the name that stands for them in the settings."""
+
+NONE_GIVEN: GivenFunctions = {}
+
+
+def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunctions:
+    """Put names for `reward` into the settings, in place of those there, and return its functions; None is no change.
+
+    Raises ConfigError for a function that cannot be pickled, or two of one name.
+    """
+    if reward is None:
+        return NONE_GIVEN
+    several = isinstance(reward, (Mapping, list, tuple))
+    functions: list[Any] = list(cast(Iterable[Any], reward)) if several else [reward]
+    weights = list(reward.values()) if isinstance(reward, Mapping) else [1.0] * len(functions)
+    if not all(callable(f) or isinstance(f, str) for f in functions) or not all(map(_is_weight, weights)):
+        raise ConfigError(f"reward={shown(reward)}: expected a function, a list, or a mapping of functions to weights.")
+    by_name: dict[str, RewardFunctionLike] = {}
+    for function in functions:
+        if name_of(function) in by_name:
+            raise ConfigError(f"reward: two functions are named {name_of(function)}; rename one of them.")
+        by_name[name_of(function)] = function
+    settings.function = "" if several else name_of(functions[0])
+    settings.functions = dict(zip(by_name, map(float, weights), strict=True)) if several else {}
+    return {
+        name: pickled_function(name, function) for name, function in by_name.items() if not isinstance(function, str)
+    }
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= LARGEST_FLOAT
+
+
+def name_of(function: RewardFunctionLike) -> str:
+    """The name of a function in the settings."""
+    if isinstance(function, str):
+        return function
+    function = _inner(function)
+    found = getattr(function, "__name__", type(function).__name__)
+    return GIVEN + (re.sub(r"\W", "", found) or "function")
+
+
+def pickled_function(name: str, function: Callable[..., Any]) -> UserFunction:
+    """A function of this process, such as a notebook's, a closure or a lambda, pickled by value with its module.
+
+    name: what stands for it in settings. Raises ConfigError if it has no signature, or cannot be pickled.
+    """
+    try:
+        signature = signature_of(function)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} has no signature that can be read; give a Python function.") from None
+    module = sys.modules.get(getattr(_inner(function), "__module__", None) or "")
+    try:
+        return UserFunction(pickled(function, module), signature, _version(function))
+    except Exception as error:  # whatever the objects that it holds raise
+        raise ConfigError(
+            f"{name} cannot be sent to other processes ({named(error)}); make what cannot be pickled inside the "
+            "function, at its first call."
+        ) from None
+
+
+def _inner(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def _version(function: Any) -> str:
+    """Hash its code, and the numbers and texts that it is closed over or begins with."""
+    held: list[Any] = []
+    while isinstance(function, partial):
+        held += [*function.args, *function.keywords.items()]
+        function = function.func
+    if not hasattr(function, "__code__"):
+        held += sorted(getattr(function, "__dict__", {}).items())
+        function = type(function).__call__
+    function = getattr(function, "__func__", function)
+    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held += [*(getattr(function, "__defaults__", None) or ()), getattr(function, "__code__", None)]
+    return hashlib.sha256(repr([_told(value) for value in held]).encode()).hexdigest()
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, CodeType):  # without the place where it was written
+        return value.co_code, value.co_names, [_told(constant) for constant in value.co_consts]
+    if isinstance(value, (list, tuple)):
+        return [_told(part) for part in value]
+    return value if isinstance(value, (bool, int, float, str, bytes, type(None))) else type(value).__name__

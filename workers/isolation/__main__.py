@@ -1,5 +1,0 @@
-"""The process of `workers.isolation.process.Process`."""
-
-from workers.isolation.process import main
-
-main()

@@ -1,0 +1,150 @@
+"""Users' environments, each in a process of its own: one that raises, hangs or dies costs its episode, not the engine.
+
+EnvironmentPool.episode --a Fork of the process that has imported it--> RemoteEnvironment --reset, step--> Player
+"""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import cloudpickle
+
+from workers.environment import Observation, Text, as_observation, as_opening
+from workers.errors import BallastError, ConfigError, EpisodeError
+from workers.user_code.process import START_SECONDS, Fork, NoAnswerError, UserProcess
+
+PLAYER = "workers.user_code.environments:Player"
+IMPORT = "the import of rollout.environment"
+MOST_EPISODES = 4096  # threads, each of which waits for a process
+
+
+class RemoteEnvironment:
+    """The environment of one episode, in a process of the pool. call: sends a method's name and argument there."""
+
+    def __init__(self, call: Callable[[str, Any], Any]) -> None:
+        self._call = call
+
+    async def reset(self, record: dict[str, Any]) -> Text:
+        """Returns the text or messages to add to the record's prompt. Raises EpisodeError."""
+        opening: Text = await self._call("reset", record)
+        return opening
+
+    async def step(self, response: str) -> Observation:
+        """Returns the answer to a turn. Raises EpisodeError."""
+        return Observation(**await self._call("step", response))
+
+
+class EnvironmentPool:
+    """Processes that play episodes of one environment class; as many as are played at a time."""
+
+    def __init__(self, environment: bytes, timeout_s: float) -> None:
+        """environment: the pickled class, which only its processes unpickle. timeout_s: limit of one call."""
+        self._environment, self._timeout_s = environment, timeout_s
+        self._source: UserProcess | None = None
+        self._starting = Lock()
+        self._idle: list[Fork] = []
+        self._threads = ThreadPoolExecutor(MOST_EPISODES)  # kept: a process ends with the thread that started it
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[RemoteEnvironment]:
+        """An environment in a process that plays nothing else meanwhile.
+
+        Raises EpisodeError if none can be started. A process whose episode failed is not used again.
+        """
+        try:
+            process = await self._in_thread(self._take)
+        except NoAnswerError as error:
+            raise EpisodeError(f"{IMPORT} {error}") from None
+        except OSError as error:
+            raise EpisodeError(f"no process for the environment could be started: {error}") from None
+        try:
+            yield RemoteEnvironment(partial(self._in_thread, _call, process, self._timeout_s))
+        except BaseException:
+            process.end()
+            raise
+        self._idle.append(process)
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    def _take(self) -> Fork:
+        with self._starting:
+            while self._idle:
+                if (process := self._idle.pop()).alive:
+                    return process
+                process.end()
+            if self._source is None or not self._source.alive:
+                self._end_source()
+                self._source = UserProcess(PLAYER, self._environment)
+                self._source.receive(START_SECONDS)
+            return self._source.fork()
+
+    async def stop(self) -> None:
+        """End all processes; another episode starts them again."""
+        while self._idle:
+            self._idle.pop().end()
+        await self._in_thread(self._end_source)
+
+    def _end_source(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            source.end()  # its forks die with it
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An environment's opening of an episode, and its answer to an empty response."""
+
+    opening: Text
+    observation: Observation
+
+
+def try_environment(packed: bytes, record: dict[str, Any], timeout_s: float) -> Answered:
+    """Play one turn, an empty response to a record. Raises ConfigError with what went wrong."""
+    source = UserProcess(PLAYER, packed, quiet=True)
+    try:
+        source.receive(START_SECONDS)
+        process = source.fork()  # as in a run
+        opening = _call(process, timeout_s, "reset", record)
+        return Answered(opening, Observation(**_call(process, timeout_s, "step", "")))
+    except (NoAnswerError, EpisodeError) as error:
+        failure = f"{IMPORT} {error}" if isinstance(error, NoAnswerError) else str(error).rstrip(".")
+        raise ConfigError(f"rollout.environment failed on the first record and an empty response: {failure}.") from None
+    finally:
+        source.end()
+
+
+def _call(process: Fork, timeout_s: float, method: str, argument: Any) -> Any:
+    try:
+        process.send((method, argument))
+        return process.receive(timeout_s, "reward.timeout_s")
+    except NoAnswerError as error:
+        raise EpisodeError(f"{method} {error}") from None
+    except BallastError as error:
+        raise EpisodeError(str(error)) from None
+
+
+class Player:
+    """In the process: answers `reset` and `step`; every `reset` makes a new environment."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._class, self._environment = cloudpickle.loads(packed), None
+        self._runner = asyncio.Runner()  # its event loop comes with the first run, after the fork
+
+    def __call__(self, request: tuple[str, Any], reply: Callable[[Any], None]) -> None:
+        """Reply with the opening, or the Observation's fields."""
+        method, argument = request
+        if method == "reset":
+            self._environment = self._class()
+        value = self._runner.run(_result(getattr(self._environment, method)(argument)))
+        reply(as_opening(value) if method == "reset" else as_observation(value))
+
+
+async def _result(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,311 @@
+"""UserProcess: a process that runs users' code, which may raise, hang or die there without harm to ours.
+
+process = UserProcess("module:function", *arguments)     in the process: found = function(*arguments)
+process.receive(timeout_s)         <--JSON---            found, or None where it answers requests:
+process.send(request)              --pickle-->           found(request, reply)
+process.receive(timeout_s)         <--JSON---            reply(value), as often as it likes
+process.fork()                     --socket-->           a copy of the process, with a connection of its own
+process.end()                                            killed, with all that it has started
+
+Nothing of the user's is unpickled beside ours. A process ends with its parent and ignores Ctrl-C.
+"""
+
+import ctypes
+import fcntl
+import importlib
+import io
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from io import BufferedReader
+from threading import Lock, Thread
+from typing import Any, TextIO
+
+from workers.errors import LONGEST_QUOTE, BallastError, ConfigError, named
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+EXIT_SECONDS = 1.0  # for a process that has closed its connection to exit, and so to have an exit code
+START_SECONDS = 60.0  # for a process to start and read what it is sent
+HEADER = 8  # bytes: the size of a request
+LONGEST_ANSWER = 2**24  # bytes, of a sample's score or an environment's turn
+LONGEST_PICKLE = 2**30  # bytes, of a function with what it holds, or of an epoch's order
+LONGEST_LINE = 2**16  # bytes that are shown of users' code at a time
+SHOWN_BYTES, SHOWN_SECONDS = 10**6, 60.0  # what users' code may print, and within what time
+FIRST_DESCRIPTOR = 500  # of a channel in its process, beyond those that careless code writes to or closes
+
+RAISED = (Exception, KeyboardInterrupt, SystemExit)
+"""Everything that users' code may raise: in its own process KeyboardInterrupt and SystemExit are nobody else's."""
+
+
+class NoAnswerError(Exception):
+    """A process did not answer: it `took more than ...`, `ended its process (exit code 7)` or `raised ...`."""
+
+
+class Connection:
+    """Our end of the connection to a process."""
+
+    def __init__(self) -> None:
+        self._socket, self._theirs = socket.socketpair()
+        self._answers = self._socket.makefile("rb")
+        self._ending, self._ended = Lock(), False
+
+    def send(self, request: Any) -> None:
+        """Send an object, pickled. Raises NoAnswerError if the process has ended, or does not read it."""
+        packed = pickle.dumps(request)
+        try:
+            self._socket.settimeout(START_SECONDS)
+            self._socket.sendall(len(packed).to_bytes(HEADER) + packed)
+        except OSError:
+            raise self._no_answer() from None
+
+    def receive(
+        self, timeout_s: float, setting: str = "", *, late_s: float = 0.0, longest: int = LONGEST_ANSWER
+    ) -> Any:
+        """The next answer.
+
+        setting: names the time limit. late_s: added to it. Raises NoAnswerError if the function raised, the process
+        ended, or was killed because it took too long, wrote to our connection or answered with more than `longest`
+        bytes. Raises ConfigError with the text of a BallastError.
+        """
+        try:
+            self._socket.settimeout(timeout_s + late_s)
+            line = self._answers.readline(longest + 1)
+        except TimeoutError:
+            self.end()
+            limit = f"{setting}={timeout_s:g}" if setting else f"{timeout_s:g}"
+            raise NoAnswerError(f"took more than {limit} s") from None
+        except OSError:
+            raise self._no_answer() from None
+        if len(line) > longest:
+            raise self._no_answer(f"its answer has more than {longest:,} bytes")
+        if not line.endswith(b"\n"):
+            raise self._no_answer()
+        try:
+            ((kind, value),) = json.loads(line).items()
+        except (ValueError, AttributeError):
+            raise self._no_answer("it wrote to our connection") from None
+        if kind == "failure":
+            raise ConfigError(value)
+        if kind == "raised":
+            raise NoAnswerError(f"raised {value}")
+        return value
+
+    def _no_answer(self, killed: str = "") -> NoAnswerError:
+        end = self.end(0.0 if killed else EXIT_SECONDS)
+        told = f"killed: {killed}" if killed else end
+        return NoAnswerError(f"ended its process ({told})" if told else "ended its process")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process, which is not answering a request, still has its end of the connection."""
+        try:
+            self._socket.settimeout(0)
+            return self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def end(self, exit_s: float = 0.0) -> str:
+        """Kill the process and all that it has started, unless it exits within `exit_s`; returns how it ended."""
+        with self._ending:
+            if not self._ended:
+                self._ended = True
+                self._how = self._kill(exit_s)
+                self._socket.close()
+            return self._how
+
+    def _kill(self, exit_s: float) -> str:
+        raise NotImplementedError
+
+
+class UserProcess(Connection):
+    """A new process of `target`."""
+
+    def __init__(self, target: str, *arguments: Any, quiet: bool = False) -> None:
+        """target: `module:function`, ours. quiet: whether its stderr is kept, for `errors`, instead of shown."""
+        super().__init__()
+        self._kept = io.StringIO() if quiet else None
+        with self._theirs:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            environment["PYTHONUNBUFFERED"] = "1"  # what it prints is seen at once, also if the process is killed
+            command = "from workers.user_code.process import main; main()"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", command, target, str(self._theirs.fileno())],
+                pass_fds=[self._theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        shown = ((self._process.stdout, sys.stdout), (self._process.stderr, self._kept or sys.stderr))
+        self._shown = [Thread(target=_show, args=streams, daemon=True) for streams in shown]
+        for thread in self._shown:
+            thread.start()
+        self.send(arguments)
+
+    def fork(self) -> "Fork":
+        """Raises NoAnswerError if the process cannot fork."""
+        return Fork(self._socket)
+
+    @property
+    def errors(self) -> str:
+        """What a quiet process has written to stderr."""
+        return self._kept.getvalue() if self._kept else ""
+
+    def _kill(self, exit_s: float) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(exit_s)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        for thread in self._shown:
+            thread.join(EXIT_SECONDS)  # longer only if a process that has left the group holds the stream
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        last = self.errors.strip().splitlines()[-1:]
+        return f"{how}: {last[0][:LONGEST_QUOTE]}" if last else how
+
+
+class Fork(Connection):
+    """A process that another one has forked: in milliseconds, and with the memory of its imports."""
+
+    def __init__(self, source: socket.socket) -> None:
+        super().__init__()
+        self._pid = 0
+        with self._theirs:
+            try:
+                socket.send_fds(source, [bytes(HEADER)], [self._theirs.fileno()])
+            except OSError:
+                raise self._no_answer() from None
+        self._pid = self.receive(START_SECONDS)
+        self._handle = os.pidfd_open(self._pid)  # which no later process can have
+
+    def _kill(self, exit_s: float) -> str:
+        if self._pid:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, 0)  # it lives, so that the group of its number is its own
+                os.killpg(self._pid, signal.SIGKILL)
+            os.close(self._handle)
+        return ""
+
+
+def ask(function: str, *arguments: Any, timeout_s: float, setting: str) -> Any:
+    """Call `module:function` of ours in a new process; returns its value.
+
+    What it writes to stderr is shown only with a value. Raises as `UserProcess.receive` does.
+    """
+    process = UserProcess(function, *arguments, quiet=True)
+    try:
+        value = process.receive(timeout_s, setting, longest=LONGEST_PICKLE)
+    finally:
+        process.end()
+    sys.stderr.write(process.errors)
+    return value
+
+
+def _show(stream: BufferedReader, shown: TextIO) -> None:
+    """Pass lines on, but not more than SHOWN_BYTES within SHOWN_SECONDS."""
+    room, until = 0, 0.0
+    with stream:
+        # What is dropped need not be split into lines, which would hold the process up.
+        while line := stream.readline(LONGEST_LINE) if room >= 0 else stream.read1(LONGEST_LINE):
+            if time.monotonic() > until:
+                room, until = SHOWN_BYTES, time.monotonic() + SHOWN_SECONDS
+            before, room = room, room - len(line)
+            text = line.decode(errors="replace")
+            if room < 0:
+                text = f"\n[more than {SHOWN_BYTES:,} bytes in {SHOWN_SECONDS:g} s: what follows is not shown]\n"
+            if before >= 0:
+                with suppress(OSError, ValueError):  # a stream that is full or closed: the process must not wait for it
+                    shown.write(text)
+                    shown.flush()
+
+
+# What follows runs in the process.
+
+
+class Channel:
+    """The process's end. No process that it starts or forks has it."""
+
+    def __init__(self, descriptor: int) -> None:
+        """descriptor: of the socket; it is closed."""
+        self._socket = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR))
+        os.close(descriptor)
+        os.register_at_fork(after_in_child=self._socket.close)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """The next request, or None with a descriptor for a fork. Raises EOFError when the other side is gone."""
+        header, descriptors, _, _ = socket.recv_fds(self._socket, HEADER, 1)
+        if not header:
+            raise EOFError
+        size, packed = int.from_bytes(header), bytearray()
+        while len(packed) < size:
+            part = self._socket.recv(min(size - len(packed), 2**20))
+            if not part:
+                raise EOFError
+            packed += part
+        return pickle.loads(packed) if packed else None, descriptors
+
+    def reply(self, value: Any, kind: str = "value") -> None:
+        """Send an answer, with `?` for halves of characters, which no file or terminal takes."""
+        self._socket.sendall(json.dumps({kind: value}, ensure_ascii=False).encode(errors="replace") + b"\n")
+
+
+def main() -> None:
+    """Call the target that the command line names, where users' code finds no arguments of ours."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor, target = int(sys.argv.pop()), sys.argv.pop()
+    channel = Channel(descriptor)
+    with suppress(EOFError):
+        arguments, _ = channel.receive()
+        try:
+            found = resolve(target)(*arguments)  # SystemExit passes: the other side sees its code
+        except BallastError as error:
+            channel.reply(str(error), "failure")
+        else:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            channel.reply(None if callable(found) else found)
+            _serve(channel, found)
+
+
+def _serve(channel: Channel, answer: Any) -> None:
+    """Answer requests, and fork for every descriptor that comes, until the other side is gone."""
+    while True:
+        request, descriptors = channel.receive()
+        if descriptors:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+            if os.fork():
+                os.close(descriptors[0])
+            else:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()
+                end_with_parent()
+                channel = Channel(descriptors[0])
+                channel.reply(os.getpid())
+            continue
+        try:
+            answer(request, channel.reply)
+        except BallastError as error:
+            channel.reply(str(error), "failure")
+        except RAISED as error:
+            channel.reply(named(error), "raised")
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, however that happens."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def resolve(target: str) -> Any:
+    """The function `module:function`, of ours."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)

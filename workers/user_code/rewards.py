@@ -1,0 +1,184 @@
+"""Users' reward functions in a process of their own: one that raises, hangs or dies costs a sample, not the run.
+
+    RewardProcess.run(calls) --calls--> Scorer: functions, sample by sample --(number, score)--> RewardProcess
+            |                                                                                  |
+            +-- nothing within timeout_s, or the process is gone: started again for the rest <-+
+
+The process imports neither Ray nor torch, so it starts in a moment.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import isawaitable, signature
+from typing import Any
+
+import cloudpickle
+
+from workers.errors import BallastError, ConfigError, DataError, named, quoted
+from workers.score import Score, as_score, weighted
+from workers.user_code.process import RAISED, START_SECONDS, NoAnswerError, UserProcess
+
+RAW = "response_raw"  # stands among the columns: the response with its special tokens, for functions that name it
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A user's function as drivers and actors hold it: `packed` by cloudpickle, and unpickled by RewardProcess alone.
+
+    name: the short one, that metrics carry. weight: in the reward. It is called with `response` (a text) and the
+    `columns` of the sample's record that it takes by name; or, if it takes `responses`, once with lists of all of
+    these. It may be a coroutine function.
+    """
+
+    name: str
+    weight: float
+    packed: bytes
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One sample to score; `columns` has at least what the functions take."""
+
+    number: int
+    response: str
+    columns: Mapping[str, Any]
+
+
+class RewardProcess:
+    """Runs reward functions on samples, in a process that is started again whenever a sample ends it."""
+
+    def __init__(
+        self, functions: Sequence[RewardFunction], *, timeout_s: float, concurrency: int, quiet: bool = False
+    ) -> None:
+        """timeout_s: seconds that one call may take. concurrency: samples under way at a time, of coroutine functions.
+        quiet: whether what the functions write to stderr is not shown."""
+        self._functions, self._timeout_s, self._concurrency = list(functions), timeout_s, concurrency
+        self._quiet = quiet
+        self._process: UserProcess | None = None
+
+    def run(self, calls: Sequence[Call]) -> dict[int, Score]:
+        """A score for every call, by number, or with the reason in `failure`. Never raises for what a function does."""
+        scores: dict[int, Score] = {}
+        if len(calls) > 1:
+            self._try(calls, scores)
+        for call in calls:  # alone, because any of those that are left may have ended the process
+            if call.number not in scores and (reason := self._try([call], scores)):
+                scores[call.number] = Score(0.0, call.response, failure=reason)
+        return scores
+
+    def _try(self, calls: Sequence[Call], scores: dict[int, Score]) -> str:
+        """Add scores until all are there, or until the process ends or stays silent; then returns why."""
+        responses = {call.number: call.response for call in calls}
+        try:
+            process = self._started()
+            process.send(calls)
+            for _ in calls:
+                # The process itself ends a coroutine that takes too long; only what hangs is late by a second.
+                number, score = process.receive(self._timeout_s, "reward.timeout_s", late_s=1.0)
+                scores[number] = Score(response=responses[number], **score)
+        except (NoAnswerError, BallastError) as error:
+            self.stop()
+            return f"it {error}"
+        return ""
+
+    def _started(self) -> UserProcess:
+        if self._process is None:
+            settings = (self._functions, self._timeout_s, self._concurrency)
+            self._process = UserProcess("workers.user_code.rewards:Scorer", *settings, quiet=self._quiet)
+            self._process.receive(START_SECONDS)
+        return self._process
+
+    def stop(self) -> None:
+        """End the process; `run` starts a new one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+
+def try_rewards(functions: Sequence[RewardFunction], record: Mapping[str, Any], timeout_s: float) -> Score:
+    """Score an empty response to a record. Raises ConfigError with what went wrong: a function must score any text."""
+    process = RewardProcess(functions, timeout_s=timeout_s, concurrency=1, quiet=True)
+    try:
+        score = process.run([Call(0, "", {**record, RAW: ""})])[0]
+    finally:
+        process.stop()
+    if score.failure:
+        failure = score.failure.rstrip(".")
+        raise ConfigError(f"reward.function failed on the first record and an empty response: {failure}.")
+    return score
+
+
+# The functions below run in the process.
+
+
+class Scorer:
+    """Scores samples; each score is sent as soon as it is there."""
+
+    def __init__(self, functions: list[RewardFunction], timeout_s: float, concurrency: int) -> None:
+        self._functions = {each: cloudpickle.loads(each.packed) for each in functions}
+        self._batched = [f for f, function in self._functions.items() if "responses" in signature(function).parameters]
+        self._timeout_s, self._loop = timeout_s, asyncio.new_event_loop()
+        self._room = asyncio.Semaphore(concurrency)
+
+    def __call__(self, calls: list[Call], reply: Callable[[Any], None]) -> None:
+        """Reply with (number, Score without its response) of every call."""
+        self._loop.run_until_complete(self._score_all(calls, reply))
+
+    async def _score_all(self, calls: list[Call], reply: Callable[[Any], None]) -> None:
+        batches = {each: await self._score_batch(each, calls) for each in self._batched}
+
+        async def score(position: int, call: Call) -> None:
+            async with self._room:
+                scored = vars(await self._score(call, {each: values[position] for each, values in batches.items()}))
+                reply((call.number, {name: value for name, value in scored.items() if name != "response"}))
+
+        await asyncio.gather(*(score(position, call) for position, call in enumerate(calls)))
+
+    async def _score(self, call: Call, batched: dict[RewardFunction, Any]) -> Score:
+        """The sample's score over all functions; `batched` has the values of those that take all samples at once."""
+        scores: dict[str, Score] = {}
+        for function in self._functions:
+            try:
+                value = batched[function] if function in batched else await self._score_one(function, call)
+                if isinstance(value, _FunctionError):
+                    raise value
+                scores[function.name] = as_score(value, call.response)
+            except (_FunctionError, DataError) as error:
+                return Score(0.0, call.response, failure=f"{function.name}: {error}")
+        return weighted(scores, {function.name: function.weight for function in self._functions}, call.response)
+
+    async def _score_one(self, function: RewardFunction, call: Call) -> Any:
+        columns = {name: call.columns[name] for name in function.columns if name in call.columns}
+        return await self._result(function, {"response": call.response} | columns)
+
+    async def _score_batch(self, function: RewardFunction, calls: list[Call]) -> list[Any]:
+        """One value or _FunctionError for each call; where the whole batch fails, each call is tried alone."""
+        columns = {name: [call.columns.get(name) for call in calls] for name in function.columns}
+        try:
+            values = await self._result(function, {"responses": [call.response for call in calls]} | columns)
+            if not isinstance(values, Sequence) or len(values) != len(calls):
+                raise _FunctionError(f"returned {quoted(values)} for {len(calls)} responses")
+            return list(values)
+        except _FunctionError as error:
+            if len(calls) == 1:
+                return [error]
+        return [(await self._score_batch(function, [call]))[0] for call in calls]
+
+    async def _result(self, function: RewardFunction, arguments: dict[str, Any]) -> Any:
+        try:
+            value = self._functions[function](**arguments)
+            if not isawaitable(value):
+                return value
+            # Not wait_for: it makes a task, and what of RAISED is no Exception would end the loop from there.
+            async with asyncio.timeout(self._timeout_s):
+                return await value
+        except TimeoutError:
+            raise _FunctionError(f"took more than reward.timeout_s={self._timeout_s:g} s") from None
+        except RAISED as error:
+            raise _FunctionError(f"raised {named(error)}") from None
+
+
+class _FunctionError(Exception):
+    """The reason why a function returned no score."""
