@@ -1,12 +1,13 @@
 """LiveMetrics: metrics that Prometheus gets while a step runs, or that are finer than a step.
 
     phases of the driver ------------+
-    states of engines, their queues -+--> LiveMetrics --Export--> gauges and histograms of Ray (`metric_catalog`)
+    states of engines, their queues -+--> LiveMetrics --Export--> gauges and histograms of Ray (metrics.yaml)
     samples, micro-steps of ranks ---+
 
 Decides which values are exported; the exporter (`trackers.ray_metrics`) sends them.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
@@ -15,33 +16,20 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from balancing import CostModel
-from controller.observability.declaration import Declaration
-from controller.observability.live_catalog import (
-    ENGINE_STATE,
-    MICRO_STEP_SECONDS,
-    PHASE,
-    RANK_PREDICTED_SECONDS,
-    RANK_SECONDS,
-    REQUESTS_IN_FLIGHT,
-    REQUESTS_WAITING,
-    SAMPLE_REWARD,
-    SAMPLE_SECONDS,
-    SAMPLE_TOKENS,
-)
 from workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
     from workers.model.timing import MicroStepTime
 
-Labels = Mapping[str, str]
-Export = Callable[[Declaration, Labels, float], None]
+Export = Callable[[str, float], None]
+"""Takes a metric's name, labels included, and its value."""
 Entered = TypeVar("Entered")
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
-def no_export(declaration: Declaration, labels: Labels, value: float) -> None:
+def no_export(name: str, value: float) -> None:
     """An Export that drops all values."""
-    del declaration, labels, value
+    del name, value
 
 
 class LiveMetrics:
@@ -50,7 +38,7 @@ class LiveMetrics:
     def __init__(self, export: Export = no_export) -> None:
         self._export = export
         self._phases: list[str] = []
-        self._exported: dict[tuple[str, ...], float] = {}
+        self._exported: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -75,49 +63,47 @@ class LiveMetrics:
 
     def _show_phase(self, entered: bool) -> None:
         if self._phases:
-            self._export(PHASE, {"phase": self._phases[-1]}, float(entered))
+            self._export(f"phase/{self._phases[-1]}", float(entered))
 
     def engine_state(self, replica: int, state: Enum) -> None:
         """The engine is in that state, and in no other."""
         for known in type(state):
-            self._gauge(ENGINE_STATE, {"replica": str(replica), "state": known.name.lower()}, float(known is state))
+            self._gauge(f"engine/state/{replica}/{known.name.lower()}", float(known is state))
 
     def queues(self, waiting: int, in_flight: Sequence[int]) -> None:
         """Requests that wait for an engine, and those that each engine works on."""
-        self._gauge(REQUESTS_WAITING, {}, waiting)
+        self._gauge("rollout/requests_waiting", waiting)
         for replica, requests in enumerate(in_flight):
-            self._gauge(REQUESTS_IN_FLIGHT, {"replica": str(replica)}, requests)
+            self._gauge(f"engine/requests_in_flight/{replica}", requests)
 
-    def _gauge(self, declaration: Declaration, labels: Labels, value: float) -> None:
+    def _gauge(self, name: str, value: float) -> None:
         """Export a changed value. Unchanged ones are common: each answer of one engine reports the queues of all."""
-        key = (declaration.name, *labels.values())
-        if self._exported.get(key) != value:
-            self._exported[key] = value
-            self._export(declaration, labels, value)
+        if self._exported.get(name) != value:
+            self._exported[name] = value
+            self._export(name, value)
 
     def samples(self, batch: RemoteBatch) -> None:
         """The samples of a step: columns `response_tokens`, `seconds`, `reward` [B]."""
-        for declaration, name in ((SAMPLE_TOKENS, "response_tokens"), (SAMPLE_SECONDS, "seconds")):
-            for value in batch[name].tolist():
-                self._export(declaration, {}, value)
+        for name, column in (("sample/response_tokens", "response_tokens"), ("sample/generation_s", "seconds")):
+            for value in batch[column].tolist():
+                self._export(name, value)
         for quantile, value in zip(QUANTILES, np.quantile(batch["reward"], QUANTILES).tolist(), strict=True):
-            self._export(SAMPLE_REWARD, {"quantile": f"{quantile:g}"}, value)
+            self._export(f"sample/reward/{quantile:g}", value)
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
         """The micro-steps of a step, by the name of the rank's actor, and the costs that they were planned with."""
         for actor, found in times.items():
             for time in found:
                 if time.tokens:
-                    self._export(MICRO_STEP_SECONDS, rank_labels(actor, time.name), time.seconds)
+                    self._export(f"micro_step/{rank_of(actor)}/{time.name}_s", time.seconds)
         for (actor, name), (measured, predicted) in rank_seconds(times, cost_model).items():
-            self._export(RANK_SECONDS, rank_labels(actor, name), measured)
-            self._export(RANK_PREDICTED_SECONDS, rank_labels(actor, name), predicted)
+            self._export(f"rank/{rank_of(actor)}/{name}_s", measured)
+            self._export(f"rank_predicted/{rank_of(actor)}/{name}_s", predicted)
 
 
-def rank_labels(actor: str, name: str) -> dict[str, str]:
-    """Labels of the pass `name` of an actor of a `WorkerGroup`: `policy dp=1 cp=0` is rank `dp=1 cp=0` of `policy`."""
-    role, _, rank = actor.partition(" ")
-    return {"role": role, "rank": rank, "phase": name}
+def rank_of(actor: str) -> str:
+    """ROLE/RANK of an actor of a `WorkerGroup`: `policy dp=1 cp=0` is `policy/dp=1 cp=0`."""
+    return actor.replace(" ", "/", 1)
 
 
 def rank_seconds(
@@ -128,27 +114,15 @@ def rank_seconds(
     Predictions are of any unit: those of a role's pass are scaled by one factor, so that over its ranks they add up to
     what was measured. They differ from it where a rank took another share of the time than the plan gave it.
     """
-    measured: dict[tuple[str, str], float] = {}
-    costs: dict[tuple[str, str], float] = {}
+    ranks: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))
+    roles: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(2))
     for actor, found in times.items():
         for time in found:
-            key, cost = (actor, time.name), cost_model.linear * time.tokens + cost_model.quadratic * time.squared_tokens
-            measured[key] = measured.get(key, 0.0) + time.seconds
-            costs[key] = costs.get(key, 0.0) + cost
-    seconds_of, cost_of = _by_role(measured), _by_role(costs)
-    return {
-        key: (seconds, costs[key] * seconds_of[_role(key)] / (cost_of[_role(key)] or 1.0))
-        for key, seconds in measured.items()
-    }
-
-
-def _role(key: tuple[str, str]) -> tuple[str, str]:
-    actor, name = key
-    return actor.partition(" ")[0], name
-
-
-def _by_role(values: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-    total: dict[tuple[str, str], float] = {}
-    for key, value in values.items():
-        total[_role(key)] = total.get(_role(key), 0.0) + value
-    return total
+            cost = cost_model.linear * time.tokens + cost_model.quadratic * time.squared_tokens
+            for total in (ranks[actor, time.name], roles[actor.partition(" ")[0], time.name]):
+                total += (time.seconds, cost)
+    predicted = {}
+    for (actor, name), (seconds, cost) in ranks.items():
+        role_seconds, role_cost = roles[actor.partition(" ")[0], name]
+        predicted[actor, name] = float(seconds), float(cost * role_seconds / (role_cost or 1.0))
+    return predicted

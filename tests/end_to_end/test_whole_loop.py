@@ -16,15 +16,13 @@ from controller.config import Config, load
 from controller.continuous_collector import staleness
 from controller.fit import read_inputs, training
 from controller.observability.console import Console
-from controller.observability.declaration import Kind
-from controller.observability.grafana_dashboard import PANELS, queries
-from controller.observability.live_catalog import PHASE
-from controller.observability.metric_catalog import CUSTOM_LOSS, EXPORTED, METRICS, declaration_of
+from controller.observability.metric_table import LIVE, METRICS, SECTIONS, Kind, spec_of
 from controller.observability.timeline import write_trace
 from controller.preflight.checks import check
 from controller.samples import Rollout
 from controller.training_loop import Outcome
 from tests.controller.observability import trace_format
+from tests.controller.observability.test_metric_table import DASHBOARD, drawn
 from tests.end_to_end.prometheus import Prometheus, scraping_ray
 
 
@@ -150,11 +148,11 @@ def test_the_timeline_holds_every_sample_micro_step_and_weight_transfer(finished
 def test_what_is_recorded_is_what_is_declared(finished: Run) -> None:
     """Every name of the file has its declaration, and what has no condition is in every step that trains."""
     lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
-    declared = {name: declaration_of(name) for line in lines for name in line if name != "step"}
+    declared = {name: spec_of(name) for line in lines for name in line if name != "step"}
     assert [name for name, found in declared.items() if found is None] == []
     families = {name: found[0] for name, found in declared.items()}
-    assert [name for name, found in families.items() if found is CUSTOM_LOSS] == []
-    always = {name for name, declaration in METRICS.items() if not declaration.when}
+    assert [name for name, found in families.items() if found is METRICS["policy/{statistic}"]] == []
+    always = {name for name, spec in METRICS.items() if not spec.when}
     for line in lines[1:]:
         assert always - {families[name].name for name in line if name != "step"} == set()
 
@@ -164,12 +162,10 @@ def test_prometheus_scrapes_the_run_and_answers_the_dashboard(finished: Run, pro
     assert float(reward["value"][1]) == pytest.approx(finished.outcome.steps[-1]["reward/mean"])
     samples = prometheus.query('ray_ballast_rollout_samples_total{run="loop"}')
     assert [float(sample["value"][1]) for sample in samples] == [45.0]
-    for panel in PANELS:
-        for name in panel.metrics:
-            for query in queries(panel, name).values():
-                found = prometheus.query(query.replace("$run", "loop").replace("$__rate_interval", "1m"))
-                always = EXPORTED[name].kind is Kind.GAUGE and (name not in METRICS or not METRICS[name].when)
-                assert found or not always or EXPORTED[name] is PHASE, query  # at the end no phase is on
+    for query in (target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]):
+        spec, found = drawn(query), prometheus.query(query.replace("$run", "loop").replace("$__rate_interval", "1m"))
+        always = spec.kind is Kind.GAUGE and (spec in SECTIONS[LIVE] or not spec.when)
+        assert found or not always or spec.name == "phase/{phase}", query  # at the end no phase is on
 
 
 def told(prometheus: Prometheus, name: str, *labels: str) -> dict[tuple[str, ...], float]:

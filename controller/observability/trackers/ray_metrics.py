@@ -1,7 +1,6 @@
-"""The tracker behind the dashboard: every declared metric as one of Ray's, which Prometheus scrapes.
+"""Exports every metric of metrics.yaml through Ray, from where Prometheus scrapes it.
 
-step's metrics --declaration_of--+
-live ----------------------------+--> ray.util.metrics --> metrics port of each node, /metrics --> Prometheus, Grafana
+a step's metrics, live metrics --spec_of--> ray.util.metrics --> each node's /metrics --> Prometheus, Grafana
 """
 
 import math
@@ -11,17 +10,15 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from controller.observability.declaration import Declaration, Kind
-from controller.observability.live_catalog import STEP, STEPS
-from controller.observability.metric_catalog import declaration_of
+from controller.observability.metric_table import BUCKETS, Kind, MetricSpec, spec_of
 
 REPEAT_SECONDS = 0.5  # Ray reports every 10 s, with RAY_metrics_report_interval_ms=1000 every second, and not oftener
-_so_far: dict[tuple[str, ...], float] = {}
-"""Last value of each cumulative counter. Global, as Ray's counters are: a recovered run continues them."""
+_so_far: dict[tuple[str, str], float] = {}
+"""Last value of each total by run and name. Global, as Ray's counters are: a recovered run continues them."""
 
 
 class RayMetrics:
-    """Exports under `Declaration.exported_name` with the labels of the family and `run`, the run's name.
+    """Exports under `MetricSpec.exported_name` with the labels of the family and `run`, the run's name.
 
     with RayMetrics(run) as metrics: ...        gauges keep their values while the block lasts
     """
@@ -30,25 +27,25 @@ class RayMetrics:
         """Ray must be up: metrics made before are lost."""
         self._run = run
         self._exported: dict[str, Gauge | Counter | Histogram] = {}
-        self._values: dict[tuple[str, ...], tuple[Gauge, dict[str, str], float]] = {}
+        self._values: dict[str, tuple[Gauge, dict[str, str], float]] = {}
         self._lock, self._ended = Lock(), Event()
         self._thread = Thread(target=self._repeat, name="metrics", daemon=True)
 
-    def export(self, declaration: Declaration, labels: Mapping[str, str], value: float) -> None:
-        """Set, add or count a value; takes some microseconds. One that is not finite is left out."""
-        if not math.isfinite(value):
+    def export(self, name: str, value: float) -> None:
+        """Set, add or count a value; takes some microseconds. Not finite or not in metrics.yaml: no effect."""
+        if not math.isfinite(value) or (found := spec_of(name)) is None:
             return
-        labels = {"run": self._run} | dict(labels)
-        key = (declaration.name, *labels.values())
+        spec, labels = found[0], {"run": self._run} | found[1]
         with self._lock:
-            metric = self._metric(declaration, tuple(labels))
+            metric = self._metric(spec, tuple(labels))
             if isinstance(metric, Gauge):
-                self._values[key] = metric, labels, value
+                self._values[name] = metric, labels, value
                 metric.set(value, labels)
             elif isinstance(metric, Histogram):
                 metric.observe(value, labels)
             else:
-                if declaration.so_far:
+                if spec.kind is Kind.TOTAL:
+                    key = self._run, name
                     value, _so_far[key] = growth(_so_far.get(key, 0.0), value), value
                 if value > 0:  # a counter of Ray takes no 0
                     metric.inc(value, labels)
@@ -68,14 +65,14 @@ class RayMetrics:
         self._ended.set()
         self._thread.join()
 
-    def _metric(self, declaration: Declaration, labels: tuple[str, ...]) -> Gauge | Counter | Histogram:
-        name = declaration.exported_name
+    def _metric(self, spec: MetricSpec, labels: tuple[str, ...]) -> Gauge | Counter | Histogram:
+        name = spec.exported_name
         if name not in self._exported:
-            text = f"{declaration.meaning} [{declaration.unit}]" if declaration.unit else declaration.meaning
-            if declaration.kind is Kind.HISTOGRAM:
-                self._exported[name] = Histogram(name, text, list(declaration.boundaries), labels)
+            text = f"{spec.meaning} [{spec.unit}]" if spec.unit else spec.meaning
+            if spec.kind is Kind.HISTOGRAM:
+                self._exported[name] = Histogram(name, text, BUCKETS[spec.unit], labels)
             else:
-                self._exported[name] = (Counter if declaration.kind is Kind.COUNTER else Gauge)(name, text, labels)
+                self._exported[name] = (Gauge if spec.kind is Kind.GAUGE else Counter)(name, text, labels)
         return self._exported[name]
 
 
@@ -86,13 +83,9 @@ class RayTracker:
         self._metrics = metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes about a millisecond. What nothing declares is in the other trackers alone."""
-        self._metrics.export(STEP, {}, step)
-        self._metrics.export(STEPS, {}, float(step > 0))
-        for name, value in metrics.items():
-            found = declaration_of(name)
-            if found is not None:
-                self._metrics.export(*found, value)
+        """Takes about a millisecond."""
+        for name, value in {"run/step": step, "run/steps": float(step > 0), **metrics}.items():
+            self._metrics.export(name, value)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """No effect: Prometheus has numbers alone."""

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from controller.observability.health import SYMPTOMS, Health, warnings
-from controller.observability.metric_catalog import declaration_of
+from controller.observability.metric_table import spec_of
 
 SIGNAL = "rollout/groups_without_signal"
 
@@ -15,7 +15,7 @@ def told(name: str, *values: float | None) -> list[str]:
 
 
 def test_every_symptom_is_of_a_metric_that_runs_record() -> None:
-    assert all(declaration_of(symptom.metric) for symptom in SYMPTOMS)
+    assert all(spec_of(symptom.metric) for symptom in SYMPTOMS)
 
 
 def test_three_steps_without_signal_in_a_row_are_told_once() -> None:

@@ -1,6 +1,6 @@
 """What is told as a run goes on, without Ray: to a list in place of the exporter."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -8,17 +8,8 @@ import pytest
 
 from balancing import CostModel
 from controller.generation.fleet import Fleet, RestartBudget, State
-from controller.observability.declaration import Declaration
-from controller.observability.live_catalog import (
-    ENGINE_STATE,
-    MICRO_STEP_SECONDS,
-    PHASE,
-    REQUESTS_IN_FLIGHT,
-    REQUESTS_WAITING,
-    SAMPLE_REWARD,
-    SAMPLE_TOKENS,
-)
 from controller.observability.live_metrics import LiveMetrics, rank_seconds
+from controller.observability.metric_table import LIVE, SECTIONS, spec_of
 from workers.model.timing import MicroStepTime
 from workers.remote_batch import RemoteBatch
 
@@ -27,31 +18,32 @@ class Told:
     """Everything that was told, in order."""
 
     def __init__(self) -> None:
-        self.everything: list[tuple[Declaration, dict[str, str], float]] = []
+        self.everything: list[tuple[str, tuple[str, ...], float]] = []
         self.live = LiveMetrics(self.export)
 
-    def export(self, declaration: Declaration, labels: Mapping[str, str], value: float) -> None:
-        assert tuple(labels) == declaration.labels
-        self.everything.append((declaration, dict(labels), value))
+    def export(self, name: str, value: float) -> None:
+        found = spec_of(name)
+        assert found and found[0] in SECTIONS[LIVE]
+        self.everything.append((found[0].name, tuple(found[1].values()), value))
 
-    def of(self, declaration: Declaration) -> list[tuple[tuple[str, ...], float]]:
+    def of(self, name: str) -> list[tuple[tuple[str, ...], float]]:
         """(labels, value) of one metric."""
-        return [(tuple(labels.values()), value) for found, labels, value in self.everything if found is declaration]
+        return [(labels, value) for found, labels, value in self.everything if found == name]
 
-    def on(self, declaration: Declaration) -> set[tuple[str, ...]]:
+    def on(self, name: str) -> set[tuple[str, ...]]:
         """Labels of the series whose last value is 1."""
-        return {labels for labels, value in dict(self.of(declaration)).items() if value == 1}
+        return {labels for labels, value in dict(self.of(name)).items() if value == 1}
 
 
 def test_one_phase_is_on_at_a_time_the_innermost_also_after_an_error() -> None:
     told = Told()
     with told.live.phase("step"):
-        assert told.on(PHASE) == {("step",)}
+        assert told.on("phase/{phase}") == {("step",)}
         with pytest.raises(KeyError), told.live.phase("update"):
-            assert told.on(PHASE) == {("update",)}
+            assert told.on("phase/{phase}") == {("update",)}
             raise KeyError
-        assert told.on(PHASE) == {("step",)}
-    assert told.on(PHASE) == set()
+        assert told.on("phase/{phase}") == {("step",)}
+    assert told.on("phase/{phase}") == set()
 
 
 def test_what_takes_long_to_begin_is_a_phase_until_it_has_begun() -> None:
@@ -59,14 +51,14 @@ def test_what_takes_long_to_begin_is_a_phase_until_it_has_begun() -> None:
 
     @contextmanager
     def roles() -> Iterator[str]:
-        assert told.on(PHASE) == {("start",)}
+        assert told.on("phase/{phase}") == {("start",)}
         try:
             yield "roles"
         finally:
             ended.append(True)
 
     with pytest.raises(KeyError), told.live.entering("start", roles()) as entered:
-        assert (entered, told.on(PHASE)) == ("roles", set())
+        assert (entered, told.on("phase/{phase}")) == ("roles", set())
         raise KeyError
     assert ended == [True]
 
@@ -74,7 +66,7 @@ def test_what_takes_long_to_begin_is_a_phase_until_it_has_begun() -> None:
 def test_every_engine_is_in_one_state_from_its_start_to_its_restart() -> None:
     told = Told()
     fleet = Fleet(2, RestartBudget(1), told.live.engine_state)
-    assert told.on(ENGINE_STATE) == {("0", "starting"), ("1", "starting")}
+    assert told.on("engine/state/{replica}/{state}") == {("0", "starting"), ("1", "starting")}
     for change in (
         lambda: fleet.started(0),
         lambda: fleet.new_version(1),
@@ -85,7 +77,9 @@ def test_every_engine_is_in_one_state_from_its_start_to_its_restart() -> None:
         lambda: fleet.restart(0),
     ):
         change()
-        assert told.on(ENGINE_STATE) == {(str(replica), fleet.state(replica).name.lower()) for replica in (0, 1)}
+        assert told.on("engine/state/{replica}/{state}") == {
+            (str(replica), fleet.state(replica).name.lower()) for replica in (0, 1)
+        }
     assert fleet.state(0) is State.STARTING
 
 
@@ -94,16 +88,16 @@ def test_queues_are_told_when_they_change() -> None:
     told.live.queues(3, [4, 4])
     told.live.queues(3, [4, 3])
     told.live.queues(0, [4, 3])
-    assert told.of(REQUESTS_WAITING) == [((), 3), ((), 0)]
-    assert told.of(REQUESTS_IN_FLIGHT) == [(("0",), 4), (("1",), 4), (("1",), 3)]
+    assert told.of("rollout/requests_waiting") == [((), 3), ((), 0)]
+    assert told.of("engine/requests_in_flight/{replica}") == [(("0",), 4), (("1",), 4), (("1",), 3)]
 
 
 def test_every_sample_counts_and_rewards_may_be_of_any_size() -> None:
     told = Told()
     columns = {"response_tokens": [7, 9, 8], "seconds": [1.0, 2.0, 3.0], "reward": [-1.0, 0.0, 3.0]}
     told.live.samples(RemoteBatch({name: np.array(values) for name, values in columns.items()}, {}))
-    assert [value for _, value in told.of(SAMPLE_TOKENS)] == [7, 9, 8]
-    quantiles = {labels[0]: value for labels, value in told.of(SAMPLE_REWARD)}
+    assert [value for _, value in told.of("sample/response_tokens")] == [7, 9, 8]
+    quantiles = {labels[0]: value for labels, value in told.of("sample/reward/{quantile}")}
     assert quantiles == pytest.approx({"0": -1.0, "0.1": -0.8, "0.5": 0.0, "0.9": 2.4, "1": 3.0})
 
 
@@ -128,6 +122,6 @@ def test_a_rank_is_predicted_its_share_of_what_its_roles_pass_took() -> None:
 def test_micro_steps_without_work_are_no_measurement() -> None:
     told = Told()
     told.live.micro_steps({"policy dp=1 cp=0": [micro_step("update", 0.2, 0)]}, CostModel(1.0, 0.0))
-    assert told.of(MICRO_STEP_SECONDS) == []
+    assert told.of("micro_step/{role}/{rank}/{phase}_s") == []
     told.live.micro_steps({"policy dp=1 cp=0": [micro_step("update", 0.2, 5)]}, CostModel(1.0, 0.0))
-    assert told.of(MICRO_STEP_SECONDS) == [(("policy", "dp=1 cp=0", "update"), 0.2)]
+    assert told.of("micro_step/{role}/{rank}/{phase}_s") == [(("policy", "dp=1 cp=0", "update"), 0.2)]

@@ -22,7 +22,7 @@ class Recording:
         self.folder, self.terminal = folder, recorded(terminal=True)
         self.exported: list[tuple[str, float]] = []
         self.writer = RunWriter(folder, "", [])
-        live = LiveMetrics(lambda declaration, labels, value: self.exported.append((labels["phase"], value)))
+        live = LiveMetrics(lambda name, value: self.exported.append((name, value)))
         self.record = RunRecord(Console(self.terminal), live, self.writer)
 
 
@@ -41,7 +41,7 @@ def test_a_phase_reaches_every_place(recording: Recording) -> None:
                 sum(range(1_000))
     record.write_timeline(3)
     assert 0 < record.times()["time/update_s"] <= record.times()["time/step_s"]
-    assert recording.exported.count(("update", 1.0)) == recording.exported.count(("update", 0.0)) == 2
+    assert recording.exported.count(("phase/update", 1.0)) == recording.exported.count(("phase/update", 0.0)) == 2
     assert "3/20" in recording.terminal.file.getvalue()
     made = {"traceEvents": trace_events(read_timeline(recording.folder))}
     check(made)
@@ -64,7 +64,7 @@ def test_a_phase_that_fails_ends_everywhere(recording: Recording) -> None:
     record = recording.record
     with pytest.raises(KeyError), record.phase("save"):
         raise KeyError
-    assert recording.exported == [("save", 1.0), ("save", 0.0)]
+    assert recording.exported == [("phase/save", 1.0), ("phase/save", 0.0)]
     drawn = recording.terminal.file.getvalue()
     assert "save" in drawn
     assert drawn.count("\x1b[?25h") == 1  # the cursor is back

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from controller import sft
-from controller.observability.metric_catalog import declaration_of
+from controller.observability.metric_table import spec_of
 from controller.observability.report import write_report
 from tests.controller.offline.local_run import OF_COMMAND, SETTINGS, LocalRuns, recorded
 from tests.workers.model.tiny import files_beside
@@ -39,7 +39,7 @@ def test_sft_leaves_a_model_and_metrics_that_are_declared_and_a_report(local_run
     assert [step["step"] for step in steps] == [0, 1, 2, 3]
     assert [step["step"] for step in steps if "validation/loss" in step] == [0, 2, 3]
     assert outcome.after["perplexity"] == pytest.approx(math.exp(outcome.after["loss"]))
-    assert [name for step in steps for name in step if name != "step" and declaration_of(name) is None] == []
+    assert [name for step in steps for name in step if name != "step" and spec_of(name) is None] == []
     assert (Path("runs") / "run" / "model" / "model.safetensors").is_file()
     assert files_beside(Path("runs/run/model")) == files_beside(Path("model"))
     page = write_report(Path("runs") / "run").read_text()

@@ -167,7 +167,7 @@ class NoMetrics:
     def __init__(self, run: str) -> None:
         del run
 
-    def export(self, declaration: Any, labels: Any, value: float) -> None:
+    def export(self, name: str, value: float) -> None:
         pass
 
     def __enter__(self) -> "NoMetrics":

@@ -6,7 +6,6 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.observability.live_catalog import SAMPLE_TOKENS, STEP
 from controller.observability.trackers.ray_metrics import RayMetrics, RayTracker, growth
 
 Exported = dict[tuple[str, str], float]
@@ -40,7 +39,7 @@ def test_a_step_is_on_the_metrics_port_under_the_declared_names(ray_session: Non
     metrics = RayMetrics("exported")
     tracker = RayTracker(metrics)
     for tokens in (9.0, 16.0, 17.0, float("nan")):
-        metrics.export(SAMPLE_TOKENS, {}, tokens)
+        metrics.export("sample/response_tokens", tokens)
     tracker.log(1, {"reward/mean": 0.25, "reward/format": 0.5, "validation/pass@4": 0.75, "rollout/samples": 8.0})
     tracker.log(1, {"restarts/engines": 2.0})
     RayTracker(RayMetrics("exported")).log(1, {"restarts/engines": 3.0})  # as of a run that recovers
@@ -64,8 +63,8 @@ def test_a_step_is_on_the_metrics_port_under_the_declared_names(ray_session: Non
 def test_the_gauges_of_a_run_outlast_its_longest_step(ray_session: None) -> None:
     """Ray's own ends after two of its reports, 20 s."""
     with RayMetrics("long") as metrics:
-        metrics.export(STEP, {}, 1.0)
-        RayMetrics("short").export(STEP, {}, 1.0)
+        metrics.export("run/step", 1.0)
+        RayMetrics("short").export("run/step", 1.0)
         name = ("ray_ballast_run_step", "")
         assert scraped_until("short", name, 1.0) == {name: 1.0}
         deadline = time.monotonic() + 60

@@ -1,0 +1,100 @@
+"""Every metric of a run, from metrics.yaml: its unit, meaning and kind, and its name in Prometheus.
+
+name of a metric --spec_of--> MetricSpec, labels --> Ray, Prometheus (`trackers.ray_metrics`)
+SECTIONS --------------------------------------> docs/metrics.md (`metric_page`); grafana_dashboard.json (a test)
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, cached_property
+from pathlib import Path
+
+import yaml
+
+TABLE = Path(__file__).with_name("metrics.yaml")
+LIVE = "In Prometheus alone"
+"""Section of the metrics of `live_metrics`, which are within a step or finer than one."""
+SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0]
+BUCKETS = {"s": SECONDS, "tokens": [float(2**power) for power in range(3, 18)]}
+"""Upper ends of a histogram's buckets by unit; Ray takes none at or below 0."""
+
+
+class Kind(StrEnum):
+    """GAUGE: the last value stands. COUNTER: values add up over steps. TOTAL: a counter's value is the run's so far.
+    HISTOGRAM: values are counted by size."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    TOTAL = "total"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One metric, or a family of metrics whose names match one with `{label}`. See metrics.yaml for the fields."""
+
+    name: str
+    unit: str = ""
+    meaning: str = ""
+    joined: str = "one value"
+    kind: Kind = Kind.GAUGE
+    when: str = ""
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The names in braces."""
+        return tuple(re.findall(r"\{(\w+)\}", self.name))
+
+    @cached_property
+    def exported_name(self) -> str:
+        """The name for Ray: `ballast_policy_loss`. Units are written out: https://prometheus.io/docs/practices/naming.
+
+        Labels leave the name: `time/{phase}_s` is `ballast_time_seconds` with the label `phase`.
+        """
+        words = re.findall(r"[A-Za-z0-9]+", re.sub(r"\{\w+\}", "", self.name))
+        if words[-1] == "s":
+            words[-1] = "second" if "per" in words else "seconds"
+        if self.unit == "share" and not {"share", "fraction"} & set(words):
+            words.append("ratio")
+        return "_".join(["ballast", *words])
+
+    @property
+    def prometheus_kind(self) -> str:
+        """Prometheus's word for the kind."""
+        return "counter" if self.kind is Kind.TOTAL else self.kind.value
+
+    @property
+    def series(self) -> str:
+        """The name in Prometheus; a histogram's has `_bucket`, `_sum` or `_count` behind it."""
+        return f"ray_{self.exported_name}{'_total' if self.prometheus_kind == 'counter' else ''}"
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the family's names; its groups are the labels."""
+        parts = re.split(r"\{(\w+)\}", self.name)
+        return re.compile("".join(f"(?P<{part}>.+)" if i % 2 else re.escape(part) for i, part in enumerate(parts)))
+
+
+def _spec(name: str, row: dict[str, str]) -> MetricSpec:
+    kind = Kind(row.get("kind", "gauge"))
+    joined = {"joined": "adds up"} if kind is Kind.COUNTER else {}
+    return MetricSpec(name, **(joined | row | {"kind": kind}))  # type: ignore[arg-type]
+
+
+SECTIONS = {
+    title: [_spec(name, row) for name, row in rows.items()]
+    for title, rows in yaml.BaseLoader(TABLE.read_text(encoding="utf-8")).get_single_data().items()
+}
+METRICS = {spec.name: spec for specs in SECTIONS.values() for spec in specs}
+
+
+@cache
+def spec_of(name: str) -> tuple[MetricSpec, dict[str, str]] | None:
+    """The spec of metric `name` and its labels, or None. An exact name precedes a family."""
+    if name in METRICS:
+        return METRICS[name], {}
+    for spec in METRICS.values():
+        if spec.labels and (found := spec.pattern.fullmatch(name)):
+            return spec, found.groupdict()
+    return None
