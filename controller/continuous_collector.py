@@ -30,8 +30,8 @@ from controller.observability.run_record import RunRecord
 from controller.planner import Planner
 from controller.sample_files import FinishedSample, StoredSamples, read_samples, write_samples
 from controller.samples import Rollout, assemble, with_record_columns
+from workers.dataproto import DataProto
 from workers.errors import RolloutError
-from workers.remote_batch import TokenBlock
 from workers.rollout.requests import PartialResponse, SampleResult
 from workers.score import Score
 
@@ -215,7 +215,7 @@ class ContinuousCollector(Collector):
     def _put(self, samples: Sequence[FinishedSample]) -> None:
         """Give stored samples to their groups, and those without a score to the reward workers."""
         rows = [sample.row for sample in samples if sample.row]
-        block = ray.put(TokenBlock.from_rows(rows)) if rows else None
+        block = ray.put(DataProto.from_rows(rows)) if rows else None
         places = itertools.count()
         for sample in samples:
             group = self._groups[int(sample.result.uid)]

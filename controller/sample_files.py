@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from controller.observability.trackers.files import writing
-from workers.remote_batch import TokenBlock
+from workers.dataproto import DataProto
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import PartialResponse, SampleResult
 from workers.score import Score
@@ -46,8 +46,8 @@ def write_samples(path: Path, samples: StoredSamples) -> None:
         "partial": list(samples.partial),
     }
     arrays = {"records": as_bytes(records)}
-    arrays |= packed("finished", TokenBlock.from_rows([sample.row for sample in with_rows]))
-    arrays |= packed("partial", TokenBlock.from_rows([vars(response) for response in samples.partial.values()]))
+    arrays |= packed("finished", DataProto.from_rows([sample.row for sample in with_rows]))
+    arrays |= packed("partial", DataProto.from_rows([vars(response) for response in samples.partial.values()]))
     write_arrays(path, arrays)
 
 
@@ -83,15 +83,15 @@ def from_bytes(array: np.ndarray) -> Any:
     return json.loads(array.tobytes())
 
 
-def packed(name: str, block: TokenBlock) -> dict[str, np.ndarray]:
+def packed(name: str, block: DataProto) -> dict[str, np.ndarray]:
     """The arrays of a block under `name.offsets` and `name.COLUMN`."""
-    return {f"{name}.offsets": block.offsets} | {f"{name}.{column}": values for column, values in block.columns.items()}
+    return {f"{name}.offsets": block.offsets} | {f"{name}.{column}": values for column, values in block.tokens.items()}
 
 
-def unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> TokenBlock:
+def unpacked(name: str, arrays: Mapping[str, np.ndarray]) -> DataProto:
     """The block that `packed` was given. Raises KeyError if it is not among the arrays."""
     columns = named(name, arrays)
-    return TokenBlock(columns.pop("offsets"), columns)
+    return DataProto(np.diff(columns.pop("offsets")), columns)
 
 
 def named(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -121,5 +121,5 @@ def _score(values: Mapping[str, Any] | None) -> Score | None:
     return None if values is None else Score(**values)
 
 
-def _rows(block: TokenBlock) -> list[dict[str, np.ndarray]]:
+def _rows(block: DataProto) -> list[dict[str, np.ndarray]]:
     return [block.row(index) for index in range(len(block))]

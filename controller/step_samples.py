@@ -20,8 +20,9 @@ from controller.collector import Collected
 from controller.data.records import object_column
 from controller.sample_files import as_bytes, from_bytes, named, packed, unpacked, write_arrays
 from controller.samples import SAMPLED_COLUMNS, Rollout
+from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.score import Score
 
@@ -35,7 +36,7 @@ class StepSamples:
     [b]: numbers, or objects that JSON has.
     """
 
-    tokens: TokenBlock
+    tokens: DataProto
     columns: dict[str, np.ndarray]
     scores: list[Score]
     trained: np.ndarray
@@ -47,7 +48,7 @@ class StepSamples:
         tokens = {
             name: TokenColumn(name, (block,), np.zeros_like(row), row)
             for name in SAMPLED_COLUMNS
-            if name in self.tokens.columns
+            if name in self.tokens.tokens
         }
         samples = RemoteBatch(self.columns | {"prefix_hashes": self._prefix_hashes()}, tokens)
         rollout = Rollout(samples, dict(zip(_keys(samples), self.scores, strict=True)), dropped=0, retried=0)
@@ -111,11 +112,11 @@ def _keys(samples: RemoteBatch) -> list[tuple[str, int]]:
     return list(zip(samples["uid"].tolist(), samples["sample"].tolist(), strict=True))
 
 
-def _fetched(places: TokenColumn) -> TokenBlock:
+def _fetched(places: TokenColumn) -> DataProto:
     """All columns of the rows at these places."""
     blocks = ray.get(list(places.blocks))
     found = zip(places.block.tolist(), places.row.tolist(), strict=True)
-    return TokenBlock.from_rows([blocks[block].row(row) for block, row in found])
+    return DataProto.from_rows([blocks[block].row(row) for block, row in found])
 
 
 def _prefixed(name: str, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

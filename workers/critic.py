@@ -10,10 +10,9 @@ from workers.config import GaeConfig, ValueLossConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
-from workers.model.credit import KlPenalty, gae, loss_token_counts, token_rewards, whiten
+from workers.model.credit import KlPenalty, gae, token_rewards, whiten
 from workers.model.losses import make_value_loss, to_metrics, value_statistics
-from workers.model_worker import micro_batches_of, sequences_from, token_block, token_column
-from workers.remote_batch import TokenBlock
+from workers.model_worker import micro_batches_of, token_block, token_column
 from workers.trained_worker import TrainedWorker
 
 
@@ -25,17 +24,16 @@ class CriticWorker(TrainedWorker):
     @dispatch(Split.PLAN, Join.TOKENS, returns=("old_values", "advantages", "returns"))
     def advantages(
         self, batch: DataProto, plan: RankPlan, settings: GaeConfig, penalty: KlPenalty | None = None
-    ) -> tuple[TokenBlock, Metrics]:
+    ) -> tuple[DataProto, Metrics]:
         """Values before the update, advantages and returns of every token that the policy produced, 0 elsewhere.
 
         batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty, `old_log_probs` and `reference_log_probs`.
         The columns are float32, ragged like `input_ids`. The metrics are those of `value_statistics`, of values that
         have not seen these returns.
         """
-        sequences = sequences_from(batch)
-        values, _ = self.engine.values(sequences, micro_batches_of(plan))
-        mask, lengths = sequences.tokens["loss_mask"], loss_token_counts(sequences).numpy()
-        rewards, own = token_rewards(sequences, penalty).numpy(), values[mask].double()
+        values, _ = self.engine.values(batch, micro_batches_of(plan))
+        mask, lengths = batch.tokens["loss_mask"], batch.loss_token_counts.numpy()
+        rewards, own = token_rewards(batch, penalty).numpy(), values[mask].double()
         found = gae(rewards, own.numpy(), lengths, gamma=settings.gamma, lam=settings.lam)
         advantages, returns = (torch.from_numpy(column) for column in found)
         statistics = to_metrics([value_statistics(own, returns)])
@@ -43,7 +41,7 @@ class CriticWorker(TrainedWorker):
             advantages = whiten(advantages, self.engine.data_parallel_groups, self.engine.device)
         columns = {"advantages": token_column(mask, advantages), "returns": token_column(mask, returns)}
         self.free_cached_memory()
-        return token_block(sequences, {"old_values": values.numpy()} | columns), statistics
+        return token_block(batch, old_values=values, **columns), statistics
 
     @dispatch(Split.PLAN, Join.METRICS)
     def update(self, batch: DataProto, plan: RankPlan, loss: ValueLossConfig) -> Metrics:

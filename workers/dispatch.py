@@ -84,7 +84,7 @@ def dispatch(split: Split, join: Join = Join.LIST, *, returns: tuple[str, ...] =
     """Mark a worker method as callable on the whole group.
 
     Split.PLAN methods take `(batch, plan, ...)`: the caller passes a RemoteBatch and a Plan, the method receives a
-    DataProto with its own rows in the plan's order and its RankPlan. Join.TOKENS methods return `(TokenBlock, Metrics)`
+    DataProto with its own rows in the plan's order and its RankPlan. Join.TOKENS methods return `(DataProto, Metrics)`
     with the columns named in `returns`, one row for each row received, in that order; Join.ROWS methods return an array
     with one number for each.
     """

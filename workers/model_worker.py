@@ -8,13 +8,10 @@ from workers.base import Worker
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, RankCoordinates, Split, dispatch
-from workers.errors import DataError
 from workers.metrics import Metrics
 from workers.model.credit import sequence_kl
 from workers.model.engine import TrainingEngine
-from workers.model.packing import Sequences
 from workers.model.timing import MicroStepTime
-from workers.remote_batch import TokenBlock
 
 
 class ModelWorker(Worker):
@@ -61,32 +58,30 @@ class ModelWorker(Worker):
         return self.engine.num_parameters
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
-    def log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
+    def log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
         """Forward-only pass: `log_probs` float32, 0 where `loss_mask` is False, ragged like `input_ids`."""
-        sequences = sequences_from(batch)
-        log_probs, metrics = self.engine.log_probs(sequences, micro_batches_of(plan))
+        log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
-        return token_block(sequences, {"log_probs": log_probs.numpy()}), metrics
+        return token_block(batch, log_probs=log_probs), metrics
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs", "entropies"))
-    def log_probs_and_entropies(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
+    def log_probs_and_entropies(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
         """Forward-only pass: `log_probs`, and `entropies` in nats, float32, each as `log_probs` gives them."""
-        sequences = sequences_from(batch)
-        log_probs, entropies, metrics = self.engine.log_probs_and_entropies(sequences, micro_batches_of(plan))
+        log_probs, entropies, metrics = self.engine.log_probs_and_entropies(batch, micro_batches_of(plan))
         self.free_cached_memory()
-        return token_block(sequences, {"log_probs": log_probs.numpy(), "entropies": entropies.numpy()}), metrics
+        return token_block(batch, log_probs=log_probs, entropies=entropies), metrics
 
     @dispatch(Split.PLAN, Join.ROWS)
     def sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
         """Forward-only pass: log-prob of each sequence's tokens with `loss_mask` together, float64 [B]."""
-        summed = self.engine.sequence_log_probs(sequences_from(batch), micro_batches_of(plan))
+        summed = self.engine.sequence_log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         return summed.numpy()
 
     @dispatch(Split.PLAN, Join.ROWS)
     def kl(self, batch: DataProto, plan: RankPlan, estimator: str) -> np.ndarray:
         """Estimated KL of each sequence, nats, float64 [B]; the batch has `old_log_probs` and `reference_log_probs`."""
-        return sequence_kl(sequences_from(batch), estimator).numpy()
+        return sequence_kl(batch, estimator).numpy()
 
     @dispatch(Split.ALL)
     def take_micro_step_times(self) -> list[MicroStepTime]:
@@ -99,34 +94,18 @@ class ModelWorker(Worker):
             torch.cuda.empty_cache()
 
 
-def sequences_from(batch: DataProto) -> Sequences:
-    """The ragged columns of a DataProto, concatenated, beside its per-sequence numbers and objects, and its meta data.
-
-    Raises DataError if there is no `input_ids` column, which defines the ragged axis.
-    """
-    columns = dict(batch.batch.items()) if batch.batch is not None else {}
-    if "input_ids" not in columns:
-        raise DataError(f"a training batch needs a ragged column 'input_ids', it has {sorted(columns)}.")
-    lengths = columns["input_ids"].offsets().diff().cpu()
-    tokens = {name: column.values() for name, column in columns.items() if column.is_nested}
-    tokens["input_ids"] = tokens["input_ids"].to(torch.int64)
-    rows = {name: column for name, column in columns.items() if not column.is_nested}
-    return Sequences(lengths, tokens, rows, objects=batch.non_tensor_batch, meta=batch.meta_info)
-
-
 def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:
     """All micro-batches of a rank, mini-batch after mini-batch, as (start, stop) rows."""
     return [bounds for mini_batch in plan.mini_batches for bounds in mini_batch.micro_batches]
 
 
-def token_block(sequences: Sequences, columns: dict[str, np.ndarray]) -> TokenBlock:
-    """Columns [T] of the sequences, a row for each, as a worker returns them."""
-    offsets = np.concatenate([[0], np.cumsum(sequences.lengths.numpy())]).astype(np.int64)
-    return TokenBlock(offsets, columns)
+def token_block(batch: DataProto, **tokens: torch.Tensor) -> DataProto:
+    """Columns [T] of the sequences of a batch, as a worker returns them."""
+    return DataProto(batch.lengths.numpy(), {name: values.numpy() for name, values in tokens.items()})
 
 
-def token_column(mask: torch.Tensor, values: torch.Tensor) -> np.ndarray:
+def token_column(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """float32 [T] with `values` [N] where `mask` is True and 0 elsewhere."""
     column = torch.zeros(len(mask), dtype=torch.float32)
     column[mask] = values.float()
-    return column.numpy()
+    return column

@@ -8,7 +8,7 @@ from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metric, Metrics
 from workers.model.losses import make_sft_loss, weighted_log_probs
-from workers.model_worker import micro_batches_of, sequences_from
+from workers.model_worker import micro_batches_of
 from workers.policy import PolicyWorker
 
 
@@ -34,11 +34,10 @@ class OfflinePolicyWorker(PolicyWorker):
     @dispatch(Split.PLAN, Join.METRICS)
     def measure_tokens(self, batch: DataProto, plan: RankPlan) -> Metrics:
         """`loss`, the mean negative log-likelihood of the tokens with `loss_mask`, and `entropy`; forward only."""
-        sequences = sequences_from(batch)
-        log_probs, metrics = self.engine.log_probs(sequences, micro_batches_of(plan))
+        log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
         self.free_cached_memory()
         total = -float(log_probs.double().sum())
-        return {"loss": Metric.mean(total, sequences.num_loss_tokens, "tokens")} | metrics
+        return {"loss": Metric.mean(total, batch.num_loss_tokens, "tokens")} | metrics
 
     @dispatch(Split.PLAN, Join.ROWS)
     def reference_sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:

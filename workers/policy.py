@@ -11,10 +11,9 @@ from workers.config import LossConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
-from workers.model.credit import KlPenalty, discounted_returns, loss_token_counts, token_rewards, whiten
+from workers.model.credit import KlPenalty, discounted_returns, token_rewards, whiten
 from workers.model.losses import make_policy_loss
-from workers.model_worker import sequences_from, token_block, token_column
-from workers.remote_batch import TokenBlock
+from workers.model_worker import token_block, token_column
 from workers.rollout.weight_transfer import pack_weights
 from workers.trained_worker import TrainedWorker
 
@@ -34,7 +33,7 @@ class PolicyWorker(TrainedWorker):
     @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
     def token_advantages(
         self, batch: DataProto, plan: RankPlan, gamma: float, penalty: KlPenalty | None = None
-    ) -> tuple[TokenBlock, Metrics]:
+    ) -> tuple[DataProto, Metrics]:
         """REINFORCE++'s advantage of every token that the policy produced, 0 elsewhere; float32, ragged.
 
             A_t = whiten(G_t)        G_t: see `discounted_returns`, of the rewards of `token_rewards`
@@ -42,11 +41,10 @@ class PolicyWorker(TrainedWorker):
         Whitened over the tokens of all ranks. batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty,
         `old_log_probs` and `reference_log_probs`.
         """
-        sequences = sequences_from(batch)
-        lengths = loss_token_counts(sequences).numpy()
-        returns = torch.from_numpy(discounted_returns(token_rewards(sequences, penalty).numpy(), lengths, gamma))
+        lengths = batch.loss_token_counts.numpy()
+        returns = torch.from_numpy(discounted_returns(token_rewards(batch, penalty).numpy(), lengths, gamma))
         advantages = whiten(returns, self.engine.data_parallel_groups, self.engine.device)
-        return token_block(sequences, {"advantages": token_column(sequences.tokens["loss_mask"], advantages)}), {}
+        return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
 
     @dispatch(Split.ALL)
     def save_adapters(self, path: str) -> None:
@@ -64,7 +62,7 @@ class PolicyWorker(TrainedWorker):
         return (packed if self.coordinates.index == 0 else None), {}
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
-    def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
+    def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
         """`log_probs` of the model without its adapters: with LoRA the policy is its own reference.
 
         Raises ConfigError for a policy without adapters.

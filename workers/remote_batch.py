@@ -1,6 +1,6 @@
 """RemoteBatch: the driver's handle on a batch whose tokens stay where they were made.
 
-    rollout actor --TokenBlock--> object store <--(reference, row)-- RemoteBatch on the driver
+    rollout actor --DataProto--> object store <--(reference, row)-- RemoteBatch on the driver
                                        |
     policy worker <---- gather() ------+         (zero-copy on one node, only the rows it needs)
 
@@ -14,40 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workers.dataproto import DataProto
 from workers.errors import DataError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-
-    from workers.dataproto import DataProto
-
-
-@dataclass(frozen=True)
-class TokenBlock:
-    """Ragged per-token columns of B rows, made by one actor in one call, as NumPy buffers.
-
-    offsets: int64 [B + 1], row i is `values[offsets[i]:offsets[i + 1]]` of every column.
-    columns: name -> array [T]; `input_ids` int32, `loss_mask` bool, log-probs float32.
-    """
-
-    offsets: np.ndarray
-    columns: dict[str, np.ndarray]
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[Mapping[str, np.ndarray]]) -> "TokenBlock":
-        """Concatenate rows that have the same columns; within a row every column has the row's length."""
-        names = list(rows[0]) if rows else []
-        lengths = [len(row[names[0]]) for row in rows]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        return cls(offsets, {name: np.concatenate([row[name] for row in rows]) for name in names})
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def row(self, index: int) -> dict[str, np.ndarray]:
-        """Row `index` of every column, as views."""
-        start, stop = self.offsets[index], self.offsets[index + 1]
-        return {name: values[start:stop] for name, values in self.columns.items()}
 
 
 @dataclass(frozen=True)
@@ -158,36 +129,26 @@ class RemoteBatch:
             batches[0].meta,
         )
 
-    def gather(self) -> "DataProto":
-        """Fetch the rows into a DataProto: token columns jagged over one offsets tensor, numbers as tensors [B], other
-        columns as objects [B], and the meta data.
+    def gather(self) -> DataProto:
+        """Fetch the rows into a DataProto of tensors.
 
         Runs in the worker that needs the tokens. Raises DataError if the token columns disagree about a row's length.
         """
         import ray
-        import torch
-
-        from workers.dataproto import DataProto
 
         refs = list(dict.fromkeys(ref for column in self.tokens.values() for ref in column.blocks))
         fetched = dict(zip(refs, ray.get(refs), strict=True))
         packed = {
             name: _packed(column, [fetched[ref] for ref in column.blocks]) for name, column in self.tokens.items()
         }
-        offsets = torch.from_numpy(_common_offsets({name: lengths for name, (_, lengths) in packed.items()}))
-        tensors = {
-            name: torch.nested.nested_tensor_from_jagged(torch.from_numpy(values), offsets)
-            for name, (values, _) in packed.items()
-        }
-        plain = {name: c for name, c in self.columns.items() if c.dtype.kind in "biuf"}
-        tensors |= {name: torch.from_numpy(np.array(c)) for name, c in plain.items()}
-        objects = {name: c.astype(object) for name, c in self.columns.items() if name not in plain}
-        return DataProto.from_dict(tensors, objects, self.meta)
+        lengths = _common_lengths({name: found for name, (_, found) in packed.items()})
+        tokens = {name: values for name, (values, _) in packed.items()}
+        return DataProto(lengths, tokens, self.columns, meta=self.meta).as_tensors()
 
 
-def _packed(column: TokenColumn, blocks: list[TokenBlock]) -> tuple[np.ndarray, np.ndarray]:
+def _packed(column: TokenColumn, blocks: list[DataProto]) -> tuple[np.ndarray, np.ndarray]:
     """Values [T] of the column's rows, concatenated, and their lengths, int64 [B]."""
-    sources = [(block.columns[column.name], block.offsets) for block in blocks]
+    sources = [(block.tokens[column.name], block.offsets) for block in blocks]
     rows = []
     for block, row in zip(column.block, column.row, strict=True):
         values, offsets = sources[block]
@@ -196,11 +157,11 @@ def _packed(column: TokenColumn, blocks: list[TokenBlock]) -> tuple[np.ndarray, 
     return np.concatenate([empty, *rows]), np.array([len(row) for row in rows], dtype=np.int64)
 
 
-def _common_offsets(lengths: Mapping[str, np.ndarray]) -> np.ndarray:
-    """int64 [B + 1] for columns of these row lengths; raises DataError naming the first row that differs."""
-    first = next(iter(lengths), "")
+def _common_lengths(lengths: Mapping[str, np.ndarray]) -> np.ndarray:
+    """int64 [B], the row lengths of all token columns. Raises DataError naming the first row that differs."""
+    first = next(iter(lengths))
     for name, column in lengths.items():
         if not np.array_equal(column, lengths[first]):
             row = np.flatnonzero(column != lengths[first])[0]
             raise DataError(f"token columns {first!r} and {name!r} differ in length at row {row}.")
-    return np.concatenate([[0], np.cumsum(lengths[first] if lengths else [])]).astype(np.int64)
+    return lengths[first]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from workers.remote_batch import TokenBlock
+from workers.dataproto import DataProto
 from workers.score import Score
 from workers.user_code.rewards import RAW, Call, RewardFunction, RewardProcess
 
@@ -51,7 +51,7 @@ class RewardWorker:
         """True once the worker is built."""
         return True
 
-    def score(self, block: TokenBlock, requests: Sequence[ScoreRequest]) -> list[Score]:
+    def score(self, block: DataProto, requests: Sequence[ScoreRequest]) -> list[Score]:
         """One Score for each request, in order; one that could not be scored says why in `failure`."""
         rows = [block.row(request.row) for request in requests]
         last = [row["input_ids"][last_turn(row["loss_mask"])] for row in rows]

@@ -8,7 +8,7 @@ from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metric, Metrics, merge
 from workers.model.losses import Denominators
-from workers.model_worker import ModelWorker, sequences_from
+from workers.model_worker import ModelWorker
 
 
 class TrainedWorker(ModelWorker):
@@ -16,10 +16,10 @@ class TrainedWorker(ModelWorker):
 
     def train(self, batch: DataProto, plan: RankPlan, loss_function: Callable[..., Any]) -> Metrics:
         """One optimiser step for each mini-batch of the plan, micro-step by micro-step."""
-        sequences, parts = sequences_from(batch), []
+        parts: list[Metrics] = []
         for mini_batch in plan.mini_batches:
             denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
-            metrics = self.engine.forward_backward(sequences, mini_batch.micro_batches, loss_function, denominators)
+            metrics = self.engine.forward_backward(batch, mini_batch.micro_batches, loss_function, denominators)
             # A sum over ranks, but a mean over mini-batches.
             metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
             parts += [metrics, self.engine.optimizer_step()]

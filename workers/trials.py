@@ -33,8 +33,9 @@ def try_loss(
         raise undecorated(name)
     import torch
 
+    from workers.dataproto import DataProto
     from workers.model.losses import Denominators, Predictions, make_policy_loss, prepare, to_metrics
-    from workers.model.packing import Sequences, pack, with_work
+    from workers.model.packing import pack, with_work
 
     loss = make_policy_loss(config)
     mask = torch.tensor([False, True, True, False, True, True, True])
@@ -42,7 +43,7 @@ def try_loss(
     made |= {"input_ids": torch.arange(len(mask)), "loss_mask": mask}
     objects = {name: column for name, column in columns.items() if column.dtype.kind in "OU"}
     numbers = {name: torch.from_numpy(column) for name, column in columns.items() if name not in objects}
-    batch = Sequences(torch.tensor([3, 4]), made, numbers, objects, meta)
+    batch = DataProto(torch.tensor([3, 4]), made, numbers, objects, meta)
     denominators = Denominators(tokens=5.0, sequences=2.0, groups=2.0)
     for what, part in (("two sequences", batch), ("no sequence", batch.slice(0, 0))):
         try:

@@ -33,7 +33,7 @@ class RolloutRound:
     """The result of one round.
 
     results: finished samples in the order in which they were requested; blocks: for each, the reference of the
-    TokenBlock that holds its row. dropped: the last failure of every dropped sample; retried: number of retries.
+    DataProto that holds its row. dropped: the last failure of every dropped sample; retried: number of retries.
     """
 
     results: list[SampleResult]

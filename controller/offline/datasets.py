@@ -8,8 +8,9 @@ from controller.config.offline import OfflineDataConfig
 from controller.data.prompts import epoch_order
 from controller.observability.slow_work import Say, counted_if_slow
 from controller.offline.tokenized import Example, Row, example_row
+from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+from workers.remote_batch import RemoteBatch, TokenColumn
 from workers.rendering import Renderer
 
 Item = tuple[Row, ...]
@@ -111,7 +112,7 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
     import ray
 
     rows = [row for item in items for row in item]
-    block = (ray.put(TokenBlock.from_rows(rows)),)
+    block = (ray.put(DataProto.from_rows(rows)),)
     place = np.zeros(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
     columns = {
         "uid": np.repeat(np.array(uids), [len(item) for item in items]),

@@ -106,7 +106,7 @@ def as_line(result: SampleResult, score: Score, prompt: Prompt, prompt_key: str,
 
 
 def token_columns(result: SampleResult, row: Mapping[str, np.ndarray]) -> Line:
-    """Return token ids and log-probs of a sample, from its row of a TokenBlock.
+    """Return token ids and log-probs of a sample, from its row of a DataProto.
 
     response_ids, log_probs: of everything after the prompt, R numbers each. With several turns also `sampled`, R of 0
     or 1: an environment's tokens were not sampled, and their log-probs are 0. The digits give the same float32 again.

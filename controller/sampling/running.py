@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from controller.actors.sampling_roles import SamplingRoles
     from controller.observability.console import Console
-    from workers.remote_batch import TokenBlock
+    from workers.dataproto import DataProto
     from workers.rollout.requests import SampleRequest, SampleResult
     from workers.score import Score
 
@@ -45,7 +45,7 @@ Finish = Callable[[Job, list[Line], int, "Console"], None]
 
 
 class Sampled(NamedTuple):
-    """A finished sample: its tokens are row `result.row` of the TokenBlock `block`."""
+    """A finished sample: its tokens are row `result.row` of the DataProto `block`."""
 
     result: "SampleResult"
     block: "ObjectRef"
@@ -225,5 +225,5 @@ def _line(job: Job, sampled: Sampled) -> Line:
     line = as_line(result, sampled.score, prompt, config.data.prompt_key, rewarded=config.rewarded)
     if not config.writes_tokens:
         return line
-    block: TokenBlock = ray.get(sampled.block)
+    block: DataProto = ray.get(sampled.block)
     return line | token_columns(result, block.row(result.row))

@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM
 
 from balancing import plan_batch
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.model.attention import packed_attention
 from workers.model.logprobs import linear_log_probs
 from workers.model.model import PackedCausalLM, packed_causal_lm
-from workers.model.packing import Sequences, pack
-from workers.model.padded import pad
+from workers.model.packing import pack, pad
 
 DOCUMENT = Path("docs/engine-benchmark.md")
 HEADER = """# Engine benchmark
@@ -49,10 +49,10 @@ def long_tail_lengths(count: int, median_length: int) -> list[int]:
     return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist()
 
 
-def random_batch(lengths: list[int]) -> Sequences:
+def random_batch(lengths: list[int]) -> DataProto:
     """Every token but the first of a sequence is predicted."""
     generator = torch.Generator().manual_seed(0)
-    return Sequences.from_list(
+    return DataProto.from_list(
         [
             {
                 "input_ids": torch.randint(0, VOCABULARY, (length,), generator=generator),
@@ -77,21 +77,21 @@ def model_of_20m(layout: str) -> PackedCausalLM:
     return packed_causal_lm(AutoModelForCausalLM.from_config(config), ModelConfig(layout=layout))
 
 
-def packed(module: PackedCausalLM, batch: Sequences) -> Tensor:
+def packed(module: PackedCausalLM, batch: DataProto) -> Tensor:
     """Loss of the batch as one packed row."""
     row = pack(batch)
     attention = packed_attention("sdpa", row, CPU)
     return module(row.input_ids, row.position_ids, row.predicting, row.targets, attention, 1.0)[0].mean()
 
 
-def padded(module: PackedCausalLM, batch: Sequences) -> Tensor:
+def padded(module: PackedCausalLM, batch: DataProto) -> Tensor:
     """Loss of the batch as rows of its longest sequence."""
     rows = pad(batch)
     cells = (rows.input_ids, rows.position_ids, rows.predicting, rows.targets)
     return module(*cells, None, 1.0, rows.attention_mask)[0].mean()
 
 
-def native(module: PackedCausalLM, batch: Sequences) -> Tensor:
+def native(module: PackedCausalLM, batch: DataProto) -> Tensor:
     """Loss through transformers' own packing, which reads it from the positions; output layer and loss as in ours."""
     row = pack(batch)
     hidden = module.model.get_decoder()(
@@ -109,11 +109,11 @@ def seconds(run: Callable[[], Tensor], module: torch.nn.Module) -> float:
     return took
 
 
-def dynamic_batches(batch: Sequences, max_tokens: int) -> list[Sequences]:
+def dynamic_batches(batch: DataProto, max_tokens: int) -> list[DataProto]:
     """The batch cut for the padded layout: rows of like length together, rows * longest within `max_tokens`."""
     plan = plan_batch(batch.lengths.numpy(), ranks=1, max_tokens=max_tokens, layout="padded")
     parts = [step.ranks[0] for mini_batch in plan.mini_batches for step in mini_batch.micro_steps]
-    return [Sequences.from_list([batch.slice(i, i + 1).tokens for i in part.tolist()]) for part in parts]
+    return [DataProto.from_list([batch.slice(i, i + 1).tokens for i in part.tolist()]) for part in parts]
 
 
 def part_layouts(repeats: int) -> str:

@@ -19,8 +19,8 @@ from balancing import CostModel
 from tests.benchmarks.engine import CPU, VOCABULARY, model_of_20m
 from tests.tensor_memory import peak_tensor_bytes
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.model.layout import RowLayout
-from workers.model.packing import Sequences
 
 HEADER = """# Shared prompts
 
@@ -47,7 +47,7 @@ class Workload:
         return f"{self.prompt} / {self.response} / {self.samples} x {self.groups}"
 
     @property
-    def sequences(self) -> Sequences:
+    def sequences(self) -> DataProto:
         """Random ids; responses are predicted."""
         generator, rows = torch.Generator().manual_seed(0), []
         for _ in range(self.groups):
@@ -57,7 +57,7 @@ class Workload:
                 response = torch.randint(VOCABULARY, (max(1, round(spread * self.response)),), generator=generator)
                 ids = torch.cat([prompt, response])
                 rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= self.prompt})
-        return Sequences.from_list(rows)
+        return DataProto.from_list(rows)
 
     @property
     def saved(self) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from balancing import plan_batch
 from controller.beginnings import shared_beginnings
-from workers.model.packing import Sequences
+from workers.dataproto import DataProto
 from workers.model.shared_prefixes import pack_shared
 from workers.rollout.prefix_hashes import prefix_hashes
 
@@ -99,5 +99,5 @@ def test_a_row_has_no_more_cells_than_the_plan_counts(seed, count, minimum, long
         for step in mini_batch.micro_steps:
             for rows in filter(len, step.ranks):
                 row = [{"input_ids": ids[i], "loss_mask": torch.arange(len(ids[i])) > 0} for i in rows]
-                cells = sum(pack_shared(Sequences.from_list(row), minimum=minimum).lengths)
+                cells = sum(pack_shared(DataProto.from_list(row), minimum=minimum).lengths)
                 assert cells <= plan.computed_lengths[rows].sum()

@@ -12,8 +12,8 @@ from controller.collector import Collected
 from controller.continuous_collector import ContinuousCollector
 from controller.sample_files import read_samples
 from tests.controller.stand_ins.roles import LocalRun
+from workers.dataproto import DataProto
 from workers.errors import RolloutError
-from workers.remote_batch import TokenBlock
 from workers.rollout.requests import PartialResponse
 
 Run = Callable[..., LocalRun]
@@ -33,12 +33,12 @@ class ObjectStore:
 
     def __init__(self) -> None:
         row = {"input_ids": np.arange(8, dtype=np.int32), "loss_mask": np.repeat([False, True], 4)}
-        self.blocks: dict[str, TokenBlock] = {"block": TokenBlock.from_rows([row] * 8)}
+        self.blocks: dict[str, DataProto] = {"block": DataProto.from_rows([row] * 8)}
 
-    def get(self, ref: str) -> TokenBlock:
+    def get(self, ref: str) -> DataProto:
         return self.blocks[ref]
 
-    def put(self, block: TokenBlock) -> str:
+    def put(self, block: DataProto) -> str:
         self.blocks[f"put {len(self.blocks)}"] = block
         return f"put {len(self.blocks) - 1}"
 

@@ -14,8 +14,8 @@ from controller.config import load
 from controller.inputs import load_renderer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
+from workers.dataproto import DataProto
 from workers.errors import BallastError, DataError
-from workers.remote_batch import TokenBlock
 from workers.rendering import Renderer
 from workers.reward import RewardWorker, ScoreRequest
 
@@ -85,7 +85,7 @@ def test_a_reward_sees_special_tokens_where_it_asks_for_the_raw_response(workspa
     worker = RewardWorker(functions, "model", timeout_s=5, concurrency=1)
     ids = worker._tokenizer.convert_tokens_to_ids(["1", "=", "1", "2", "<eos>"])
     mask = np.array([False, False, True, True, True])
-    block = TokenBlock.from_rows([{"input_ids": np.array(ids, np.int32), "loss_mask": mask}])
+    block = DataProto.from_rows([{"input_ids": np.array(ids, np.int32), "loss_mask": mask}])
     (score,) = worker.score(block, [ScoreRequest(0, 2, {"level": 1})])
     assert (score.response, score.failure) == ("12", "")
     assert (score.parts["one/ends"], score.reward) == (1.0, 1.0 + len("12<eos>"))

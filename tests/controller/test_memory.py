@@ -5,7 +5,8 @@ import psutil
 import ray
 
 from balancing import Plan, plan_batch
-from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+from workers.dataproto import DataProto
+from workers.remote_batch import RemoteBatch, TokenColumn
 
 COLUMNS = {"input_ids": np.int32, "loss_mask": np.bool_, "rollout_log_probs": np.float32}
 
@@ -14,9 +15,8 @@ COLUMNS = {"input_ids": np.int32, "loss_mask": np.bool_, "rollout_log_probs": np
 class Producer:
     """In place of an engine's actor: makes a block of zeros."""
 
-    def block(self, lengths: np.ndarray) -> TokenBlock:
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        return TokenBlock(offsets, {name: np.zeros(offsets[-1], dtype) for name, dtype in COLUMNS.items()})
+    def block(self, lengths: np.ndarray) -> DataProto:
+        return DataProto(lengths, {name: np.zeros(lengths.sum(), dtype) for name, dtype in COLUMNS.items()})
 
 
 @ray.remote(num_cpus=0)
@@ -24,7 +24,7 @@ class Consumer:
     """In place of a policy rank: fetches its rows and answers how many tokens it holds."""
 
     def tokens(self, share: RemoteBatch) -> int:
-        return share.gather().batch["input_ids"].values().numel()
+        return share.gather().num_tokens
 
 
 def produce(lengths: np.ndarray, producers: list) -> RemoteBatch:

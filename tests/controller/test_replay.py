@@ -23,8 +23,9 @@ from controller.trainer import Trainer
 from tests.controller.stand_ins.roles import TOKENS, LocalRun
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from tests.controller.test_checkpoint import write
+from workers.dataproto import DataProto
 from workers.errors import DataError, MismatchError
-from workers.remote_batch import RemoteBatch, TokenBlock
+from workers.remote_batch import RemoteBatch
 
 Run = Callable[..., LocalRun]
 Replay = Callable[..., "LocalReplay"]
@@ -52,11 +53,11 @@ class Store:
         return [blocks[number].row(row)["input_ids"].tolist() for number, row in found]
 
 
-def block(number: int) -> TokenBlock:
+def block(number: int) -> DataProto:
     length = 2 * TOKENS
     ids = 10_000 * number + np.arange(100 * length, dtype=np.int32)
     columns = {"input_ids": ids, "loss_mask": ids % 2 == 1, "rollout_log_probs": -ids.astype(np.float32)}
-    return TokenBlock(np.arange(101) * length, columns | {"weight_versions": ids})
+    return DataProto(np.full(100, length), columns | {"weight_versions": ids})
 
 
 class LocalReplay(LocalRun):

@@ -25,9 +25,8 @@ from controller.trainer import Trainer
 from examples.addition.warm_start import tokenizer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import files_beside, tiny_config, unpacked_log_probs
+from workers.dataproto import DataProto
 from workers.errors import DataError, NonFiniteError
-from workers.model.packing import Sequences
-from workers.model_worker import sequences_from
 from workers.remote_batch import RemoteBatch
 
 Run = Callable[..., StandInRun]
@@ -113,7 +112,7 @@ def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
     finished = run("run.steps=1", "model.lora.rank=2", "run.save_every=1", "policy.optimizer.learning_rate=1e-2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the stand-ins' GPUs are gone: peft would use them
     folder = finished.config.run_folder
-    sequences = sequences_from(batches[0].gather())
+    sequences = batches[0].gather()
     base = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
     without = log_probs_by(base, sequences)
     merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
@@ -128,7 +127,7 @@ def test_a_run_with_adapters_saves_them_for_peft_beside_the_merged_model(
     assert (folder / "adapters-1" / weights).read_bytes() == (folder / "adapters" / weights).read_bytes()
 
 
-def log_probs_by(module: torch.nn.Module, sequences: Sequences) -> torch.Tensor:
+def log_probs_by(module: torch.nn.Module, sequences: DataProto) -> torch.Tensor:
     with torch.no_grad():
         return torch.cat([log_probs for log_probs, _ in unpacked_log_probs(module, sequences)])
 
@@ -144,7 +143,7 @@ def test_p15_p16_a_custom_loss_sees_columns_of_its_records_meta_data_and_old_ent
         (step, 2, 0) for step in (1, 2) for _ in range(4)
     ]
     first = {(sequence.objects["uid"][0], int(sequence["sample"][0])): sequence for sequence in seen[:4]}
-    rows = sequences_from(batches[0].gather())
+    rows = batches[0].gather()
     base = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
     with torch.no_grad():
         expected = [entropies for _, entropies in unpacked_log_probs(base, rows)]
@@ -170,7 +169,7 @@ def test_m9_two_epochs_are_two_passes_of_a_plain_loop_over_the_same_mini_batches
     stand_ins.compute("float64")
     finished = run(*TWO_EPOCHS, "run.steps=1")
     (batch,) = batches
-    rows = sequences_from(batch.gather())
+    rows = batch.gather()
     advantages = sequence_advantages(finished.config.algorithm, batch, batch["reward"])
     model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
@@ -235,7 +234,7 @@ def test_updates_go_through_the_experts_that_the_sampler_chose(
         finished = run(experts, f"model.router_replay={setting}", f"run.name={setting}", "run.steps=1")
         weights[setting] = torch.cat([weight.flatten() for weight in weights_of(finished).values()])
         mismatch[setting] = finished.outcome.steps[0].get("policy/router_mismatch")
-        rows = sequences_from(batches.pop().gather())
+        rows = batches.pop().gather()
         assert ("routed_experts" in rows.tokens) == (setting != "none")
     read = int(rows.lengths[0]) - 1  # the engine never reads the last token
     assert torch.equal(rows.tokens["routed_experts"][:read], torch.from_numpy(chosen).expand(read, -1, -1))

@@ -10,8 +10,8 @@ from controller.data.records import object_column
 from controller.observability.metrics import RunWriter
 from controller.observability.run_folder import recorded_steps, step_file
 from controller.step_samples import StepSamples, read_step, write_step
+from workers.dataproto import DataProto
 from workers.errors import DataError, OutputError
-from workers.remote_batch import TokenBlock
 from workers.score import Score
 
 ROWS = [
@@ -22,7 +22,7 @@ ROWS = [
 
 def samples(**added: np.ndarray) -> StepSamples:
     return StepSamples(
-        TokenBlock.from_rows(ROWS),
+        DataProto.from_rows(ROWS),
         {"uid": np.array(["a", "ü"]), "sample": np.array([0, 1]), "seconds": np.array([0.1, 1 / 3])},
         [Score(1 / 3, "yes", {"exact": 1.0}, answer="4"), Score(0.0, "", failure="f: raised")],
         np.array([1, 0]),

@@ -14,23 +14,23 @@ from controller.actors.worker_group import Share, WorkerGroup
 from tests.workers.model.test_plan_invariance import Case
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.dataproto import DataProto
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss
-from workers.model.packing import Sequences
 from workers.policy import PolicyWorker
-from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+from workers.remote_batch import RemoteBatch, TokenColumn
 
 RING = ParallelConfig(context_parallel=2, context_parallel_method="ring")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2)
 
 
-def batch_of(sequences: Sequences) -> RemoteBatch:
+def batch_of(sequences: DataProto) -> RemoteBatch:
     """The ids, masks, experts and advantages of `sequences`, in one block of the object store."""
     names, lengths = ("input_ids", "loss_mask", "routed_experts"), sequences.lengths.tolist()
     parts = [sequences.tokens[name].split(lengths) for name in names]
     rows = [dict(zip(names, (part.numpy() for part in row), strict=True)) for row in zip(*parts, strict=True)]
-    place = (ray.put(TokenBlock.from_rows(rows)),), np.zeros(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
+    place = (ray.put(DataProto.from_rows(rows)),), np.zeros(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
     return RemoteBatch(
         {"length": np.array(lengths), "advantages": sequences.columns["advantages"].float().numpy()},
         {name: TokenColumn(name, *place) for name in names},
@@ -44,7 +44,7 @@ def test_workers_that_share_sequences_answer_as_one(tmp_path: Path) -> None:
     model = ModelConfig(path=path, dtype="float32", router_replay="replay")
     alone = TrainingEngine(model, optimizer=OPTIMIZER, total_steps=1, device="cpu")
     expected_log_probs, _ = alone.log_probs(sequences, [(0, 11)])
-    only = Sequences(
+    only = DataProto(
         sequences.lengths,
         {name: sequences.tokens[name] for name in ("input_ids", "loss_mask", "routed_experts")},
         {"advantages": sequences.columns["advantages"].float()},
@@ -71,7 +71,7 @@ def test_workers_that_share_sequences_answer_as_one(tmp_path: Path) -> None:
             length_multiple=4,
         )
         passed = batch.with_tokens(log_probs=group.log_probs(batch, plan).tokens["log_probs"]).gather()
-        log_probs = passed.batch["log_probs"].values()
+        log_probs = passed.tokens["log_probs"]
         torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-4, atol=1e-5)
         updated = results(group.update(batch, plan, LossConfig()))
         assert updated["router_mismatch"] > 0.1

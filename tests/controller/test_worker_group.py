@@ -19,7 +19,7 @@ from workers.dispatch import Join, Split, dispatch
 from workers.errors import ResourceError, WorkerError
 from workers.metrics import Metric, Metrics
 from workers.network import interface_of
-from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+from workers.remote_batch import RemoteBatch, TokenColumn
 
 
 class ArithmeticWorker(Worker):
@@ -48,10 +48,9 @@ class ArithmeticWorker(Worker):
         return (np.arange(5) if self.coordinates.index == 0 else None), {"ranks": Metric.sum(1)}
 
     @dispatch(Split.PLAN, Join.TOKENS, returns=("doubled",))
-    def doubled(self, batch: DataProto, plan: RankPlan) -> tuple[TokenBlock, Metrics]:
-        ids = batch.batch["input_ids"]
-        block = TokenBlock(ids.offsets().numpy(), {"doubled": 2 * ids.values().numpy()})
-        return block, {"rows": Metric.sum(len(plan.rows)), "tokens": Metric.sum(len(ids.values()))}
+    def doubled(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+        block = DataProto(batch.lengths.numpy(), {"doubled": 2 * batch.tokens["input_ids"].numpy()})
+        return block, {"rows": Metric.sum(len(plan.rows)), "tokens": Metric.sum(batch.num_tokens)}
 
     @dispatch(Split.ALL)
     def fail_on(self, index: int) -> None:
@@ -76,7 +75,7 @@ def group(ray_session) -> Iterator[WorkerGroup]:
 
 def batch_of(lengths: list[int]) -> RemoteBatch:
     """Rows of 0, 1, 2, ... in one block."""
-    block = TokenBlock.from_rows([{"input_ids": np.full(n, i, np.int32)} for i, n in enumerate(lengths)])
+    block = DataProto.from_rows([{"input_ids": np.full(n, i, np.int32)} for i, n in enumerate(lengths)])
     index = np.zeros(len(lengths), np.int32), np.arange(len(lengths), dtype=np.int32)
     return RemoteBatch(
         {"length": np.array(lengths)}, {"input_ids": TokenColumn("input_ids", (ray.put(block),), *index)}
@@ -116,7 +115,7 @@ def test_a_batch_under_a_plan_comes_back_in_its_order(group: WorkerGroup, length
     assert result.metrics["rows"].value == len(lengths)
     assert result.metrics["tokens"].value == sum(lengths)
     gathered = batch.with_tokens(doubled=result.tokens["doubled"]).gather()
-    rows = [row.tolist() for row in gathered.batch["doubled"].unbind()]
+    rows = [gathered.row(row)["doubled"].tolist() for row in range(len(lengths))]
     assert rows == [[2 * i] * n for i, n in enumerate(lengths)]
 
 

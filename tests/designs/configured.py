@@ -26,15 +26,12 @@ from controller.planner import Planner, draw_mini_batches, with_group_tokens
 from controller.preflight.checks import check
 from tests.benchmarks.families.measuring import build
 from tests.controller.config_workspace import write_workspace
-from tests.workers.model.loss_cases import in_order
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.test_plan_invariance import CountedCalls
 from tests.workers.model.tiny import random_sequences, save_tiny_model
-from tests.workers.test_critic import as_proto
+from workers.dataproto import DataProto
 from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
-from workers.model.credit import loss_token_counts
-from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor
 from workers.policy import PolicyWorker
 from workers.remote_batch import RemoteBatch
@@ -122,7 +119,7 @@ class Result:
     collectives: dict[str, int]
 
 
-def compute(ranks: RankPool, file: str, *overrides: str, sequences: Sequences | None = None) -> Result:
+def compute(ranks: RankPool, file: str, *overrides: str, sequences: DataProto | None = None) -> Result:
     """A forward pass and an update of one batch, as the configuration asks for them."""
     config = configuration(file, *overrides)
     parallel = config.policy.parallel
@@ -135,7 +132,7 @@ def compute(ranks: RankPool, file: str, *overrides: str, sequences: Sequences | 
     return Result(log_probs, results(metrics), first["weights"], cells, first["collectives"])
 
 
-def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | None) -> dict[str, Any]:
+def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: DataProto | None) -> dict[str, Any]:
     folder = str(Path(file).parent)  # the pool's processes may have started elsewhere
     os.chdir(folder)
     if folder not in sys.path:
@@ -147,7 +144,7 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | Non
         {
             "uid": np.array([str(i) for i in range(len(whole))]),
             "length": whole.lengths.numpy(),
-            "response_tokens": loss_token_counts(whole).numpy(),
+            "response_tokens": whole.loss_token_counts.numpy(),
         },
         {},
     )
@@ -157,9 +154,9 @@ def _on_a_rank(file: str, overrides: tuple[str, ...], sequences: Sequences | Non
     whole = replace(whole, columns=whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])})
     forward = planner.whole(batch, "policy.log_probs").for_rank(worker.coordinates.dp)
     with recorded_cells(worker.engine.module) as cells, CountedCalls() as counted:
-        block, _ = worker.log_probs(as_proto(in_order(whole, forward.rows.tolist())), forward)
+        block, _ = worker.log_probs(whole.select_idxs(forward.rows.tolist()), forward)
     update = planner.plan(batch, drawn, "policy.update").for_rank(worker.coordinates.dp)
-    metrics = worker.update(as_proto(in_order(whole, update.rows.tolist())), update, config.algorithm.loss)
+    metrics = worker.update(whole.select_idxs(update.rows.tolist()), update, config.algorithm.loss)
     return {
         "leads": worker.coordinates.leads_dp_group,
         "log_probs": {row: block.row(i)["log_probs"] for i, row in enumerate(forward.rows.tolist())},

@@ -9,14 +9,14 @@ from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, compute, configuration, micro_batches, plan_of, up_to
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, unpacked_log_probs
-from workers.model.packing import Sequences
+from workers.dataproto import DataProto
 
 PUBLISHED_LENGTHS = (2, 4, 6, 1)
 CP = ("policy.parallel.context_parallel=2", "policy.parallel.context_parallel_method=ring", "policy.ranks=1")
 P = 0  # what padding holds
 
 
-def worked_example() -> Sequences:
+def worked_example() -> DataProto:
     """Sequences of ids 5, 6, 7, 8; the last, of one token, has nothing to learn from."""
     rows = []
     for number, length in zip((5, 6, 7, 8), PUBLISHED_LENGTHS, strict=True):
@@ -24,7 +24,7 @@ def worked_example() -> Sequences:
         noise = torch.zeros(length, dtype=torch.float64)
         logs = {f"{name}_log_probs": noise - 3.0 for name in ("old", "reference", "rollout")}
         rows.append({"input_ids": torch.full((length,), number), "loss_mask": mask} | logs)
-    return Sequences.from_list(rows, {"advantages": torch.ones(4, dtype=torch.float64)})
+    return DataProto.from_list(rows, {"advantages": torch.ones(4, dtype=torch.float64)})
 
 
 def test_p1_a_kernel_that_cannot_pack_is_refused_by_name(file: str) -> None:

@@ -11,7 +11,8 @@ from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, compute, configuration, light_batch, up_to
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences
-from workers.model.packing import Sequences, pack
+from workers.dataproto import DataProto
+from workers.model.packing import pack
 from workers.model.shared_prefixes import pack_shared
 from workers.remote_batch import RemoteBatch
 from workers.rollout.prefix_hashes import prefix_hashes
@@ -94,13 +95,13 @@ def test_the_cap_of_ranks_that_share_a_row_holds_and_their_plan_counts_a_prompt_
         assert sum(row.lengths) <= plan.computed_lengths[rows].sum()
 
 
-def sequences_of_groups(rows: np.ndarray) -> Sequences:
+def sequences_of_groups(rows: np.ndarray) -> DataProto:
     """Of `batch_of_groups()`; prompts are distinct, and so are responses from their first token on."""
     lengths = (np.repeat(PROMPTS, 8) + RESPONSES)[rows]
     ids = [torch.full((length,), 1000 + int(row) // 8) for row, length in zip(rows, lengths, strict=True)]
     for row, each in zip(rows, ids, strict=True):
         each[PROMPTS[row // 8] :] = int(row)
-    return Sequences.from_list([{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids])
+    return DataProto.from_list([{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids])
 
 
 def test_whole_groups_are_drawn_into_mini_batches(file: str) -> None:

@@ -106,9 +106,10 @@ def test_only_the_critic_learns_in_its_warmup(judged: Run) -> None:
 def test_rewards_are_the_scores_of_transformers_own_forward_pass(judged: Run, judge: PreTrainedModel) -> None:
     for step in judged.outcome.steps:
         assert step["reward/mean"] == pytest.approx(2 * step["reward/model"])
-    for ids, reward in zip(judged.proto.batch["input_ids"].unbind(), judged.rollout.batch["reward"], strict=True):
+    for row, reward in enumerate(judged.rollout.batch["reward"]):
+        ids = judged.proto.row(row)["input_ids"]
         with torch.no_grad():
-            hidden = judge.base_model(input_ids=ids.long()[None]).last_hidden_state[0, -1]
+            hidden = judge.base_model(input_ids=ids[None]).last_hidden_state[0, -1]
             assert reward == pytest.approx(2 * judge.score(hidden).item(), rel=1e-3, abs=1e-4)
     timeline = [json.loads(line) for line in (judged.folder / "timeline.jsonl").read_text().splitlines()]
     assert any("scores" in {row[0] for row in line["micro_steps"].get("reward_model dp=0", ())} for line in timeline)
@@ -171,13 +172,13 @@ def test_a_run_of_episodes_trains_adapters_on_what_was_sampled(settings: list[st
 
 
 def check_episodes_are_masked_and_recorded(run: Run) -> None:
-    batch = run.proto.batch
-    for ids, mask, sampled in zip(
-        *(batch[name].unbind() for name in ("input_ids", "loss_mask", "rollout_log_probs")), strict=True
-    ):
+    masks = []
+    for row in range(len(run.proto)):
+        ids, mask, sampled = (run.proto.row(row)[name] for name in ("input_ids", "loss_mask", "rollout_log_probs"))
+        masks.append(mask)
         assert (sampled[~mask] == 0).all() and (sampled[mask] < 0).all()
         assert len(ids) <= 26 + 24
-    assert batch["response_tokens"].tolist() == [int(mask.sum()) for mask in batch["loss_mask"].unbind()]
+    assert run.proto.columns["response_tokens"].tolist() == [int(mask.sum()) for mask in masks]
     turns = run.rollout.batch["turns"].tolist()
     two = [score for score, count in zip(run.rollout.by_sample.values(), turns, strict=True) if count == 2]
     assert two and all("+1=" in score.response for score in two)

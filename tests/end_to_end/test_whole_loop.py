@@ -24,6 +24,7 @@ from controller.training_loop import Outcome
 from tests.controller.observability import trace_format
 from tests.controller.observability.test_metric_table import DASHBOARD, drawn
 from tests.end_to_end.prometheus import Prometheus, scraping_ray
+from workers.dataproto import DataProto
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Run:
     config: Config
     outcome: Outcome
     rollout: Rollout
-    proto: object
+    proto: DataProto
     versions: list[int]
 
     @property
@@ -231,10 +232,8 @@ def test_weights_in_vllm_equal_the_trainers(finished: Run) -> None:
 def assert_engine_equals_saved_model(run: Run) -> None:
     """The engine's log-probs of its own last samples are those of the model that the trainer saved."""
     model = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
-    batch = run.proto.batch
-    rows = zip(*(batch[name].unbind() for name in ("input_ids", "loss_mask", "rollout_log_probs")), strict=True)
-    for ids, mask, sampled in rows:
-        ids = ids.long()
+    for row in range(len(run.proto)):
+        ids, mask, sampled = (run.proto.row(row)[name] for name in ("input_ids", "loss_mask", "rollout_log_probs"))
         with torch.no_grad():
             logits = model(ids[None]).logits[0, :-1]
         log_probs = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

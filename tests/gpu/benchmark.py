@@ -42,9 +42,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from balancing import RankPlan, plan_batch
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
-from workers.model.packing import Sequences
 
 LONGEST, POSITIONS = 32_768, 131_072
 SIZES = {
@@ -141,13 +141,13 @@ def long_tail_lengths(count: int, median_length: int, longest: int) -> list[int]
     return lengths[torch.randperm(count, generator=torch.Generator().manual_seed(0))].tolist()
 
 
-def random_batch(lengths: list[int], vocabulary: int, prompt: int = 0) -> Sequences:
+def random_batch(lengths: list[int], vocabulary: int, prompt: int = 0) -> DataProto:
     """Every token is predicted, but the first of a sequence and those of the prompt that all begin with."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
     for row in rows:
         row[:prompt] = rows[0][:prompt]
-    return Sequences.from_list(
+    return DataProto.from_list(
         [{"input_ids": row, "loss_mask": torch.arange(len(row)) >= max(1, prompt)} for row in rows]
     )
 
@@ -196,10 +196,10 @@ def build_engine(folder: Path, way: Way, device: str, checkpointing: bool) -> Tr
     return TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=100, device=device)
 
 
-def measure(engine: TrainingEngine, way: Way, batch: Sequences, plan: RankPlan, repeats: int) -> Measurement:
+def measure(engine: TrainingEngine, way: Way, batch: DataProto, plan: RankPlan, repeats: int) -> Measurement:
     """`repeats` steps after one to warm up."""
     lengths, on_gpu = batch.lengths.tolist(), engine.device.type == "cuda"
-    batch = Sequences.from_list([batch.slice(row, row + 1).tokens for row in plan.rows.tolist()])
+    batch = DataProto.from_list([batch.slice(row, row + 1).tokens for row in plan.rows.tolist()])
     denominators, taken = Denominators.of(batch), []
     for _ in range(1 + repeats):
         start = perf_counter()

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.reference_attention import reference_attention
+from workers.dataproto import DataProto
 from workers.model.attention import BACKENDS, Installed, packed_attention
 from workers.model.model_rules import kernel_problem
-from workers.model.packing import PackedRow, Sequences, pack
+from workers.model.packing import PackedRow, pack
 
 HEADS, PAIRS, DIM, SCALE = 8, 2, 64, 0.125
 LENGTHS = (96, 1, 300, 33)
@@ -34,7 +35,7 @@ KERNELS = [pytest.param("sdpa", torch.device("cpu"), id="sdpa on cpu"), *(on_cud
 
 
 def row_of(lengths: tuple[int, ...]) -> PackedRow:
-    return pack(Sequences.from_list([{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]))
+    return pack(DataProto.from_list([{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]))
 
 
 def inputs(tokens: int, sinks: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

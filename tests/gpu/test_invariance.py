@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config, unpacked_log_probs
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
 from workers.metrics import results
 from workers.model.attention import choose_backend, packed_attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss
 from workers.model.model import packed_causal_lm
-from workers.model.packing import Sequences, pack
+from workers.model.packing import pack
 from workers.model.parallel import full_tensor
 
 pytestmark = [
@@ -40,14 +41,14 @@ def gradients_of(model: PreTrainedModel, log_probs: Tensor) -> dict[str, Tensor]
     return {name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def unpacked(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
+def unpacked(model: PreTrainedModel, sequences: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
     model = copy.deepcopy(model)
     outputs = unpacked_log_probs(model, sequences.to(CUDA))
     log_probs = torch.cat([log_probs.float() for log_probs, _ in outputs])[sequences.tokens["loss_mask"].to(CUDA)]
     return log_probs, gradients_of(model, log_probs)
 
 
-def packed(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
+def packed(model: PreTrainedModel, sequences: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
     module, row = packed_causal_lm(copy.deepcopy(model), ModelConfig()), pack(sequences)
     backend = choose_backend("auto", CUDA, next(model.parameters()).dtype, module.required_features)
     attention = packed_attention(backend, row, CUDA)

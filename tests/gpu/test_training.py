@@ -14,9 +14,9 @@ from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.test_compile import largest_error, trained
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
-from workers.model.packing import Sequences
 
 GIB = 2**30
 
@@ -50,7 +50,7 @@ def update_peak(path: str, device: torch.device, micro_batches: int, length: int
     config = ModelConfig(path=path, gradient_checkpointing=True, **model)
     engine = TrainingEngine(config, optimizer=OptimizerConfig(), total_steps=1, device=device)
     one = {"input_ids": torch.arange(length) % 500, "loss_mask": torch.arange(length) > 0}
-    sequences = Sequences.from_list([one] * micro_batches)
+    sequences = DataProto.from_list([one] * micro_batches)
     for _ in range(2):  # AdamW's moments come with the first step
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 from balancing import RankPlan, plan_batch
-from tests.workers.model.loss_cases import in_order
 from tests.workers.model.test_credit import gae_by_paper
 from tests.workers.model.test_values import reward_model, unpacked_values
 from tests.workers.model.tiny import random_sequences, save_tiny_model
@@ -18,9 +17,8 @@ from workers.critic import CriticWorker
 from workers.dataproto import DataProto
 from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
-from workers.model.credit import KlPenalty, loss_token_counts
+from workers.model.credit import KlPenalty
 from workers.model.losses import explained_variance
-from workers.model.packing import Sequences
 from workers.trained_worker import TrainedWorker
 
 TrainedWorkerClass = TypeVar("TrainedWorkerClass", bound=TrainedWorker)
@@ -29,21 +27,13 @@ PENALTY = KlPenalty(0.1, "k3")
 Columns = dict[str, dict[int, torch.Tensor]]  # name -> row of the global batch -> [L]
 
 
-def scored_sequences() -> Sequences:
+def scored_sequences() -> DataProto:
     sequences = random_sequences()
-    return Sequences(
+    return DataProto(
         sequences.lengths,
         {name: sequences.tokens[name] for name in ("input_ids", "loss_mask", "old_log_probs", "reference_log_probs")},
         {"reward": torch.linspace(-1, 2, len(sequences), dtype=torch.float64)},
     )
-
-
-def as_proto(sequences: Sequences) -> DataProto:
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sequences.lengths.cumsum(0)])
-    tokens = {
-        name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in sequences.tokens.items()
-    }
-    return DataProto.from_dict(tokens | sequences.columns)
 
 
 def worker_on_this_rank(
@@ -67,14 +57,14 @@ def worker_on_this_rank(
     return worker
 
 
-def plan_of_this_rank(sequences: Sequences, cap: int, context_parallel: int) -> RankPlan:
+def plan_of_this_rank(sequences: DataProto, cap: int, context_parallel: int) -> RankPlan:
     """This rank's part of a plan of one mini-batch."""
     plan = plan_batch(
         sequences.lengths.numpy(),
         ranks=dist.get_world_size() // context_parallel,
         mini_batches=[np.arange(len(sequences))],
         max_tokens=cap,
-        loss_tokens=loss_token_counts(sequences).numpy(),
+        loss_tokens=sequences.loss_token_counts.numpy(),
         length_multiple=2 * context_parallel if context_parallel > 1 else 1,
     )
     return plan.for_rank(dist.get_rank() // context_parallel)
@@ -83,14 +73,14 @@ def plan_of_this_rank(sequences: Sequences, cap: int, context_parallel: int) -> 
 def on_a_rank(path: str, order: list[int], cap: int, context_parallel: int) -> tuple[Columns, Metrics, Metrics]:
     """This rank's columns by row of the global batch, the statistics of its values, and the metrics of an update."""
     worker = worker_on_this_rank(CriticWorker, path, context_parallel, OptimizerConfig(learning_rate=1e-2))
-    shuffled = in_order(scored_sequences(), order)
+    shuffled = scored_sequences().select_idxs(order)
     plan = plan_of_this_rank(shuffled, cap, context_parallel)
-    mine = in_order(shuffled, plan.rows.tolist())
-    block, statistics = worker.advantages(as_proto(mine), plan, GAE, PENALTY)
+    mine = shuffled.select_idxs(plan.rows.tolist())
+    block, statistics = worker.advantages(mine, plan, GAE, PENALTY)
     lengths, rows = mine.lengths.tolist(), [order[row] for row in plan.rows]
-    columns = {name: torch.from_numpy(column) for name, column in block.columns.items()}
-    mine = Sequences(mine.lengths, mine.tokens | columns, mine.columns)
-    updated = worker.update(as_proto(mine), plan, ValueLossConfig(clip=0.2))
+    columns = {name: torch.from_numpy(column) for name, column in block.tokens.items()}
+    mine = DataProto(mine.lengths, mine.tokens | columns, mine.columns)
+    updated = worker.update(mine, plan, ValueLossConfig(clip=0.2))
     by_row = {name: dict(zip(rows, column.split(lengths), strict=True)) for name, column in columns.items()}
     return by_row, statistics, updated
 

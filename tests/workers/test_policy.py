@@ -12,14 +12,11 @@ from transformers import AutoModelForCausalLM
 from balancing import CostModel, Plan
 from controller.config import Config
 from controller.planner import Planner, draw_mini_batches, with_group_tokens
-from tests.workers.model.loss_cases import in_order
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
-from tests.workers.test_critic import as_proto
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
 from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
-from workers.model.credit import loss_token_counts
-from workers.model.packing import Sequences
 from workers.policy import PolicyWorker
 from workers.remote_batch import RemoteBatch
 
@@ -31,10 +28,10 @@ PLANS = [(1, 40, "none"), (2, 34, "load_balance")]  # (ranks, cap, algorithm)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-30, max_grad_norm=1e9)
 
 
-def sequences() -> Sequences:
+def sequences() -> DataProto:
     """With what the loss reads."""
     found = random_sequences(len(UIDS))
-    return Sequences(
+    return DataProto(
         found.lengths,
         {name: found.tokens[name] for name in ("input_ids", "loss_mask", "old_log_probs")},
         found.columns,
@@ -46,7 +43,7 @@ def planned(ranks: int, cap: int, algorithm: str) -> tuple[RemoteBatch, Plan]:
     config = Config()
     config.policy.ranks, config.policy.max_tokens, config.balance.algorithm = ranks, cap, algorithm
     columns = {"uid": UIDS, "length": sequences().lengths.numpy()}
-    columns["response_tokens"] = loss_token_counts(sequences()).numpy()
+    columns["response_tokens"] = sequences().loss_token_counts.numpy()
     batch = with_group_tokens(RemoteBatch(columns, {}), MINI_BATCHES)
     return batch, Planner(config, CostModel.tokens()).plan(batch, MINI_BATCHES, "policy.update")
 
@@ -69,8 +66,8 @@ def update_on_a_rank(path: str, cap: int, algorithm: str) -> Metrics:
     batch, plan = planned(size, cap, algorithm)
     whole, share = sequences(), plan.for_rank(rank)
     columns = whole.columns | {"group_tokens": torch.from_numpy(batch["group_tokens"])}
-    mine = in_order(Sequences(whole.lengths, whole.tokens, columns), share.rows.tolist())
-    return worker.update(as_proto(mine), share, LOSS)
+    mine = DataProto(whole.lengths, whole.tokens, columns).select_idxs(share.rows.tolist())
+    return worker.update(mine, share, LOSS)
 
 
 @cache
@@ -111,6 +108,6 @@ def test_both_plans_cut_the_mini_batches_and_count_the_same_groups() -> None:
     for ranks, cap, algorithm in PLANS:
         _, plan = planned(ranks, cap, algorithm)
         for part, rows in zip(plan.mini_batches, MINI_BATCHES, strict=True):
-            learned = [row for row in rows if loss_token_counts(sequences())[row]]
+            learned = [row for row in rows if sequences().loss_token_counts[row]]
             assert part.groups == len(set(UIDS[learned]))
         assert max(part.steps for part in plan.mini_batches) > 1

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch, TokenBlock, TokenColumn
+from workers.remote_batch import RemoteBatch, TokenColumn
 
 
 def column(rows: list[tuple[str, int]]) -> TokenColumn:
@@ -83,9 +84,9 @@ def test_an_unknown_column_is_named() -> None:
         batch_of([("a", 0)])["reward"]
 
 
-def rows_block(*lengths: int) -> TokenBlock:
+def rows_block(*lengths: int) -> DataProto:
     rows = [{"input_ids": np.full(n, n, np.int32), "loss_mask": np.arange(n) > 0} for n in lengths]
-    return TokenBlock.from_rows(rows)
+    return DataProto.from_rows(rows)
 
 
 def test_a_block_gives_its_rows_back() -> None:
@@ -104,12 +105,12 @@ def test_gathering_fetches_rows_in_the_batch_order(ray_session) -> None:
     }
     batch = RemoteBatch({"uid": np.array(["c", "b", "a"]), "reward": np.array([1.0, 2.0, 3.0])}, tokens, {"step": 3})
     proto = batch.gather()
-    assert [row.tolist() for row in proto.batch["input_ids"].unbind()] == [[5] * 5, [2, 2], [3, 3, 3]]
-    assert proto.batch["loss_mask"].values().sum() == 4 + 1 + 2
-    assert proto.batch["reward"].tolist() == [1.0, 2.0, 3.0]
-    assert proto.non_tensor_batch["uid"].tolist() == ["c", "b", "a"]
-    assert proto.meta_info == {"step": 3}
-    assert batch.select([]).gather().batch["input_ids"].values().numel() == 0
+    assert [proto.row(i)["input_ids"].tolist() for i in range(3)] == [[5] * 5, [2, 2], [3, 3, 3]]
+    assert proto.num_loss_tokens == 4 + 1 + 2
+    assert proto.columns["reward"].tolist() == [1.0, 2.0, 3.0]
+    assert proto.objects["uid"].tolist() == ["c", "b", "a"]
+    assert proto.meta == {"step": 3}
+    assert batch.select([]).gather().num_tokens == 0
 
 
 def test_gathering_refuses_columns_whose_rows_differ_in_length(ray_session) -> None:

@@ -11,12 +11,11 @@ import torch
 from controller.advantages import estimate
 from tests.controller.stand_ins.gpus import StandInEngine
 from tests.controller.stand_ins.run import StandIns, write_stand_in_workspace
-from tests.workers.model.loss_cases import in_order
 from tests.workers.model.tiny import save_tiny_model
-from tests.workers.test_critic import as_proto, plan_of_this_rank, scored_sequences, worker_on_this_rank
+from tests.workers.test_critic import plan_of_this_rank, scored_sequences, worker_on_this_rank
 from workers.config import OptimizerConfig
-from workers.model.credit import KlPenalty, discounted_returns, loss_token_counts
-from workers.model.packing import Sequences
+from workers.dataproto import DataProto
+from workers.model.credit import KlPenalty, discounted_returns
 from workers.policy import PolicyWorker
 
 PENALTY = KlPenalty(0.1, "k1")
@@ -27,13 +26,13 @@ def on_a_rank(path: str, cap: int, context_parallel: int, gamma: float, penalty:
     worker = worker_on_this_rank(PolicyWorker, path, context_parallel, OptimizerConfig())
     sequences = scored_sequences()
     plan = plan_of_this_rank(sequences, cap, context_parallel)
-    mine = in_order(sequences, plan.rows.tolist())
-    block, _ = worker.token_advantages(as_proto(mine), plan, gamma, penalty)
-    columns = torch.from_numpy(block.columns["advantages"]).split(mine.lengths.tolist())
+    mine = sequences.select_idxs(plan.rows.tolist())
+    block, _ = worker.token_advantages(mine, plan, gamma, penalty)
+    columns = torch.from_numpy(block.tokens["advantages"]).split(mine.lengths.tolist())
     return dict(zip(plan.rows.tolist(), columns, strict=True))
 
 
-def by_paper(sequences: Sequences, gamma: float, penalty: KlPenalty | None) -> list[torch.Tensor]:
+def by_paper(sequences: DataProto, gamma: float, penalty: KlPenalty | None) -> list[torch.Tensor]:
     """Sum over later tokens of gamma^(k - t) r_k, and the mean and deviation of all of them; float64 [L] each."""
     rows = []
     for index in range(len(sequences)):
@@ -65,7 +64,7 @@ def test_advantages_are_the_papers_whatever_the_plan(count, context_parallel, ga
 
 def test_without_discount_and_kl_they_are_those_of_the_driver() -> None:
     sequences = scored_sequences()
-    counts = loss_token_counts(sequences).numpy()
+    counts = sequences.loss_token_counts.numpy()
     batch = {"reward": sequences.columns["reward"].numpy(), "uid": np.arange(11), "tokens": counts}
     expected = np.repeat(estimate("reinforce_plus_plus", batch), counts)
     mask = sequences.tokens["loss_mask"]
@@ -82,10 +81,10 @@ def learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     """Advantages [sequences, tokens] that the loss of a run's first step reads; its rewards are 0 and 1 in turn."""
     write_stand_in_workspace(tmp_path)
     monkeypatch.chdir(tmp_path)
-    read: list[Sequences] = []
+    read: list[DataProto] = []
     update = StandInEngine.forward_backward
 
-    def watched(engine: StandInEngine, sequences: Sequences, *others: Any) -> Any:
+    def watched(engine: StandInEngine, sequences: DataProto, *others: Any) -> Any:
         read.append(sequences)
         return update(engine, sequences, *others)
 

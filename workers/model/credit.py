@@ -19,17 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.dataproto import DataProto
 from workers.errors import DataError
 from workers.model.losses.kl import kl_estimate
-from workers.model.packing import Sequences
 
 EPSILON = 1e-6  # keeps equal advantages at 0
-
-
-def loss_token_counts(sequences: Sequences) -> Tensor:
-    """Tokens with `loss_mask` in each sequence, int64 [B]."""
-    owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.lengths)
-    return torch.bincount(owner[sequences.tokens["loss_mask"].cpu()], minlength=len(sequences))
 
 
 @dataclass(frozen=True)
@@ -40,12 +34,12 @@ class KlPenalty:
     estimator: str
 
 
-def token_rewards(sequences: Sequences, penalty: KlPenalty | None = None) -> Tensor:
+def token_rewards(sequences: DataProto, penalty: KlPenalty | None = None) -> Tensor:
     """Rewards of tokens, float64 [N] (Ziegler et al. 2019, eq. 2, token by token; Ouyang et al. 2022).
 
     r_t = - beta KL_t + (the column `reward` at the last token of the sequence, 0 elsewhere)
     """
-    counts = loss_token_counts(sequences)
+    counts = sequences.loss_token_counts
     rewards = torch.zeros(int(counts.sum()), dtype=torch.float64)
     if penalty is not None:
         rewards -= penalty.coefficient * token_kl(sequences, penalty.estimator)
@@ -54,7 +48,7 @@ def token_rewards(sequences: Sequences, penalty: KlPenalty | None = None) -> Ten
     return rewards
 
 
-def token_kl(sequences: Sequences, estimator: str) -> Tensor:
+def token_kl(sequences: DataProto, estimator: str) -> Tensor:
     """Estimated KL of the policy that sampled to the reference at each token, nats, float64 [N].
 
     Needs the columns `old_log_probs` and `reference_log_probs`.
@@ -64,9 +58,9 @@ def token_kl(sequences: Sequences, estimator: str) -> Tensor:
     return kl_estimate(reference - sampled, estimator)
 
 
-def sequence_kl(sequences: Sequences, estimator: str) -> Tensor:
+def sequence_kl(sequences: DataProto, estimator: str) -> Tensor:
     """The sum of `token_kl` over the tokens of each sequence, float64 [B]."""
-    owner = torch.repeat_interleave(torch.arange(len(sequences)), loss_token_counts(sequences))
+    owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.loss_token_counts)
     sums = torch.zeros(len(sequences), dtype=torch.float64)
     return sums.index_add(0, owner, token_kl(sequences, estimator))
 

@@ -1,6 +1,6 @@
 """The training engine that every role uses: forward-only log-probs, forward and backward, optimiser step, weights out.
 
-    Sequences --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
+    DataProto --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
                   (once a micro-batch; each adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
     optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> names of the files
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
 from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
@@ -54,7 +55,6 @@ from workers.model.model_rules import (
     check_value_head,
 )
 from workers.model.optimizer import make_optimizer, make_schedule
-from workers.model.packing import Sequences
 from workers.model.parallel import make_parallel, prepare_backward, reshard, shard_model
 from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.passes import Passes, Work, outputs, predictions_of
@@ -186,7 +186,7 @@ class TrainingEngine:
         return [self.parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard")]
 
     @torch.no_grad()
-    def log_probs(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
+    def log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
         """Log-probability of every token with `loss_mask`, forward only.
 
         micro_batches: (start, stop) rows of `sequences`; together they hold every row once, start == stop is a
@@ -202,7 +202,7 @@ class TrainingEngine:
 
     @torch.no_grad()
     def log_probs_and_entropies(
-        self, sequences: Sequences, micro_batches: Sequence[MicroBatch]
+        self, sequences: DataProto, micro_batches: Sequence[MicroBatch]
     ) -> tuple[Tensor, Tensor, Metrics]:
         """`log_probs` and, of the same forward pass, the entropy of the distribution of each of these tokens, in nats.
 
@@ -214,7 +214,7 @@ class TrainingEngine:
         return log_probs, entropies, metrics
 
     @torch.no_grad()
-    def sequence_log_probs(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def sequence_log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Log-prob of each sequence's tokens with `loss_mask` together, forward only: float64 [B] on the CPU.
 
         Raises as `log_probs` does.
@@ -232,7 +232,7 @@ class TrainingEngine:
         return self.stage.from_last(result)
 
     @torch.no_grad()
-    def values(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
+    def values(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
         """Value of the state before every token with `loss_mask`, forward only; otherwise like `log_probs`.
 
         Its metric is `values`, their mean. Raises ConfigError for an engine without a value head.
@@ -244,7 +244,7 @@ class TrainingEngine:
         return values, metrics
 
     @torch.no_grad()
-    def scores(self, sequences: Sequences, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    def scores(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Output of the value head at the last token of each sequence, forward only: float32 [B] on the CPU.
 
         Raises ConfigError for an engine without a value head, DataError as `log_probs` does.
@@ -261,7 +261,7 @@ class TrainingEngine:
     def _forward_only(
         self,
         name: str,
-        sequences: Sequences,
+        sequences: DataProto,
         micro_batches: Sequence[MicroBatch],
         kept: Sequence[str],
         measure: Callable[[Any], Statistics],
@@ -272,7 +272,7 @@ class TrainingEngine:
 
         def finish(start: int, stop: int, laid_out: LaidOut, outputs: Any) -> None:
             predictions = predictions_of(self.head, sequences.slice(start, stop), laid_out, outputs)
-            first = int(sequences.lengths[:start].sum())
+            first = int(sequences.offsets[start])
             for result, column in zip(results, kept, strict=True):
                 result[first + laid_out.rows.loss_positions] = getattr(predictions, column).float().cpu()
             statistics.append(measure(predictions))
@@ -283,7 +283,7 @@ class TrainingEngine:
     def _forward_passes(
         self,
         name: str,
-        sequences: Sequences,
+        sequences: DataProto,
         micro_batches: Sequence[MicroBatch],
         finish: Callable[[int, int, LaidOut, Any], None],
         **layout: bool,
@@ -303,7 +303,7 @@ class TrainingEngine:
 
     def forward_backward(
         self,
-        sequences: Sequences,
+        sequences: DataProto,
         micro_batches: Sequence[MicroBatch],
         loss_function: LossFunction | ValueLossFunction,
         denominators: Denominators,

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from workers.dataproto import DataProto
 from workers.metrics import Reduction
 from workers.model.experts import find_experts, own_cells
 from workers.model.layout import LaidOut
 from workers.model.losses import Statistic, Statistics
-from workers.model.packing import Sequences
 from workers.model.parallel import Parallel
 
 
@@ -39,7 +39,7 @@ class ExpertLoad:
         for layer, module in enumerate(modules):
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
 
-    def cells(self, micro_batch: Sequences, laid_out: LaidOut) -> Tensor:
+    def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> Tensor:
         """Bool [T], the cells of this rank that hold a token."""
         return own_cells(laid_out.source >= 0, self._tensor).to(self._counts.device)
 

@@ -3,9 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from workers.errors import ConfigError, DataError
-from workers.model.packing import Sequences
+import torch
 
+from workers.dataproto import DataProto
+from workers.errors import ConfigError, DataError
+
+COLUMN_TYPES = {"input_ids": torch.int64, "loss_mask": torch.bool}
 MicroBatch = tuple[int, int]
 """Rows start..stop-1 of the sequences of a rank; start == stop is a micro-batch without work."""
 
@@ -36,10 +39,18 @@ def max_positions(config: Any) -> int | None:
     return positions if positions is None or positions > 0 else None  # XLNet says -1
 
 
-def check_sequences(sequences: Sequences, vocabulary: int, positions: int | None) -> None:
-    """Raise DataError that names the first sequence with an id outside the vocabulary, or longer than `positions`."""
+def check_sequences(sequences: DataProto, vocabulary: int, positions: int | None) -> None:
+    """Raise DataError if a column is missing or of a wrong type, or for the first sequence that is empty, longer than
+    `positions` or has an id outside the vocabulary."""
+    for name, dtype in COLUMN_TYPES.items():
+        if name not in sequences.tokens:
+            raise DataError(f"the batch has no column of tokens {name!r}; it has {sorted(sequences.tokens)}")
+        if sequences.tokens[name].dtype != dtype:
+            raise DataError(f"column {name!r} must be of {dtype}, it is of {sequences.tokens[name].dtype}")
     if not len(sequences):
         return
+    if int(sequences.lengths.min()) < 1:
+        raise DataError(f"sequence {int(sequences.lengths.argmin())} has no token")
     longest = int(sequences.lengths.argmax())
     if positions is not None and int(sequences.lengths[longest]) > positions:
         raise DataError(
@@ -50,7 +61,7 @@ def check_sequences(sequences: Sequences, vocabulary: int, positions: int | None
     outside = (ids < 0) | (ids >= vocabulary)
     if outside.any():
         position = int(outside.nonzero()[0])
-        owner = int((sequences.lengths.cumsum(0) <= position).sum())
+        owner = int(sequences.owner[position])
         raise DataError(
             f"sequence {owner} holds the id {int(ids[position])}, and the model embeds {vocabulary} tokens; the "
             "tokenizer that made it is not this model's."

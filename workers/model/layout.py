@@ -1,6 +1,6 @@
 """From a micro-batch to the arguments of the model on one rank, and from its outputs back to the whole micro-batch.
 
-    Sequences --pack--> PackedRow --cut--> this rank's part --model--> values of its tokens --whole--> [N]
+    DataProto --pack--> PackedRow --cut--> this rank's part --model--> values of its tokens --whole--> [N]
               --pack_shared--> SharedRow, where sequences begin with the same tokens
               --pad---> PaddedRows ----------------------------------> values of all tokens
 
@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from balancing.alignment import length_multiple
 from workers.config import ModelConfig, ParallelConfig
+from workers.dataproto import DataProto
 from workers.model.attention import PackedAttention, choose_backend, packed_attention
 from workers.model.context_parallel import Ulysses, cut, gather_tokens
 from workers.model.model import PackedModel
 from workers.model.model_rules import check_context_parallel, check_ring_settings, shares_prefixes
-from workers.model.packing import ModelInput, PackedRow, Sequences, pack
-from workers.model.padded import pad
+from workers.model.packing import ModelInput, PackedRow, pack, pad
 from workers.model.parallel import Parallel
 from workers.model.ring_attention import RingAttention
 from workers.model.shared_attention import SharedAttention
@@ -88,7 +88,7 @@ class RowLayout:
         if self._by_segment and not self._ring:
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 
-    def lay_out(self, micro_batch: Sequences, *, forward: bool = False, last: bool = False) -> LaidOut:
+    def lay_out(self, micro_batch: DataProto, *, forward: bool = False, last: bool = False) -> LaidOut:
         """forward: with the layout of forward-only passes, not of training. last: read the last cell of each sequence
         instead of the cell before each token with `loss_mask`.
 
@@ -109,7 +109,7 @@ class RowLayout:
             return LaidOut(row, arguments, *_tokens(row, micro_batch), lambda values: values)
         return self._part_of(row, micro_batch, self._context)
 
-    def _row(self, micro_batch: Sequences, multiple: int, *, to_longest: bool) -> PackedRow:
+    def _row(self, micro_batch: DataProto, multiple: int, *, to_longest: bool) -> PackedRow:
         if self.shared_from:
             row = pack_shared(micro_batch, multiple, self.shared_from)
             if row.shares:
@@ -122,7 +122,7 @@ class RowLayout:
             return SharedAttention(row, self._device)
         return packed_attention(self._backend, row, self._device)
 
-    def _part_of(self, row: PackedRow, micro_batch: Sequences, context: DeviceMesh) -> LaidOut:
+    def _part_of(self, row: PackedRow, micro_batch: DataProto, context: DeviceMesh) -> LaidOut:
         """This rank's part of the row of a micro-batch that the ranks of `context` share."""
         group, size = context.get_group(), len(row.targets)
         part = cut(row, context.size(), context.get_local_rank())
@@ -140,7 +140,7 @@ class RowLayout:
         return {name: getattr(cells, name).to(self._device) for name in names}
 
 
-def _tokens(part: Any, micro_batch: Sequences) -> tuple[Tensor, Tensor]:
+def _tokens(part: Any, micro_batch: DataProto) -> tuple[Tensor, Tensor]:
     """`source` and `cells` of a LaidOut. part: a ModelInput or RowPart.
 
     The row of an empty micro-batch has a token, so that the rank takes part in what others do, but no work.

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from workers.config import LoraConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
+from workers.dataproto import DataProto
 from workers.model.engine import TrainingEngine
 from workers.model.fake_gpu import DEVICE, Ledger, fake_gpus
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
 from workers.model.optimizer import optimizer_state
-from workers.model.packing import Sequences
 
 MICRO_BATCHES = 2
 """For each stage of a pipeline; the second finds the gradients of the first."""
@@ -120,7 +120,7 @@ def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledge
     return found
 
 
-def _update(engine: TrainingEngine, sequences: Sequences, micro_batches: list[tuple[int, int]], request: Any) -> None:
+def _update(engine: TrainingEngine, sequences: DataProto, micro_batches: list[tuple[int, int]], request: Any) -> None:
     loss: Callable[..., Any] = make_value_loss(ValueLossConfig())
     if engine.head == "lm":
         loss = make_policy_loss(LossConfig(kl_coefficient=1.0, entropy_coefficient=request["entropy_coefficient"]))
@@ -130,7 +130,7 @@ def _update(engine: TrainingEngine, sequences: Sequences, micro_batches: list[tu
 
 def full_micro_batches(
     tokens: int, longest: int, vocabulary: int, count: int, *, padded: bool
-) -> tuple[Sequences, list[tuple[int, int]]]:
+) -> tuple[DataProto, list[tuple[int, int]]]:
     """`count` micro-batches of `tokens` tokens each, in sequences as long as possible; all but the first are learned.
 
     Ids are drawn at random, so that no two sequences begin alike: what they share would be computed once.
@@ -142,7 +142,7 @@ def full_micro_batches(
     rows = [_row(torch.randint(vocabulary, (length,), generator=generator)) for _ in range(count) for length in lengths]
     size = len(lengths)
     bounds = [(index * size, (index + 1) * size) for index in range(count)]
-    return Sequences.from_list(rows, {"advantages": torch.zeros(len(rows))}), bounds
+    return DataProto.from_list(rows, {"advantages": torch.zeros(len(rows))}), bounds
 
 
 def _row(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,114 +1,27 @@
-"""Ragged sequences, and the packed row that the model reads.
+"""Lays a micro-batch out in the rows of cells that the model reads: packed in one row, or padded to a row a sequence.
 
-    rows --from_list--> Sequences --slice--> Sequences of one micro-batch --pack--> PackedRow  --> model
-                        (CPU, exact lengths)                              --pad---> PaddedRows     (padded.py)
+    sequences of 2, 4, 6, 1 tokens, multiple 4
+    pack   0 0 p p 1 1 1 1 2 2 2 2 2 2 p p 3 p p p          p is padding
+           cumulative lengths 0 2 6 12 13, padded 0 4 8 16 20
+    pad    0 0 p p p p p p                                  for models and backends that cannot keep the segments of a
+           1 1 1 1 p p p p                                  packed row apart
+           2 2 2 2 2 2 p p
+           3 p p p p p p p
 
-    sequences of 2, 4, 6, 1 tokens, multiple 4:   0 0 p p 1 1 1 1 2 2 2 2 2 2 p p 3 p p p      (p is padding)
-    cumulative lengths 0 2 6 12 13, padded 0 4 8 16 20
+Padding is at the end of a sequence, where causal attention hides it from every real token.
 
 Shapes: T tokens of all sequences, B sequences, N predicted tokens (those with `loss_mask`), R rows of W cells.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from balancing.alignment import zigzag_positions
+from workers.dataproto import DataProto
 from workers.errors import DataError
-
-COLUMN_TYPES = {"input_ids": torch.int64, "loss_mask": torch.bool}
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """B sequences concatenated along one ragged axis.
-
-    lengths: int64 [B] on the CPU, each at least 1.
-    tokens: per-token columns, name -> [T]. `input_ids` (int64) and `loss_mask` (bool, True where the policy produced
-        the token) are always there; a pass may need `old_log_probs`, `reference_log_probs`, `rollout_log_probs`.
-    columns: per-sequence columns, name -> [B], such as `advantages`.
-    objects: per-sequence columns of anything else, name -> object array [B], such as `uid`.
-    meta: values of the whole batch, such as `step`.
-
-    Raises DataError if sizes disagree or a required column is missing.
-    """
-
-    lengths: Tensor
-    tokens: dict[str, Tensor]
-    columns: dict[str, Tensor] = field(default_factory=dict)
-    objects: dict[str, np.ndarray] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("input_ids", "loss_mask"):
-            if name not in self.tokens:
-                raise DataError(f"sequences have no per-token column {name!r}; they have {sorted(self.tokens)}")
-        if len(self.lengths) and int(self.lengths.min()) < 1:
-            raise DataError(f"sequence {int(self.lengths.argmin())} has no token")
-        for name, dtype in COLUMN_TYPES.items():
-            if self.tokens[name].dtype != dtype:
-                raise DataError(f"column {name!r} must be of {dtype}, it is of {self.tokens[name].dtype}")
-        _check_sizes(self.tokens, int(self.lengths.sum()), "tokens")
-        _check_sizes(self.columns, len(self.lengths), "sequences")
-        _check_sizes(self.objects, len(self.lengths), "sequences")
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens["input_ids"])
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return int(self.tokens["loss_mask"].sum())
-
-    @classmethod
-    def from_list(cls, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any] | None = None) -> "Sequences":
-        """Concatenate rows; each holds the same per-token columns as 1-D arrays, tensors or lists of one length.
-
-        Raises DataError if the columns of a row differ in name from the first row's, or in length from one another.
-        """
-        if not rows:
-            raise DataError("a batch needs at least one sequence")
-        parts: dict[str, list[Tensor]] = {name: [] for name in rows[0]}
-        for index, row in enumerate(rows):
-            if set(row) != set(parts):
-                raise DataError(f"sequence {index} has columns {sorted(row)}, the first has {sorted(parts)}")
-            sizes = {name: len(row[name]) for name in parts}
-            if len(set(sizes.values())) > 1:
-                raise DataError(f"sequence {index} has columns of different lengths: {sizes}")
-            for name, values in row.items():
-                parts[name].append(torch.as_tensor(values))
-        lengths = torch.tensor([len(part) for part in next(iter(parts.values()))], dtype=torch.int64)
-        tokens = {name: torch.cat(part) for name, part in parts.items()}
-        return cls(lengths, _typed(tokens), {name: torch.as_tensor(values) for name, values in (columns or {}).items()})
-
-    def slice(self, start: int, stop: int) -> "Sequences":
-        """Rows start..stop-1 as views; the sequences of one micro-batch."""
-        first = int(self.lengths[:start].sum())
-        last = first + int(self.lengths[start:stop].sum())
-        return Sequences(
-            self.lengths[start:stop],
-            {name: values[first:last] for name, values in self.tokens.items()},
-            {name: values[start:stop] for name, values in self.columns.items()},
-            {name: values[start:stop] for name, values in self.objects.items()},
-            self.meta,
-        )
-
-    def to(self, device: torch.device | str) -> "Sequences":
-        """The same sequences with their columns on `device`; `lengths` stay on the CPU."""
-        return Sequences(
-            self.lengths,
-            {name: values.to(device) for name, values in self.tokens.items()},
-            {name: values.to(device) for name, values in self.columns.items()},
-            self.objects,
-            self.meta,
-        )
 
 
 @dataclass(frozen=True)
@@ -167,7 +80,14 @@ class PackedRow(ModelInput):
         return torch.from_numpy(zigzag_positions(self.padded_lengths, context_parallel, context_rank))
 
 
-def pack(sequences: Sequences, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:
+@dataclass(frozen=True)
+class PaddedRows(ModelInput):
+    """A micro-batch as rows padded to its longest sequence. attention_mask: int64 [R, W], 1 at real tokens."""
+
+    attention_mask: Tensor
+
+
+def pack(sequences: DataProto, multiple: int = 1, *, to_longest: bool = False) -> PackedRow:
     """The packed row of a micro-batch, on the CPU; each sequence is padded to a multiple of `multiple` tokens.
 
     to_longest: pad all to the longest, which gives the rows of the padded layout one after another.
@@ -188,7 +108,20 @@ def pack(sequences: Sequences, multiple: int = 1, *, to_longest: bool = False) -
     )
 
 
-def with_work(sequences: Sequences) -> Sequences:
+def pad(sequences: DataProto, multiple: int = 1) -> PaddedRows:
+    """The padded rows of a micro-batch, on the CPU; W is the smallest multiple of `multiple` that holds its longest.
+
+    R is B, or 1 for a micro-batch without work. Raises DataError as `pack` does.
+    """
+    sequences = with_work(sequences)
+    rows, width = len(sequences), int(round_up(sequences.lengths.max(), multiple))
+    cells = sequence_cells(sequences, torch.arange(rows) * width)
+    mask = torch.zeros(rows, width, dtype=torch.int64)
+    mask.view(-1)[cells] = 1
+    return PaddedRows(**place(sequences, cells, (rows, width)), attention_mask=mask)
+
+
+def with_work(sequences: DataProto) -> DataProto:
     """`sequences`, or if there are none a sequence of one token that predicts nothing.
 
     A rank that has no work in a micro-step still has to take part in the gathering of parameters and the reduction of
@@ -197,26 +130,25 @@ def with_work(sequences: Sequences) -> Sequences:
     if len(sequences):
         return sequences
     token = {"input_ids": torch.zeros(1, dtype=torch.int64), "loss_mask": torch.zeros(1, dtype=torch.bool)}
-    return Sequences(torch.ones(1, dtype=torch.int64), token)
+    return DataProto(torch.ones(1, dtype=torch.int64), token)
 
 
-def sequence_cells(sequences: Sequences, first_cells: Tensor) -> Tensor:
+def sequence_cells(sequences: DataProto, first_cells: Tensor) -> Tensor:
     """The cell of every token, int64 [T], when sequence i lies in consecutive cells from `first_cells[i]` on."""
     shift = first_cells - cumulative(sequences.lengths)[:-1]
     return torch.arange(sequences.num_tokens) + torch.repeat_interleave(shift, sequences.lengths)
 
 
-def place(sequences: Sequences, cells: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
+def place(sequences: DataProto, cells: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
     """The fields of a ModelInput of `shape` (R, W) whose tokens lie in `cells` int64 [T].
 
     Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
     """
-    lengths, starts = sequences.lengths, cumulative(sequences.lengths)[:-1]
+    owner, starts = sequences.owner, cumulative(sequences.lengths)[:-1]
     tokens, loss_mask = sequences.tokens["input_ids"].cpu(), sequences.tokens["loss_mask"].cpu()
     if loss_mask[starts].any():
         index = int(loss_mask[starts].nonzero()[0])
         raise DataError(f"loss_mask marks the first token of sequence {index}, which no token predicts")
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     loss_positions = loss_mask.nonzero().squeeze(1)
     return {
         "input_ids": _fill(cells, tokens, shape),
@@ -244,18 +176,3 @@ def _fill(cells: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     filled = torch.zeros(shape, dtype=values.dtype)
     filled.view(-1)[cells] = values
     return filled
-
-
-def _check_sizes(columns: Mapping[str, Tensor | np.ndarray], size: int, what: str) -> None:
-    for name, values in columns.items():
-        if len(values) != size:
-            raise DataError(f"column {name!r} holds {len(values)} values for {size} {what}")
-
-
-def _typed(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Ids and mask in the types that indexing needs, whatever narrower type they travelled in.
-
-    Numbers with a fraction are left as they are, to be refused.
-    """
-    whole = {name for name, values in tokens.items() if name in COLUMN_TYPES and not values.is_floating_point()}
-    return {name: values.to(COLUMN_TYPES[name]) if name in whole else values for name, values in tokens.items()}

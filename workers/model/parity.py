@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.errors import BallastError, ConfigError, UnsupportedModelError
 from workers.model.attention import ATTENTION_NAME
 from workers.model.input_checks import max_positions
 from workers.model.layout import LaidOut, RowLayout
 from workers.model.model import PackedModel, described
-from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor, reshard
 from workers.model.passes import Work
 from workers.model.stage_layers import Passing
@@ -65,7 +65,7 @@ class Probe:
     """sequences: all but their first tokens predicted. temperature, dtype: the engine's. parameter: name of the
     parameter whose gradient is compared, empty for none."""
 
-    sequences: Sequences
+    sequences: DataProto
     temperature: float
     dtype: torch.dtype
     parameter: str
@@ -201,7 +201,7 @@ def make_probe(packed: PackedModel, dtype: torch.dtype, temperature: float = 1.0
         chosen = torch.randint(len(ids), (min(length, limit),), generator=generator)
         rows.append({"input_ids": ids[chosen], "loss_mask": torch.arange(len(chosen)) > 0})
     rows[2]["input_ids"][:prefix] = rows[1]["input_ids"][:prefix]
-    return Probe(Sequences.from_list(rows), temperature, dtype, probed_parameter(packed))
+    return Probe(DataProto.from_list(rows), temperature, dtype, probed_parameter(packed))
 
 
 def _built_in(packed: PackedModel) -> list[int]:

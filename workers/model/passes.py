@@ -1,6 +1,6 @@
 """Micro-batches through the model of this rank, or through its stage of a pipeline: forward, and backward with losses.
 
-    Sequences --RowLayout--> forward of one micro-batch --> finish: results, loss --> backward      one stage
+    DataProto --RowLayout--> forward of one micro-batch --> finish: results, loss --> backward      one stage
     stage:  receive --> forward --> send ... receive gradient --> backward --> send                 one of several
 
 The order is that of `balancing.pipeline`; a single stage computes forward and backward of one micro-batch after the
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from balancing.pipeline import Action, actions
+from workers.dataproto import DataProto
 from workers.model.layout import LaidOut, RowLayout
 from workers.model.losses import Predictions, ValuePredictions
 from workers.model.model import PackedModel
-from workers.model.packing import Sequences
 from workers.model.pipeline import Stage
 from workers.model.pipeline_exchange import Arrival, Exchange
 from workers.model.stage_layers import Part, Passing
@@ -35,7 +35,7 @@ Finish = Callable[[int, LaidOut, Any], Tensor | None]
 class RouterHook(Protocol):
     """Acts on a model's routers while a micro-batch goes through them."""
 
-    def cells(self, micro_batch: Sequences, laid_out: LaidOut) -> Any:
+    def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> Any:
         """The data that it needs of a micro-batch, by the cells of this rank."""
 
     def following(self, cells: Any, *, counting: bool = False) -> AbstractContextManager[None]:
@@ -47,7 +47,7 @@ class Work:
     """Micro-batches of one pass, and how to lay them out; see `RowLayout.lay_out`. trains: whether backward follows."""
 
     name: str
-    micro_batches: Sequence[Sequences]
+    micro_batches: Sequence[DataProto]
     finish: Finish
     trains: bool = False
     forward: bool = False
@@ -62,7 +62,7 @@ def outputs(module: PackedModel, laid_out: LaidOut, passing: Passing, temperatur
     return module(**arguments, passing=passing)
 
 
-def predictions_of(head: str, micro_batch: Sequences, laid_out: LaidOut, outputs: Any) -> Any:
+def predictions_of(head: str, micro_batch: DataProto, laid_out: LaidOut, outputs: Any) -> Any:
     """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
     if head == "value":
         return ValuePredictions.gather(laid_out.whole(outputs), micro_batch, laid_out.rows)

@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.errors import UnsupportedModelError
 from workers.metrics import Reduction
 from workers.model.experts import blocks_with_experts
 from workers.model.layout import LaidOut
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
-from workers.model.packing import Sequences
 from workers.model.parallel import Parallel
 
 ROUTERS = ("gate", "router")
@@ -95,7 +95,7 @@ class RouterLosses:
         finally:
             self._active = active
 
-    def begin(self, micro_batches: Sequence[Sequences], groups: Sequence[dist.ProcessGroup]) -> None:
+    def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
         """Take the means of the passes that follow over these, this rank's part of a mini-batch; collective. groups:
         see `TrainingEngine.data_parallel_groups`."""
         if not self._active:
@@ -106,7 +106,7 @@ class RouterLosses:
             dist.all_reduce(totals, group=group)
         self._sequences, self._tokens = totals.unbind()
 
-    def cells(self, micro_batch: Sequences, laid_out: LaidOut) -> RoutedTokens | None:
+    def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> RoutedTokens | None:
         """The sequences of this rank's cells; None where there is nothing to compute."""
         if not self._active or not len(micro_batch):
             return None
@@ -114,7 +114,7 @@ class RouterLosses:
         width = laid_out.source.numel() // mesh.size()
         cells = laid_out.cells - mesh.get_local_rank() * width
         here = (laid_out.cells >= 0) & (cells >= 0) & (cells < width)
-        owner = torch.repeat_interleave(torch.arange(len(micro_batch)), micro_batch.lengths)
+        owner = micro_batch.owner
         is_part = torch.zeros(width + 1, len(micro_batch))  # one row more, for tokens of other ranks
         is_part[torch.where(here, cells, width), owner] = 1
         return RoutedTokens(is_part[:width].to(self._device), micro_batch.lengths.to(self._device))

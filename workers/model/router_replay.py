@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from workers.dataproto import DataProto
 from workers.errors import DataError, UnsupportedModelError
 from workers.metrics import Reduction
 from workers.model.experts import blocks_with_experts, find_experts, own_cells
 from workers.model.layout import LaidOut
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
-from workers.model.packing import Sequences
 from workers.model.parallel import Parallel
 
 COLUMN = "routed_experts"
@@ -60,7 +60,7 @@ class RouterReplay:
         for layer, block in blocks:
             block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
 
-    def cells(self, micro_batch: Sequences, laid_out: LaidOut) -> Tensor | None:
+    def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> Tensor | None:
         """The sampler's choices by cell, int16 [C, L, k], UNKNOWN where there is none; None where nothing is replayed.
 
         Raises DataError for a batch without them.
@@ -75,7 +75,7 @@ class RouterReplay:
         choices, source = micro_batch.tokens[COLUMN].cpu(), own_cells(laid_out.source, self._tensor)
         return torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]).to(self._counts.device)
 
-    def with_own_choices(self, sequences: Sequences) -> Sequences:
+    def with_own_choices(self, sequences: DataProto) -> DataProto:
         """`sequences` without a recorded choice: every token goes through the experts that the router chooses."""
         if not self.active:
             return sequences

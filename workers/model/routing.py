@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.model.expert_load import ExpertLoad
 from workers.model.losses import Statistics
 from workers.model.model import PackedModel
-from workers.model.packing import Sequences
 from workers.model.parallel import Parallel
 from workers.model.passes import RouterHook
 from workers.model.router_losses import RouterLosses
@@ -39,7 +39,7 @@ class Routing:
         """Called by `passes` for each micro-batch."""
         return self._replay, self._losses, self._load
 
-    def begin(self, micro_batches: Sequence[Sequences], groups: Sequence[dist.ProcessGroup]) -> None:
+    def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
         """Before the passes of a mini-batch, of which these are this rank's; collective. groups: see
         `TrainingEngine.data_parallel_groups`."""
         self._losses.begin(micro_batches, groups)
@@ -52,6 +52,6 @@ class Routing:
         """Inside, the gradient of a mini-batch is that of its loss alone."""
         return self._losses.left_out()
 
-    def with_own_choices(self, sequences: Sequences) -> Sequences:
+    def with_own_choices(self, sequences: DataProto) -> DataProto:
         """`sequences` without recorded choices of experts; see `RouterReplay.with_own_choices`."""
         return self._replay.with_own_choices(sequences)

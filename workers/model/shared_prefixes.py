@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from balancing.shared_prefixes import fewest_worth_sharing
-from workers.model.packing import PackedRow, Sequences, place, with_work
+from workers.dataproto import DataProto
+from workers.model.packing import PackedRow, place, with_work
 
 Integers = NDArray[np.int64]
 
@@ -79,7 +80,7 @@ class SharedRow(PackedRow):
         return torch.arange(context_rank, self.padded_lengths[0], context_parallel)
 
 
-def pack_shared(sequences: Sequences, multiple: int = 1, minimum: int = 1) -> SharedRow:
+def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> SharedRow:
     """The row of a micro-batch in which a shared token is one cell; padded at its end to a multiple of `multiple`.
 
     minimum: of a beginning that is less than this many tokens longer than one that is shared already, or too little to

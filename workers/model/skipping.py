@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.dataproto import DataProto
 from workers.errors import NonFiniteError
-from workers.model.packing import Sequences
 
 SHOWN = 8  # sequences that an error names of each rank
 
@@ -26,7 +26,7 @@ class SkipPolicy:
         self._max_in_a_row = max_in_a_row
         self._watched: list[tuple[list[str], Tensor]] = []
 
-    def watch(self, sequences: Sequences, start: int, stop: int, loss: Tensor) -> None:
+    def watch(self, sequences: DataProto, start: int, stop: int, loss: Tensor) -> None:
         """Record the loss, 0-d, of the micro-batch of rows start..stop-1, without a copy from the device."""
         self._watched.append((_names(sequences, start, stop), loss.detach().isfinite()))
 
@@ -64,7 +64,7 @@ class SkipPolicy:
         )
 
 
-def _names(sequences: Sequences, start: int, stop: int) -> list[str]:
+def _names(sequences: DataProto, start: int, stop: int) -> list[str]:
     """Names of rows: uid and number in the group where the batch has them, else the row on this rank."""
     uids = sequences.objects.get("uid")
     if uids is None:

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import PackedAttention
 from workers.model.model import PackedModel, read_pretrained, read_rows
-from workers.model.packing import ModelInput, PackedRow, Sequences
-from workers.model.padded import PaddedRows
+from workers.model.packing import ModelInput, PackedRow, PaddedRows
 from workers.model.shared_prefixes import SharedRow
 from workers.model.stage_layers import Passing
 
@@ -81,7 +81,7 @@ def packed_value_model(model: PreTrainedModel, config: ModelConfig) -> PackedVal
 Rows = TypeVar("Rows", bound=ModelInput)
 
 
-def after_last(rows: Rows, sequences: Sequences) -> Rows:
+def after_last(rows: Rows, sequences: DataProto) -> Rows:
     """`rows`, the micro-batch of `sequences` laid out, that reads the cell of each sequence's last token alone: N = B.
 
     There is nothing that these cells are to predict: `targets` is 0.

@@ -2,7 +2,7 @@
 
     reset --> [sample a turn --> step --> observation] --> ... --> done | no turn or token left | failed
 
-    prompt | turn | observation | turn | observation | turn          one row of a TokenBlock
+    prompt | turn | observation | turn | observation | turn          one row of a DataProto
              ^^^^                 ^^^^                 ^^^^          the policy's: loss_mask True, log-probs
 
 The next request's prompt is `Episode.ids`, the sampled ids themselves: tokenizing their text again need not give the
@@ -129,7 +129,7 @@ class Episode:
         return TURNS if len(self.turns) == self.limits.turns else ""
 
     def row(self) -> dict[str, np.ndarray]:
-        """The columns of a TokenBlock's row: `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, and
+        """The columns of a DataProto's row: `input_ids` int32, `loss_mask` bool, `rollout_log_probs` float32, and
         `weight_versions` int32, -1 where the policy sampled nothing; where the engine says them `routed_experts` int16
         [n, layers, k], -1 for the tokens at the end that it did not read."""
         row = {

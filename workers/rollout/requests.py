@@ -1,6 +1,6 @@
 """Requests to an engine and the light results that come back; importable without torch or vLLM.
 
-SampleRequest --engine--> SampleResult (to the driver) + one row of a TokenBlock (stays in the object store)
+SampleRequest --engine--> SampleResult (to the driver) + one row of a DataProto (stays in the object store)
 """
 
 import hashlib
@@ -83,7 +83,7 @@ class SampleResult:
     rollout.max_episode_tokens or the engine's longest sequence), `turns` (rollout.max_turns) or `error`, with the
     reason in `error`. weight_version, newest_weight_version: the oldest and the newest weights that any of its tokens
     was sampled with. version_tokens: (version, number of tokens sampled with it), oldest first. environment: its
-    reward, or why it has none; None without one. row: its row in the TokenBlock that came with it; -1 after an error.
+    reward, or why it has none; None without one. row: its row in the DataProto that came with it; -1 after an error.
     replica: the engine it ran on, from `start`, seconds since 1970 by the clock there, for `seconds`, waiting for its
     turn included.
     """

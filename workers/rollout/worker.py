@@ -1,6 +1,6 @@
 """RolloutWorker: the actor around one vLLM engine.
 
-    requests --generate--> [vLLM: scheduler, model, sampler] --every 0.25 s--> TokenBlock, list[SampleResult], ...
+    requests --generate--> [vLLM: scheduler, model, sampler] --every 0.25 s--> DataProto, list[SampleResult], ...
                                turn | ^ observation              an environment's, where there is one
                                     v |
                             [EnvironmentPool: a process an episode]
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
+from workers.dataproto import DataProto
 from workers.errors import DataError, LostError, RolloutError
 from workers.network import use_rays_interface
-from workers.remote_batch import TokenBlock
 from workers.rendering import Renderer
 from workers.rollout.conversation import Conversation
 from workers.rollout.engine import (
@@ -144,8 +144,8 @@ class RolloutWorker:
 
     async def generate(
         self, requests: list[SampleRequest], sampling: SamplingConfig
-    ) -> AsyncIterator[TokenBlock | list[SampleResult]]:
-        """Yield a TokenBlock and then the list of its results, repeatedly, as samples finish.
+    ) -> AsyncIterator[DataProto | list[SampleResult]]:
+        """Yield a DataProto and then the list of its results, repeatedly, as samples finish.
 
         The block comes first, so that a caller with the list knows that the block exists. Its columns are `input_ids`
         int32, `loss_mask` bool (True where the policy sampled) and `rollout_log_probs` float32 (0 elsewhere), and
@@ -381,7 +381,7 @@ def _end_engine(engine: "AsyncLLM | None") -> None:
     psutil.wait_procs(processes, STOP_SECONDS)
 
 
-def _flush(samples: list[Sample]) -> tuple[TokenBlock, list[SampleResult]]:
+def _flush(samples: list[Sample]) -> tuple[DataProto, list[SampleResult]]:
     """One block of the rows, and the results with their row numbers, in the order of (uid, sample)."""
     rows: list[Row] = []
     results = []
@@ -391,7 +391,7 @@ def _flush(samples: list[Sample]) -> tuple[TokenBlock, list[SampleResult]]:
             continue
         results.append(replace(result, row=len(rows)))
         rows.append(row)
-    return TokenBlock.from_rows(rows), results
+    return DataProto.from_rows(rows), results
 
 
 def _failure(request: SampleRequest, reason: str) -> Sample:

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.benchmarks.families.shrinking import VOCABULARY, tiny_config
 from tests.workers.model.tiny import save_tokenizer
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.dataproto import DataProto
 from workers.errors import BallastError
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators
 from workers.model.losses.supervised import sft
-from workers.model.packing import Sequences
 
 LENGTHS = (19, 5, 26, 2, 12)
 TOLERANCE = 1e-3
@@ -101,11 +101,11 @@ def compare(folder: Path, run: Run, **settings: Any) -> Outcome:
     return Outcome("exact" if exact else "wrong", difference, "" if exact else f"its gradient differs by {slope:.0%}")
 
 
-def sequences() -> Sequences:
+def sequences() -> DataProto:
     """Some, of several lengths; all tokens but the first of each are predicted."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(4, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
-    return Sequences.from_list([{"input_ids": row, "loss_mask": torch.arange(len(row)) > 0} for row in rows])
+    return DataProto.from_list([{"input_ids": row, "loss_mask": torch.arange(len(row)) > 0} for row in rows])
 
 
 def _engine(folder: Path, run: Run, settings: dict[str, Any]) -> TrainingEngine:

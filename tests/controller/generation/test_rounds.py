@@ -16,8 +16,8 @@ from controller.generation.fleet import RestartBudget
 from controller.generation.rounds import RolloutRound, Rollouts
 from tests.end_to_end.processes import living
 from workers.config import RolloutConfig, SamplingConfig
+from workers.dataproto import DataProto
 from workers.errors import LostError, RolloutError
-from workers.remote_batch import TokenBlock
 from workers.rollout.requests import ERROR, PartialResponse, SampleRequest, SampleResult
 
 
@@ -45,7 +45,7 @@ class ScriptedEngine:
 
     async def generate(
         self, requests: list[SampleRequest], sampling: SamplingConfig
-    ) -> AsyncIterator[TokenBlock | list[SampleResult]]:
+    ) -> AsyncIterator[DataProto | list[SampleResult]]:
         self.running += len(requests)
         self.most_running = max(self.most_running, self.running)
         for request in requests:
@@ -60,7 +60,7 @@ class ScriptedEngine:
             yield block
             yield [result]
 
-    def answer(self, request: SampleRequest) -> tuple[TokenBlock, SampleResult]:
+    def answer(self, request: SampleRequest) -> tuple[DataProto, SampleResult]:
         self.tries[request.uid] += 1
         action = self.script.get(request.uid)
         if action == "die":
@@ -72,10 +72,10 @@ class ScriptedEngine:
         tokens = len(request.prompt_ids)
         if action == "fail" or (action == "fail once" and self.tries[request.uid] == 1):
             reason = f"refused by {self.index}"
-            return TokenBlock.from_rows([]), SampleResult(
+            return DataProto.from_rows([]), SampleResult(
                 request.uid, request.sample, tokens, 0, ERROR, weight_version=-1, error=reason
             )
-        block = TokenBlock.from_rows([{"input_ids": np.array([request.seed], dtype=np.int32)}])
+        block = DataProto.from_rows([{"input_ids": np.array([request.seed], dtype=np.int32)}])
         version = self.loaded[-1][1] if self.loaded else 0
         return block, SampleResult(request.uid, request.sample, tokens, 1, "stop", weight_version=version, row=0)
 

@@ -38,7 +38,8 @@ def dataset(seed: int = 0, *, shuffle: bool = True) -> SequenceDataset:
 
 
 def numbers(batch: RemoteBatch) -> list[int]:
-    return [int(ids[0]) for ids in batch.gather().batch["input_ids"].unbind()]
+    gathered = batch.gather()
+    return [int(gathered.row(row)["input_ids"][0]) for row in range(len(gathered))]
 
 
 def chosen(batch: RemoteBatch) -> list[int]:

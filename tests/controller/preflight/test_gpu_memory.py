@@ -15,11 +15,12 @@ from tests.controller.config_workspace import write_model
 from tests.controller.qwen import PARAMETERS, qwen_description
 from tests.workers.model.tiny import tiny_config
 from workers.config import LoraConfig, ModelConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError
 from workers.model.attention import packed_attention
 from workers.model.lora import add_adapters
 from workers.model.model import packed_causal_lm
-from workers.model.packing import Sequences, pack
+from workers.model.packing import pack
 
 SIZES = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -69,7 +70,7 @@ def kept_bytes(layers: int, *, checkpointing: bool, tokens: int = 512) -> tuple[
     rows = [{"input_ids": torch.zeros(tokens // 2, dtype=torch.long)} for _ in range(2)]
     for row in rows:
         row["loss_mask"] = torch.arange(tokens // 2) > 0
-    packed = pack(Sequences.from_list(rows, {}), 1)
+    packed = pack(DataProto.from_list(rows, {}), 1)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

@@ -5,11 +5,12 @@ import itertools
 import torch
 from torch import Tensor
 
+from workers.dataproto import DataProto
 from workers.model.losses import Denominators, LossFunction, Predictions, Statistics
-from workers.model.packing import Sequences, pack
+from workers.model.packing import pack
 
 
-def predictions_of(sequences: Sequences, log_probs: Tensor) -> Predictions:
+def predictions_of(sequences: DataProto, log_probs: Tensor) -> Predictions:
     """As if the model gave `log_probs` [T]; the entropy is made up from them."""
     row = pack(sequences)
     chosen = log_probs[row.loss_positions]
@@ -29,25 +30,15 @@ def tokens_of(log_probs: list[float], lengths: list[int] | None = None, **column
     )
 
 
-def in_order(sequences: Sequences, order: list[int]) -> Sequences:
-    """The sequences `order`, in that order."""
-    parts = [sequences.slice(index, index + 1) for index in order]
-    return Sequences(
-        torch.cat([part.lengths for part in parts]),
-        {name: torch.cat([part.tokens[name] for part in parts]) for name in sequences.tokens},
-        {name: torch.cat([part.columns[name] for part in parts]) for name in sequences.columns},
-    )
-
-
-def with_log_probs(sequences: Sequences, seed: int = 0, spread: float = 0.5) -> Sequences:
+def with_log_probs(sequences: DataProto, seed: int = 0, spread: float = 0.5) -> DataProto:
     """The sequences with a column `log_probs`, those that the model is to give, around the old ones."""
     noise = torch.randn(sequences.num_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     log_probs = sequences.tokens["old_log_probs"] + spread * noise
-    return Sequences(sequences.lengths, sequences.tokens | {"log_probs": log_probs}, sequences.columns)
+    return DataProto(sequences.lengths, sequences.tokens | {"log_probs": log_probs}, sequences.columns)
 
 
 def computed_in_parts(
-    sequences: Sequences, cuts: list[int], loss_function: LossFunction, denominators: Denominators
+    sequences: DataProto, cuts: list[int], loss_function: LossFunction, denominators: Denominators
 ) -> tuple[float, list[Tensor], list[Statistics]]:
     """(loss, gradient of `log_probs` of each sequence, statistics) of a mini-batch cut into micro-batches at `cuts`."""
     total, gradients, statistics = 0.0, [], []

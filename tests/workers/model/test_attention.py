@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.workers.model.reference_attention import reference_attention
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config, unpacked_log_probs
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import ATTENTION_NAME, Installed, choose_backend, packed_attention
-from workers.model.packing import Sequences, pack
+from workers.model.packing import pack
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -178,7 +179,7 @@ def test_a_window_computed_block_by_block_equals_one_mask(window, features):
     key, value = torch.randn(2, 1, 2, sum(lengths), 8, generator=generator, dtype=torch.float64)
     if "sinks" in features:
         features = features | {"sinks": torch.randn(4, generator=generator, dtype=torch.float64)}
-    row = pack(Sequences.from_list([{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]))
+    row = pack(DataProto.from_list([{"input_ids": [1] * length, "loss_mask": [False] * length} for length in lengths]))
     actual = packed_attention("sdpa", row, CPU)(query, key, value, 0.5, window=window, **features)
     owner = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     place = torch.arange(sum(lengths))

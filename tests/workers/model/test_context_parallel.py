@@ -20,10 +20,11 @@ from tests.workers.model.tiny import (
     unpacked_log_probs,
 )
 from workers.config import ModelConfig, ParallelConfig
+from workers.dataproto import DataProto
 from workers.model.attention import packed_attention
 from workers.model.context_parallel import Ulysses, cut, gather_tokens
 from workers.model.engine import TrainingEngine
-from workers.model.packing import PackedRow, Sequences, pack
+from workers.model.packing import PackedRow, pack
 from workers.model.ring_attention import RingAttention
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ SCALE = 0.3
 def packed(lengths: list[int], multiple: int) -> PackedRow:
     """Token ids 100 * sequence + position; all but the first token of each sequence are predicted."""
     return pack(
-        Sequences.from_list(
+        DataProto.from_list(
             [
                 {"input_ids": 100 * index + torch.arange(length), "loss_mask": torch.arange(length) > 0}
                 for index, length in enumerate(lengths)
@@ -199,7 +200,7 @@ def worked_example() -> PackedRow:
     """The example of the requirements: sequence i consists of the id i; padding, here id 0, is known by its cell."""
     lengths = [2, 4, 6, 1]
     rows = [{"input_ids": [index] * length, "loss_mask": [False] * length} for index, length in enumerate(lengths)]
-    return pack(Sequences.from_list(rows), length_multiple(2, 1))
+    return pack(DataProto.from_list(rows), length_multiple(2, 1))
 
 
 def test_p4_worked_example_of_zigzag_parts():

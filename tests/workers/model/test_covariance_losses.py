@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers.model.loss_cases import in_order, tokens_of, with_log_probs
+from tests.workers.model.loss_cases import tokens_of, with_log_probs
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
 from workers.errors import DataError
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, hold_back, make_policy_loss, to_metrics
-from workers.model.packing import Sequences
 
 CONFIGS = {
     "kl_cov": LossConfig("kl_cov", covariance_fraction=0.1),
@@ -23,7 +23,7 @@ CONFIGS = {
 ORDER = [7, 2, 10, 0, 5, 1, 3, 9, 6, 8, 4]
 
 
-def covariances(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+def covariances(sequences: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
     """(covariance of every loss token as the paper defines it, `loss_mask`)."""
     mask = sequences.tokens["loss_mask"]
     log_probs = sequences.tokens["old_log_probs"][mask]
@@ -31,7 +31,7 @@ def covariances(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
     return (log_probs - log_probs.mean()) * (advantages - advantages.mean()), mask
 
 
-def held_back_of(sequences: Sequences, config: LossConfig) -> torch.Tensor:
+def held_back_of(sequences: DataProto, config: LossConfig) -> torch.Tensor:
     (part,) = hold_back([sequences], Denominators.of(sequences), config)
     return part.tokens["held_back"]
 
@@ -84,7 +84,7 @@ def test_without_a_candidate_nothing_is_held_back():
 def test_neither_order_nor_cut_changes_what_is_held_back(name):
     sequences = random_sequences()
     expected = held_back_of(sequences, CONFIGS[name]).split(sequences.lengths.tolist())
-    shuffled = in_order(sequences, ORDER)
+    shuffled = sequences.select_idxs(ORDER)
     parts = [shuffled.slice(0, 4), shuffled.slice(4, 4), shuffled.slice(4, 11)]
     prepared = hold_back(parts, Denominators.of(sequences), CONFIGS[name])
     actual = torch.cat([part.tokens["held_back"] for part in prepared])
@@ -96,7 +96,7 @@ def hold_back_on_a_rank(name: str) -> dict[int, torch.Tensor]:
     rows = [row for row in range(len(sequences)) if row % 3 == rank] if rank < 2 else []
     if rank == 0:
         rows += [row for row in range(len(sequences)) if row % 3 == 2]
-    parts = [in_order(sequences, rows)] if rows else [sequences.slice(0, 0)]
+    parts = [sequences.select_idxs(rows)] if rows else [sequences.slice(0, 0)]
     prepared = hold_back(parts, Denominators.of(sequences), CONFIGS[name], [dist.group.WORLD])
     return dict(zip(rows, prepared[0].tokens["held_back"].split(prepared[0].lengths.tolist()), strict=True))
 

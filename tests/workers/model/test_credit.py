@@ -8,17 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from workers.dataproto import DataProto
 from workers.errors import DataError
 from workers.model.credit import (
     KlPenalty,
     gae,
-    loss_token_counts,
     sequence_kl,
     token_kl,
     token_rewards,
     whiten,
 )
-from workers.model.packing import Sequences
 
 
 def gae_by_paper(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -75,8 +74,8 @@ def test_the_reward_stands_at_the_last_token_of_the_policy() -> None:
         {"input_ids": [1, 2], "loss_mask": [False, False]},
         {"input_ids": [1, 2], "loss_mask": [False, True]},
     ]
-    sequences = Sequences.from_list(rows, {"reward": [2.0, 5.0, -1.0]})
-    assert loss_token_counts(sequences).tolist() == [2, 0, 1]
+    sequences = DataProto.from_list(rows, {"reward": [2.0, 5.0, -1.0]})
+    assert sequences.loss_token_counts.tolist() == [2, 0, 1]
     assert token_rewards(sequences).tolist() == [0.0, 2.0, -1.0]
 
 
@@ -96,7 +95,7 @@ def test_a_penalty_is_taken_from_every_token_and_adds_up_over_the_sequence() -> 
             "reference_log_probs": [0.0, -1.0],
         },
     ]
-    sequences = Sequences.from_list(rows, {"reward": [2.0, 5.0, -1.0]})
+    sequences = DataProto.from_list(rows, {"reward": [2.0, 5.0, -1.0]})
     # k1 is log pi - log reference: 0.5 and -1 of the first, -2 of the third.
     assert token_kl(sequences, "k1").tolist() == [0.5, -1.0, -2.0]
     assert sequence_kl(sequences, "k1").tolist() == [-0.5, 0.0, -2.0]

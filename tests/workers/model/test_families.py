@@ -20,6 +20,7 @@ from tests.workers.model.tiny import (
     unpacked_log_probs,
 )
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import choose_backend, packed_attention
 from workers.model.families import (
@@ -30,8 +31,7 @@ from workers.model.families import (
 )
 from workers.model.model import PackedCausalLM, packed_causal_lm
 from workers.model.model_rules import check_layout
-from workers.model.packing import ModelInput, Sequences, pack
-from workers.model.padded import pad
+from workers.model.packing import ModelInput, pack, pad
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -79,7 +79,7 @@ class Outcome:
             assert error < gradient_tolerance(name, self.model, tolerance), name
 
 
-def unpacked(model: PreTrainedModel, sequences: Sequences) -> Outcome:
+def unpacked(model: PreTrainedModel, sequences: DataProto) -> Outcome:
     model = copy.deepcopy(model)
     if model._can_set_attn_implementation():
         model.set_attn_implementation(REFERENCE_ATTENTION)
@@ -95,14 +95,14 @@ def through_rows(module: PackedCausalLM, rows: ModelInput, **attention: object) 
     )
 
 
-def packed(model: PreTrainedModel, sequences: Sequences, multiple: int = 1) -> Outcome:
+def packed(model: PreTrainedModel, sequences: DataProto, multiple: int = 1) -> Outcome:
     module = packed_causal_lm(copy.deepcopy(model), ModelConfig())
     row = pack(sequences, multiple)
     backend = choose_backend("auto", CPU, torch.float64, module.required_features)
     return Outcome(*through_rows(module, row, attention=packed_attention(backend, row, CPU)), module.model)
 
 
-def padded(model: PreTrainedModel, sequences: Sequences, multiple: int = 1) -> Outcome:
+def padded(model: PreTrainedModel, sequences: DataProto, multiple: int = 1) -> Outcome:
     module = packed_causal_lm(copy.deepcopy(model), ModelConfig(layout="padded"))
     rows = pad(sequences, multiple)
     return Outcome(*through_rows(module, rows, attention=None, attention_mask=rows.attention_mask), module.model)

@@ -12,11 +12,11 @@ from controller.config import load
 from tests.workers.model.test_policy_losses import CONFIGS, REFERENCES, Reference
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, RolloutCorrectionConfig
+from workers.dataproto import DataProto
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, Predictions, kl_estimate, make_policy_loss, to_metrics
 from workers.model.losses.exponential import LARGEST_LOG_RATIO, bounded_exp
-from workers.model.packing import Sequences
 
 FAR = st.one_of(st.floats(-1e4, 1e4, width=32), st.floats(-60, 120, width=32), st.floats(-1, 1, width=32))
 TOKEN = st.tuples(FAR, st.sampled_from([-2.0, -1.0, 0.0, 1.0, 3.0]), st.booleans())
@@ -184,7 +184,7 @@ def test_a_step_with_a_token_far_from_its_old_policy_is_taken(overrides, tmp_pat
     config = load(None, [*overrides, "batch.mini_batches=2", f"model.path={path}"])
     sequences = random_sequences(dtype=torch.float32)
     sequences.tokens["old_log_probs"][sequences.lengths[0] - 1] = -500.0  # the last of the first sequence
-    good = Sequences(sequences.lengths, sequences.tokens, {"advantages": torch.ones(len(sequences))})
+    good = DataProto(sequences.lengths, sequences.tokens, {"advantages": torch.ones(len(sequences))})
     engine = TrainingEngine(
         ModelConfig(path=path, dtype="float32"), optimizer=OptimizerConfig(), total_steps=1, device="cpu"
     )

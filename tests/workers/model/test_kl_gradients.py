@@ -8,11 +8,11 @@ from controller.config import load
 from tests.workers.model.loss_cases import tokens_of
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, kl_of_loss, make_policy_loss, to_metrics
-from workers.model.packing import Sequences
 
 LOGITS = torch.tensor([0.4, -1.0, 0.8, 0.0], dtype=torch.float64)
 REFERENCE = torch.tensor([0.2, 0.5, 0.1, 0.2], dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_importance_by_hand():
     assert predictions.log_probs.grad.item() == pytest.approx(ratio * 2 + ratio)
 
 
-def gradients_of(path: str, sequences: Sequences, *overrides: str) -> Tensor:
+def gradients_of(path: str, sequences: DataProto, *overrides: str) -> Tensor:
     """All gradients of an engine, of the KL alone, as a run with these settings has them."""
     settings = [f"model.path={path}", "algorithm.loss.kl_coefficient=1", *overrides]
     loss = make_policy_loss(load(None, settings).algorithm.loss)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.workers.model.loss_cases import computed_in_parts, predictions_of, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
 from workers.config import POLICY_LOSS_SETTINGS, LossConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
 from workers.metrics import results
 from workers.model.losses import (
@@ -29,7 +30,6 @@ from workers.model.losses import (
     to_metrics,
     token_weights,
 )
-from workers.model.packing import Sequences
 
 AGGREGATIONS = [
     "token_mean",
@@ -46,13 +46,13 @@ def config_of(aggregation: str, **others: object) -> LossConfig:
     return LossConfig(aggregation=aggregation, constant_length=constant, **others)
 
 
-def grouped(sequences: Sequences) -> Sequences:
+def grouped(sequences: DataProto) -> DataProto:
     """With the column that `group_mean_token_mean` reads."""
     columns = sequences.columns | {"group_tokens": group_tokens(sequences, GROUPS)}
-    return Sequences(sequences.lengths, sequences.tokens, columns)
+    return DataProto(sequences.lengths, sequences.tokens, columns)
 
 
-def loss_by_definition(sequences: Sequences, config: LossConfig) -> float:
+def loss_by_definition(sequences: DataProto, config: LossConfig) -> float:
     """Token by token, sequence by sequence and group by group, in plain Python."""
     by_sequence: list[list[float]] = []
     position = 0

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from balancing import plan_batch
 from balancing.alignment import length_multiple
+from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.model.packing import ModelInput, PackedRow, Sequences, pack
-from workers.model.padded import pad
+from workers.model.packing import ModelInput, PackedRow, pack, pad
 
 
 def rows(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -21,21 +21,9 @@ def rows(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
 lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
-@given(lengths_strategy, st.data())
-def test_slices_hold_the_tokens_of_their_rows(lengths, data):
-    sequences = Sequences.from_list(rows(lengths), {"advantages": torch.arange(len(lengths))})
-    start = data.draw(st.integers(0, len(lengths)))
-    stop = data.draw(st.integers(start, len(lengths)))
-    part = sequences.slice(start, stop)
-    expected = [row["input_ids"] for row in rows(lengths)[start:stop]]
-    assert part.lengths.tolist() == lengths[start:stop]
-    assert part.columns["advantages"].tolist() == list(range(start, stop))
-    assert part.tokens["input_ids"].tolist() == (torch.cat(expected).tolist() if expected else [])
-
-
 @given(lengths_strategy)
 def test_packed_row_restarts_positions_and_predicts_within_sequences(lengths):
-    row = pack(Sequences.from_list(rows(lengths)))
+    row = pack(DataProto.from_list(rows(lengths)))
     assert row.position_ids[0].tolist() == [position for length in lengths for position in range(length)]
     assert row.cu_seqlens.tolist() == [sum(lengths[:index]) for index in range(len(lengths) + 1)]
     assert row.max_length == max(lengths)
@@ -47,7 +35,7 @@ def test_packed_row_restarts_positions_and_predicts_within_sequences(lengths):
 
 def test_only_tokens_with_loss_mask_are_predicted():
     row = pack(
-        Sequences.from_list(
+        DataProto.from_list(
             [
                 {"input_ids": [5, 6, 7, 8], "loss_mask": [False, True, False, True]},
                 {"input_ids": [9, 10], "loss_mask": [False, False]},
@@ -62,47 +50,25 @@ def test_only_tokens_with_loss_mask_are_predicted():
 
 @pytest.mark.parametrize("lay_out", [pack, pad])
 def test_a_micro_batch_without_sequences_predicts_nothing(lay_out):
-    empty = lay_out(Sequences.from_list(rows([3])).slice(1, 1), 4)
+    empty = lay_out(DataProto.from_list(rows([3])).slice(1, 1), 4)
     assert empty.input_ids.shape == empty.position_ids.shape == (1, 4)
     assert len(empty.targets) == 0
 
 
-def test_narrow_types_of_the_wire_are_widened():
-    sequences = Sequences.from_list([{"input_ids": torch.ones(2, dtype=torch.int32), "loss_mask": [0, 1]}])
-    assert sequences.tokens["input_ids"].dtype == torch.int64
-    assert sequences.tokens["loss_mask"].dtype == torch.bool
-
-
 @pytest.mark.parametrize("lay_out", [pack, pad])
 def test_loss_on_the_first_token_of_a_sequence_is_refused_by_its_number(lay_out):
-    batch = Sequences.from_list(
+    batch = DataProto.from_list(
         [{"input_ids": [1, 2], "loss_mask": [False, True]}, {"input_ids": [1, 2], "loss_mask": [True, True]}]
     )
     with pytest.raises(DataError, match="first token of sequence 1"):
         lay_out(batch)
 
 
-@pytest.mark.parametrize(
-    ("batch", "columns", "message"),
-    [
-        ([], {}, "at least one sequence"),
-        ([{"input_ids": [1]}], {}, "loss_mask"),
-        ([{"input_ids": [1], "loss_mask": [False, True]}], {}, "different lengths"),
-        ([{"input_ids": [], "loss_mask": []}], {}, "sequence 0 has no token"),
-        ([{"input_ids": [1], "loss_mask": [False]}, {"input_ids": [1]}], {}, "sequence 1 has columns"),
-        ([{"input_ids": [1], "loss_mask": [False]}], {"advantages": [1.0, 2.0]}, "'advantages' holds 2 values for 1"),
-    ],
-)
-def test_batches_that_do_not_fit_together_are_refused(batch, columns, message):
-    with pytest.raises(DataError, match=message):
-        Sequences.from_list(batch, columns)
-
-
 @pytest.fixture
 def worked_example() -> PackedRow:
     """Sequences of 2, 4, 6 and 1 tokens for cp = 2, tp = 1; their ids are 1 to 4, so that padding shows as 0."""
     sequences = [[1] * 2, [2] * 4, [3] * 6, [4]]
-    batch = Sequences.from_list([{"input_ids": ids, "loss_mask": [False] * len(ids)} for ids in sequences])
+    batch = DataProto.from_list([{"input_ids": ids, "loss_mask": [False] * len(ids)} for ids in sequences])
     return pack(batch, length_multiple(context_parallel=2, tensor_parallel=1))
 
 
@@ -119,7 +85,7 @@ def test_p3_original_and_padded_cumulative_lengths_are_kept(worked_example):
 
 @given(lengths_strategy, st.integers(1, 5))
 def test_p3_predicted_tokens_are_the_same_with_and_without_padding(lengths, multiple):
-    batch = Sequences.from_list(rows(lengths))
+    batch = DataProto.from_list(rows(lengths))
     padded, plain = pack(batch, multiple), pack(batch)
     assert_predictions_are_those_of(plain, padded)
     assert padded.max_length % multiple == 0
@@ -127,14 +93,14 @@ def test_p3_predicted_tokens_are_the_same_with_and_without_padding(lengths, mult
 
 def test_d3_a_row_is_as_long_as_the_longest_rounded_up():
     """[200, 240] with a multiple of 64 gives 256."""
-    rows_of_two = pad(Sequences.from_list(rows([200, 240])), 64)
+    rows_of_two = pad(DataProto.from_list(rows([200, 240])), 64)
     assert rows_of_two.input_ids.shape == rows_of_two.attention_mask.shape == (2, 256)
     assert rows_of_two.attention_mask.sum(1).tolist() == [200, 240]
 
 
 @given(lengths_strategy, st.integers(1, 5))
 def test_m1_padded_rows_predict_what_the_packed_row_does(lengths, multiple):
-    batch = Sequences.from_list(rows(lengths))
+    batch = DataProto.from_list(rows(lengths))
     padded = pad(batch, multiple)
     assert_predictions_are_those_of(pack(batch), padded)
     cells = padded.attention_mask.bool()
@@ -157,10 +123,10 @@ def assert_predictions_are_those_of(plain: ModelInput, padded: ModelInput) -> No
 @settings(max_examples=30)
 def test_d2_m3_no_micro_batch_of_a_plan_has_more_cells_than_the_cap(lengths, multiple, spare, layout):
     """The plan and the engine count alike: the padding of either layout is part of the cap."""
-    batch = Sequences.from_list(rows(lengths))
+    batch = DataProto.from_list(rows(lengths))
     cap = -(-max(lengths) // multiple) * multiple + spare
     plan = plan_batch(lengths, ranks=1, max_tokens=cap, layout=layout, length_multiple=multiple).for_rank(0)
-    ordered = Sequences.from_list([batch.slice(row, row + 1).tokens for row in plan.rows.tolist()])
+    ordered = batch.select_idxs(plan.rows)
     for start, stop in plan.mini_batches[0].micro_batches:
         laid_out = (pack if layout == "packed" else pad)(ordered.slice(start, stop), multiple)
         assert laid_out.input_ids.numel() <= cap

@@ -35,10 +35,10 @@ from tests.workers.model.tiny import (
     unpacked_log_probs,
 )
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from workers.dataproto import DataProto
 from workers.metrics import Metrics, merge, results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, group_tokens, make_policy_loss, sft
-from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor
 from workers.model.shared_attention import SharedAttention
 
@@ -73,7 +73,7 @@ class Case:
         return 1e-9 if self.dtype == "float64" else 1e-5
 
     @property
-    def sequences(self) -> Sequences:
+    def sequences(self) -> DataProto:
         sequences = random_sequences(branching=self.share_prefixes == "always")
         columns = sequences.columns | {"group_tokens": group_tokens(sequences, GROUPS)}
         tokens = sequences.tokens
@@ -237,15 +237,6 @@ def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
     return shares
 
 
-def rows_of(sequences: Sequences, indices: list[int]) -> Sequences:
-    parts = [sequences.slice(index, index + 1) for index in indices]
-    return Sequences(
-        torch.cat([part.lengths for part in parts]),
-        {name: torch.cat([part.tokens[name] for part in parts]) for name in sequences.tokens},
-        {name: torch.cat([part.columns[name] for part in parts]) for name in sequences.columns},
-    )
-
-
 def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEngine:
     engine = TrainingEngine(
         ModelConfig(
@@ -313,7 +304,7 @@ def reference_outcome(case: Case, path: str) -> Outcome:
     )
 
 
-def recorded_choices(sequences: Sequences, layers: int) -> Tensor:
+def recorded_choices(sequences: DataProto, layers: int) -> Tensor:
     """int16 [T, layers, 2]: two of four experts, the same where sequences begin alike; -1 for each last token."""
     ids, ends = sequences.tokens["input_ids"], sequences.lengths.cumsum(0)
     places = torch.arange(len(ids)) - torch.repeat_interleave(ends - sequences.lengths, sequences.lengths)
@@ -324,7 +315,7 @@ def recorded_choices(sequences: Sequences, layers: int) -> Tensor:
     return chosen.to(torch.int16)
 
 
-def replay_routers(model: torch.nn.Module, sequences: Sequences, setting: str) -> Callable[[], dict[str, float]]:
+def replay_routers(model: torch.nn.Module, sequences: DataProto, setting: str) -> Callable[[], dict[str, float]]:
     """Let the routers of a Qwen3-MoE choose as recorded, sequence after sequence; the metric of its passes."""
     if setting == "none":
         return dict
@@ -404,7 +395,7 @@ def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
     return (load * logits.softmax(-1).mean(0)).sum()
 
 
-def reference_loss(outputs: list, sequences: Sequences, config: LossConfig) -> tuple[Tensor, dict[str, float]]:
+def reference_loss(outputs: list, sequences: DataProto, config: LossConfig) -> tuple[Tensor, dict[str, float]]:
     """Sequence by sequence; metrics are plain means over all loss tokens."""
     by_sequence, watched, owners = [], [], []
     for index, (log_probs, entropy) in enumerate(outputs):
@@ -465,7 +456,7 @@ def step_outcome(case: Case, path: str, way: Way, seed: int) -> dict[str, Any]:
     engine = build_engine(case, path, way.parallel)
     share = random_plan(way.dp, seed)[dp_rank(engine.parallel)]
     whole = case.sequences
-    mine = rows_of(whole, share.rows)
+    mine = whole.select_idxs(share.rows)
     log_probs, _ = engine.log_probs(mine, share.micro_batches)
     denominators = Denominators.of(whole, GROUPS)
     metrics = engine.forward_backward(mine, share.micro_batches, make_policy_loss(case.loss), denominators)
@@ -661,7 +652,7 @@ def step_with_nan(path: str, way: Way) -> tuple[Metrics, bool]:
     engine = build_engine(CASES["qwen2"], path, way.parallel)
     before = {name: weight.clone() for name, weight in engine.named_weights()}
     share = random_plan(way.dp, seed=0)[dp_rank(engine.parallel)]
-    sequences = rows_of(random_sequences(), share.rows)
+    sequences = random_sequences().select_idxs(share.rows)
     if dp_rank(engine.parallel) == way.dp - 1:
         sequences.columns["advantages"].fill_(torch.nan)
     denominators = Denominators.of(random_sequences())
@@ -701,7 +692,7 @@ def load_and_train(path: str, way: Way, folder: str) -> dict[str, Tensor]:
 def take_step(engine: TrainingEngine, way: Way, seed: int) -> None:
     share, whole = random_plan(way.dp, seed)[dp_rank(engine.parallel)], random_sequences()
     loss = make_policy_loss(CASES["qwen2"].loss)
-    engine.forward_backward(rows_of(whole, share.rows), share.micro_batches, loss, Denominators.of(whole))
+    engine.forward_backward(whole.select_idxs(share.rows), share.micro_batches, loss, Denominators.of(whole))
     engine.optimizer_step()
 
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.workers.model.loss_cases import computed_in_parts, in_order, tokens_of, with_log_probs
+from tests.workers.model.loss_cases import computed_in_parts, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
 from workers.config import POLICY_LOSS_SETTINGS, LossConfig
+from workers.dataproto import DataProto
 from workers.metrics import results
 from workers.model.losses import Denominators, make_policy_loss, prepare, to_metrics
-from workers.model.packing import Sequences
 
 Reference = Callable[[Tensor, Tensor, float, LossConfig], Tensor]
 """Of one sequence: (log_probs [n], old_log_probs [n], advantage, settings) -> loss of each token [n]."""
@@ -81,7 +81,7 @@ CONFIGS = {
 OWN = {"gspo": "sequence_mean_token_mean", "gmpo": "sequence_mean_token_mean", "sapo": "sequence_mean_token_mean"}
 
 
-def by_paper(sequences: Sequences, config: LossConfig) -> tuple[float, list[Tensor]]:
+def by_paper(sequences: DataProto, config: LossConfig) -> tuple[float, list[Tensor]]:
     """Loss under the paper's normaliser, and the gradient of each sequence's `log_probs`."""
     whole = sequences.tokens["log_probs"].clone().requires_grad_()
     losses = []
@@ -121,12 +121,12 @@ def test_neither_order_nor_cut_changes_loss_gradient_or_metrics(name, cuts, orde
     loss_function = make_policy_loss(LossConfig(name, **held))
     denominators = Denominators.of(sequences)
 
-    def computed(rows: Sequences, at: list[int]):
+    def computed(rows: DataProto, at: list[int]):
         (prepared,) = prepare(loss_function, [rows], denominators)
         return computed_in_parts(prepared, at, loss_function, denominators)
 
     whole, gradients, statistics = computed(sequences, [])
-    loss, cut_gradients, cut_statistics = computed(in_order(sequences, list(order)), cuts)
+    loss, cut_gradients, cut_statistics = computed(sequences.select_idxs(list(order)), cuts)
     assert loss == pytest.approx(whole, rel=1e-9)
     assert results(to_metrics(cut_statistics)) == pytest.approx(results(to_metrics(statistics)), rel=1e-9)
     for position, row in enumerate(order):

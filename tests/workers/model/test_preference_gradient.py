@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from controller.config.offline import PreferenceLossConfig
 from controller.offline.preference_losses import pair_loss
 from tests.workers.model.ranks import RankPool, dp_rank
-from tests.workers.model.test_plan_invariance import WAYS, Way, random_plan, rows_of
+from tests.workers.model.test_plan_invariance import WAYS, Way, random_plan
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, weighted_log_probs
-from workers.model.packing import Sequences
 from workers.model.parallel import full_tensor
 
 BETA = 0.3
@@ -23,12 +23,12 @@ COUNT = 10
 REFERENCE = np.linspace(-60, -20, COUNT)
 
 
-def pairs() -> Sequences:
+def pairs() -> DataProto:
     """Ten sequences, of which every second one is rejected; all have tokens to learn."""
     sequences = random_sequences(COUNT + 2)
     parts = [sequences.slice(i, i + 1) for i in range(2, COUNT + 2)]
     rows = [{name: part.tokens[name] for name in ("input_ids", "loss_mask")} for part in parts]
-    return Sequences.from_list(rows)
+    return DataProto.from_list(rows)
 
 
 def expected(path: str) -> tuple[float, dict[str, Tensor]]:
@@ -49,14 +49,14 @@ def on_a_rank(path: str, way: Way, seed: int, layout: str) -> tuple[float, dict[
     model = ModelConfig(path=path, dtype="float64", layout=layout)
     engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu", parallel=way.parallel)
     every, share = pairs(), random_plan(way.dp, seed, COUNT)[dp_rank(engine.parallel)]
-    mine = rows_of(every, share.rows)
+    mine = every.select_idxs(share.rows)
     log_probs = torch.zeros(COUNT, dtype=torch.float64)
     log_probs[share.rows] = engine.sequence_log_probs(mine, share.micro_batches)
     for group in engine.data_parallel_groups:
         torch.distributed.all_reduce(log_probs, group=group)
     found = pair_loss(PreferenceLossConfig(beta=BETA), log_probs.numpy(), REFERENCE, np.ones(COUNT))
     coefficient = torch.from_numpy(found.coefficients)[share.rows]
-    weighted = Sequences(mine.lengths, mine.tokens, {"coefficient": coefficient})
+    weighted = DataProto(mine.lengths, mine.tokens, {"coefficient": coefficient})
     engine.forward_backward(weighted, share.micro_batches, weighted_log_probs, Denominators.of(every))
     return found.loss, {name: full_tensor(p.grad).clone() for name, p in engine.module.model.named_parameters()}
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from tests.workers.model.loss_cases import computed_in_parts, in_order, tokens_of, with_log_probs
+from tests.workers.model.loss_cases import computed_in_parts, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
 from workers.config import LossConfig, RolloutCorrectionConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
 from workers.metrics import results
 from workers.model.losses import Denominators, correction_weights, make_policy_loss, to_metrics
-from workers.model.packing import Sequences
 
 
 def logs(*values: float) -> list[float]:
@@ -65,7 +65,7 @@ def test_a_long_sequence_does_not_overflow():
     assert weights.tolist() == pytest.approx([2.0] * 2000)
 
 
-def corrected_by_definition(sequences: Sequences, config: LossConfig) -> float:
+def corrected_by_definition(sequences: DataProto, config: LossConfig) -> float:
     """A weighted REINFORCE with KL, one sequence at a time."""
     correction, losses = config.rollout_correction, []
     for index in range(len(sequences)):
@@ -96,7 +96,7 @@ def test_corrected_loss_equals_its_definition_and_ignores_order_and_cut(weights,
     denominators = Denominators.of(sequences)
     expected = corrected_by_definition(sequences, config)
     whole, _, statistics = computed_in_parts(sequences, [], make_policy_loss(config), denominators)
-    shuffled = in_order(sequences, [7, 2, 10, 0, 5, 1, 3, 9, 6, 8, 4])
+    shuffled = sequences.select_idxs([7, 2, 10, 0, 5, 1, 3, 9, 6, 8, 4])
     loss, _, cut_statistics = computed_in_parts(shuffled, [0, 4, 5], make_policy_loss(config), denominators)
     assert (whole, loss) == pytest.approx((expected, expected), rel=1e-9)
     assert results(to_metrics(cut_statistics)) == pytest.approx(results(to_metrics(statistics)), rel=1e-9)

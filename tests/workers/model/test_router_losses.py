@@ -14,18 +14,18 @@ from tests.workers.model.ranks import RankError, RankPool
 from tests.workers.model.test_plan_invariance import whole_gradients
 from tests.workers.model.tiny import compute_in_float64, random_sequences, relative_error, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.families import ROUTER_LOSS_FAMILIES
 from workers.model.losses import Denominators
-from workers.model.packing import Sequences
 
 
 def nothing_to_learn(predictions: Any, denominators: Denominators) -> tuple[Tensor, dict[str, Any]]:
     return 0.0 * predictions.log_probs.sum(), {}
 
 
-def of_the_engine(sequences: Sequences, path: str, **settings: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
+def of_the_engine(sequences: DataProto, path: str, **settings: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
     """On one rank: metrics and gradients of the routers' losses alone, in float64."""
     model = ModelConfig(path=path, dtype="float64", **settings)
     engine = TrainingEngine(model, optimizer=OptimizerConfig(), total_steps=1, device="cpu")

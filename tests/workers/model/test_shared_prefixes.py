@@ -28,6 +28,7 @@ from tests.workers.model.tiny import (
     unpacked_log_probs,
 )
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError, UnsupportedModelError
 from workers.model import merged_attention, ring_attention, shared_attention
 from workers.model.attention import PackedAttention
@@ -36,7 +37,7 @@ from workers.model.layout import RowLayout
 from workers.model.merged_attention import Block
 from workers.model.model import load_model
 from workers.model.model_rules import shares_prefixes
-from workers.model.packing import Sequences, pack
+from workers.model.packing import pack
 from workers.model.parity import check_parity
 from workers.model.ring_attention import RingAttention
 from workers.model.shared_attention import SharedAttention, ring_blocks
@@ -47,27 +48,27 @@ from workers.model.values import last_cells, load_value_model
 CPU = torch.device("cpu")
 
 
-def sequences_of(*rows: str) -> Sequences:
+def sequences_of(*rows: str) -> DataProto:
     """A letter a token; the first is not predicted."""
     ids = [torch.tensor([ord(letter) for letter in row]) for row in rows]
-    return Sequences.from_list([{"input_ids": part, "loss_mask": torch.arange(len(part)) > 0} for part in ids])
+    return DataProto.from_list([{"input_ids": part, "loss_mask": torch.arange(len(part)) > 0} for part in ids])
 
 
-def groups(*shapes: tuple[int, list[int]]) -> Sequences:
+def groups(*shapes: tuple[int, list[int]]) -> DataProto:
     """Of each (prompt, responses), a sequence for every response; all in tokens."""
     rows = []
     for group, (prompt, responses) in enumerate(shapes):
         for index, response in enumerate(responses):
             ids = torch.cat([torch.full((prompt,), 1000 + group), torch.full((response,), index)])
             rows.append({"input_ids": ids, "loss_mask": torch.arange(len(ids)) >= prompt})
-    return Sequences.from_list(rows)
+    return DataProto.from_list(rows)
 
 
 def letters(row: SharedRow) -> str:
     return "".join(chr(token) for token in row.input_ids[0].tolist())
 
 
-def paths(row: SharedRow, sequences: Sequences) -> list[list[int]]:
+def paths(row: SharedRow, sequences: DataProto) -> list[list[int]]:
     """The cells of every sequence, found again from the cells that predict its tokens."""
     cells = row.predicting.split((sequences.lengths - 1).tolist())
     return [[*part.tolist(), last] for part, last in zip(cells, row.last.tolist(), strict=True)]
@@ -220,7 +221,7 @@ def test_small_trees_are_a_call_each_and_others_are_computed_level_by_level(monk
         responses = [torch.cat([torch.arange(40), torch.full((own,), 100 + sample)]) for sample in range(samples)]
         two = [torch.cat([torch.tensor([200 + group]), ids]) for group in range(2) for ids in responses]
         row = pack_shared(
-            Sequences.from_list([{"input_ids": ids, "loss_mask": (ids >= 100) & (ids < 200)} for ids in two])
+            DataProto.from_list([{"input_ids": ids, "loss_mask": (ids >= 100) & (ids < 200)} for ids in two])
         )
         calls.clear()
         query, key = torch.randn(1, 8, row.lengths[0], 64), torch.randn(1, 2, row.lengths[0], 64)
@@ -347,13 +348,13 @@ def test_sharing_by_ring_in_half_precision_is_off_by_rounding_alone():
         assert relative_error(one.double(), other) < 2e-2
 
 
-def stairs(depth: int) -> Sequences:
+def stairs(depth: int) -> DataProto:
     """Sequences of 20 tokens, each of which begins as the one before it does, for three tokens more than that one."""
     rows = [torch.arange(20) for _ in range(depth + 1)]
     for index, row in enumerate(rows[1:], start=1):
         row[:] = rows[index - 1]
         row[3 * index :] += 100
-    return Sequences.from_list([{"input_ids": row, "loss_mask": torch.arange(20) > 0} for row in rows])
+    return DataProto.from_list([{"input_ids": row, "loss_mask": torch.arange(20) > 0} for row in rows])
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
@@ -385,7 +386,7 @@ def test_ranks_of_a_ring_have_the_same_work_in_every_step_where_zigzag_segments_
     lengths = 500 + np.random.default_rng(0).lognormal(np.log(600), 0.6, 16).astype(int) + 1
     rows = [torch.where(torch.arange(length) < 500, 0, 1 + index) for index, length in enumerate(lengths)]
     row = pack_shared(
-        Sequences.from_list([{"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0} for ids in rows]), 16
+        DataProto.from_list([{"input_ids": ids, "loss_mask": torch.arange(len(ids)) > 0} for ids in rows]), 16
     )
     work = work_of_a_ring(row, 8)
     assert work.sum(1).max() / work.sum(1).mean() - 1 == pytest.approx(0.001, abs=0.0005)
@@ -427,7 +428,7 @@ def test_rows_with_their_padding_keep_the_cap_of_a_plan_that_counts_prompts_once
     )
     for rows in (rows for part in plan.mini_batches for step in part.micro_steps for rows in step.ranks if len(rows)):
         ids = [torch.where(torch.arange(lengths[row]) < prompts[row], 1000 + group[row], row) for row in rows]
-        sequences = Sequences.from_list([{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids])
+        sequences = DataProto.from_list([{"input_ids": each, "loss_mask": torch.arange(len(each)) > 0} for each in ids])
         row = pack_shared(sequences, multiple, minimum)
         width = (row if row.shares else pack(sequences, multiple)).input_ids.shape[1]
         assert width <= plan.sizes[rows].sum() <= plan.max_tokens
@@ -527,7 +528,7 @@ def recorded_routers(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def first_of_each(sequences: Sequences) -> Tensor:
+def first_of_each(sequences: DataProto) -> Tensor:
     """bool [T]: tokens that no sequence before has in that place after the same beginning."""
     seen: set[tuple[int, ...]] = set()
     first = []
@@ -568,7 +569,7 @@ def test_an_auxiliary_loss_of_routers_weighs_each_shared_token_once(tmp_path):
         assert relative_error(gradient, own.get_parameter(name).grad) < 1e-9, name
 
 
-def distinct(sequences: Sequences) -> Sequences:
+def distinct(sequences: DataProto) -> DataProto:
     """Each ends with a token of its own: a row computes the last token of every sequence."""
     sequences.tokens["input_ids"][sequences.lengths.cumsum(0) - 1] = torch.arange(len(sequences)) + VOCABULARY - 11
     return sequences

@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from tests.workers.model.tiny import VOCABULARY, random_sequences, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError, NonFiniteError
 from workers.model.engine import TrainingEngine
-from workers.model.input_checks import max_positions
+from workers.model.input_checks import check_sequences, max_positions
 from workers.model.losses import Denominators, Predictions, sft
-from workers.model.packing import Sequences
 
 ALL = [(0, 5), (5, 11)]
 
@@ -41,9 +41,9 @@ def gradient_without_number(predictions: Predictions, denominators: Denominators
     return loss + (predictions.log_probs * 0).abs().pow(0.5).sum(), statistics
 
 
-def spoil(sequences: Sequences, row: int) -> Sequences:
+def spoil(sequences: DataProto, row: int) -> DataProto:
     columns = {**sequences.columns, "spoiled": torch.arange(len(sequences)) == row}
-    return Sequences(sequences.lengths, sequences.tokens, columns)
+    return DataProto(sequences.lengths, sequences.tokens, columns)
 
 
 def skip_twice_and_go_on(model: str) -> tuple[list[float], bool]:
@@ -82,7 +82,7 @@ def test_a_gradient_without_number_is_skipped_though_the_loss_is_finite_and_name
     engine = build(model, max_skipped_steps=1)
     sequences = random_sequences()
     objects = {"uid": np.array([f"{uid}" for uid in range(70, 81)], dtype=object)}
-    uids = Sequences(sequences.lengths, sequences.tokens, sequences.columns, objects)
+    uids = DataProto(sequences.lengths, sequences.tokens, sequences.columns, objects)
     metrics = engine.forward_backward(uids, ALL, gradient_without_number, Denominators.of(sequences))
     assert torch.isfinite(torch.tensor(metrics["loss"].value))
     with pytest.raises(NonFiniteError, match=r"the gradient, with a finite loss.*rank 0: uid 70, .*uid 77 and 3 more"):
@@ -127,7 +127,7 @@ def test_m2_a_sequence_longer_than_the_model_takes_is_refused_by_name(model):
     row = {"input_ids": torch.ones(129, dtype=torch.int64), "loss_mask": torch.arange(129) > 5}
     short = {name: values[:9] for name, values in row.items()}
     with pytest.raises(DataError, match=r"sequence 1 has 129 tokens and the model takes 128"):
-        build(model).log_probs(Sequences.from_list([short, row]), [(0, 2)])
+        build(model).log_probs(DataProto.from_list([short, row]), [(0, 2)])
 
 
 def test_positions_without_a_limit_of_their_own_have_none():
@@ -139,8 +139,18 @@ def test_positions_without_a_limit_of_their_own_have_none():
     assert max_positions(transformers.XLNetConfig()) is None
 
 
-@pytest.mark.parametrize("name", ["input_ids", "loss_mask"])
-def test_numbers_with_a_fraction_are_no_ids_and_no_mask(name):
-    row = {"input_ids": torch.arange(4), "loss_mask": torch.arange(4) > 0}
-    with pytest.raises(DataError, match=f"column '{name}' must be of torch.*, it is of torch.float32"):
-        Sequences.from_list([row | {name: row[name].float()}])
+ROW = {"input_ids": torch.arange(4), "loss_mask": torch.arange(4) > 0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([ROW | {"input_ids": torch.ones(4)}], "'input_ids' must be of torch.int64, it is of torch.float32"),
+        ([ROW | {"loss_mask": torch.ones(4)}], "'loss_mask' must be of torch.bool, it is of torch.float32"),
+        ([{"input_ids": torch.arange(4)}], "no column of tokens 'loss_mask'"),
+        ([ROW, {name: values[:0] for name, values in ROW.items()}], "sequence 1 has no token"),
+    ],
+)
+def test_columns_that_are_no_ids_and_no_mask_are_refused(rows, message):
+    with pytest.raises(DataError, match=message):
+        check_sequences(DataProto.from_list(rows), 37, None)

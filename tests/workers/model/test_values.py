@@ -10,16 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from tests.workers.model.loss_cases import in_order
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
 from workers.metrics import Metrics, merge, results
 from workers.model.attention import choose_backend, packed_attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, ValuePredictions, explained_variance, make_value_loss, to_metrics
-from workers.model.packing import ModelInput, Sequences, pack
-from workers.model.padded import pad
+from workers.model.packing import ModelInput, pack, pad
 from workers.model.values import PackedValueModel, last_cells, load_value_model, packed_value_model
 
 CPU = torch.device("cpu")
@@ -30,7 +29,7 @@ def reward_model() -> PreTrainedModel:
     return AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1), dtype=torch.float64)
 
 
-def unpacked_values(model: PreTrainedModel, sequences: Sequences) -> list[Tensor]:
+def unpacked_values(model: PreTrainedModel, sequences: DataProto) -> list[Tensor]:
     """The head on transformers' own hidden states, [L] of every sequence run alone."""
     values = []
     for ids in sequences.tokens["input_ids"].split(sequences.lengths.tolist()):
@@ -105,10 +104,10 @@ MICRO_BATCHES = ([(0, 2), (2, 5), (5, 6)], [(3, 5), (0, 3), (0, 0)])
 TOGETHER = ([list(range(11))], [[(0, 4), (4, 11)]])  # of ranks that share every sequence
 
 
-def for_a_critic() -> Sequences:
+def for_a_critic() -> DataProto:
     sequences = random_sequences()
     returns = torch.linspace(-1, 2, sequences.num_tokens, dtype=torch.float64)
-    return Sequences(sequences.lengths, sequences.tokens | {"returns": returns}, sequences.columns)
+    return DataProto(sequences.lengths, sequences.tokens | {"returns": returns}, sequences.columns)
 
 
 def critic_on_a_rank(path: str, context_parallel: int) -> tuple[dict[int, Tensor], Metrics, dict[str, Tensor]]:
@@ -123,7 +122,7 @@ def critic_on_a_rank(path: str, context_parallel: int) -> tuple[dict[int, Tensor
         head="value",
         parallel=ParallelConfig(context_parallel=context_parallel),
     )
-    mine = in_order(for_a_critic(), rows)
+    mine = for_a_critic().select_idxs(rows)
     values, _ = engine.values(mine, micro_batches)
     loss_function = make_value_loss(ValueLossConfig(clip=0.0))
     metrics = engine.forward_backward(mine, micro_batches, loss_function, Denominators.of(for_a_critic()))
@@ -163,7 +162,7 @@ def scores_on_a_rank(path: str, context_parallel: int, layout: str) -> dict[int,
         head="value",
         parallel=ParallelConfig(context_parallel=context_parallel),
     )
-    scores = engine.scores(in_order(random_sequences(), rows), micro_batches)
+    scores = engine.scores(random_sequences().select_idxs(rows), micro_batches)
     return dict(zip(rows, scores, strict=True))
 
 
@@ -248,7 +247,7 @@ def test_loss_and_explained_variance_do_not_depend_on_the_cut(aggregation):
     returns = 5 + torch.randn(sequences.num_tokens, generator=generator, dtype=torch.float64)
     values = returns + 0.5 * torch.randn(sequences.num_tokens, generator=generator, dtype=torch.float64)
     tokens = sequences.tokens | {"returns": returns, "values": values, "old_values": values + 0.3}
-    sequences = Sequences(sequences.lengths, tokens, sequences.columns)
+    sequences = DataProto(sequences.lengths, tokens, sequences.columns)
     loss_function = make_value_loss(ValueLossConfig(clip=0.2, aggregation=aggregation))
     denominators = Denominators.of(sequences)
 

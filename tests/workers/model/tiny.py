@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from workers.model.packing import Sequences
+from workers.dataproto import DataProto
 
 VOCABULARY = 37
 FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
@@ -104,7 +104,7 @@ def files_beside(folder: Path) -> dict[str, bytes]:
 
 def random_sequences(
     count: int = 11, seed: int = 0, dtype: torch.dtype = torch.float64, *, branching: bool = False
-) -> Sequences:
+) -> DataProto:
     """Long-tailed lengths with prompts, one response with a hole, one sequence without any loss token.
 
     branching: each sequence begins as one before it does, for a random number of tokens.
@@ -132,7 +132,7 @@ def random_sequences(
     advantages = torch.randn(count, generator=generator, dtype=dtype)
     if branching:
         branch([row["input_ids"] for row in rows], seed)
-    return Sequences.from_list(rows, {"advantages": advantages})
+    return DataProto.from_list(rows, {"advantages": advantages})
 
 
 def branch(rows: list[Tensor], seed: int) -> None:
@@ -145,7 +145,7 @@ def branch(rows: list[Tensor], seed: int) -> None:
 
 
 def unpacked_log_probs(
-    model: PreTrainedModel, sequences: Sequences, temperature: float = 1.0
+    model: PreTrainedModel, sequences: DataProto, temperature: float = 1.0
 ) -> list[tuple[Tensor, Tensor]]:
     """(log_probs, entropy), each [L], of every sequence run alone and unpadded through transformers' own forward pass.
 

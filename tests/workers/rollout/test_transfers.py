@@ -16,9 +16,9 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model
 from tests.workers.rollout.stand_ins import BareReplica, Communicator, LocalReplica, call_local, without_gpus
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, SamplingConfig
+from workers.dataproto import DataProto
 from workers.errors import LostError, RolloutError
 from workers.model.engine import TrainingEngine
-from workers.model.packing import Sequences
 from workers.rollout import weight_transfer
 from workers.rollout.placement import BACKENDS
 from workers.rollout.requests import SampleRequest
@@ -122,7 +122,7 @@ def differences(policy: TrainingEngine, replica: LocalReplica) -> Tensor:
     requests = [SampleRequest(f"p{index}", 0, ids, seed=index) for index, ids in enumerate(prompts)]
     rows = replica.rows(requests, SamplingConfig(max_new_tokens=24))
     assert len(rows) == len(prompts)
-    sequences = Sequences.from_list(
+    sequences = DataProto.from_list(
         [{name: torch.from_numpy(values.copy()) for name, values in row.items()} for row in rows]
     )
     sequences.tokens["input_ids"] = sequences.tokens["input_ids"].long()

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from tests.workers.rollout import tiny
 from tests.workers.rollout.conftest import Engines, requests_for, rows_of
 from workers.config import ModelConfig
+from workers.dataproto import DataProto
 from workers.model.engine import TrainingEngine
-from workers.model.packing import Sequences
 from workers.rollout.requests import LENGTH, STOP, EpisodeStart, SampleRequest
 
 TOLERANCE = 1e-4
@@ -24,7 +24,7 @@ def episodes(count: int, samples: int, opening: str = "(") -> list[SampleRequest
 
 def trainer_log_probs(rows: list[dict[str, np.ndarray]], path: Path) -> np.ndarray:
     """Of all rows' tokens one after another, by the training engine on packed micro-batches."""
-    sequences = Sequences.from_list(
+    sequences = DataProto.from_list(
         [{name: torch.tensor(row[name]) for name in ("input_ids", "loss_mask")} for row in rows],
     )
     engine = TrainingEngine(ModelConfig(path=str(path)), optimizer=None, total_steps=0, device="cpu")

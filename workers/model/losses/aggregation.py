@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
 from workers.model.loss_rules import check_constant_length
 from workers.model.losses.predictions import PackedTokens
-from workers.model.packing import Sequences
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,19 @@ class Denominators:
             )
 
     @classmethod
-    def of(cls, sequences: Sequences, groups: Tensor | None = None) -> "Denominators":
+    def of(cls, sequences: DataProto, groups: Tensor | None = None) -> "Denominators":
         """Count a mini-batch that one process holds as a whole. groups: int [B], the group of each sequence."""
-        owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.lengths)
-        learned = owner[sequences.tokens["loss_mask"].cpu()].unique()
-        return cls(sequences.num_loss_tokens, len(learned), None if groups is None else len(groups[learned].unique()))
+        learned = sequences.loss_token_counts > 0
+        found = None if groups is None else len(groups[learned].unique())
+        return cls(sequences.num_loss_tokens, int(learned.sum()), found)
 
 
-def group_tokens(sequences: Sequences, groups: Tensor) -> Tensor:
+def group_tokens(sequences: DataProto, groups: Tensor) -> Tensor:
     """The column `group_tokens` of a mini-batch: loss tokens in the group of each sequence, int64 [B].
 
     groups: int64 [B], the group of each sequence, numbered from 0.
     """
-    ends = sequences.lengths.cumsum(0)
-    counted = torch.cat([ends.new_zeros(1), sequences.tokens["loss_mask"].cpu().cumsum(0)])
-    in_sequence = counted[ends] - counted[ends - sequences.lengths]
-    return groups.new_zeros(int(groups.max()) + 1).index_add_(0, groups, in_sequence)[groups]
+    return groups.new_zeros(int(groups.max()) + 1).index_add_(0, groups, sequences.loss_token_counts)[groups]
 
 
 def token_weights(

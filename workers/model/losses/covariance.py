@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.config import LossConfig
+from workers.dataproto import DataProto
 from workers.errors import DataError
 from workers.model.losses.aggregation import Denominators
 from workers.model.losses.exponential import bounded_exp
@@ -30,15 +31,14 @@ from workers.model.losses.ratio import log_ratio_to_old, ratio_statistics
 from workers.model.losses.registry import policy_loss
 from workers.model.losses.statistics import Statistics, mean
 from workers.model.losses.token_ratio import surrogate
-from workers.model.packing import Sequences
 
 
 def hold_back(
-    parts: Sequence[Sequences],
+    parts: Sequence[DataProto],
     denominators: Denominators,
     config: LossConfig,
     groups: Sequence[dist.ProcessGroup] = (),
-) -> list[Sequences]:
+) -> list[DataProto]:
     """The micro-batches of this rank with the column `held_back`, bool [T]: the tokens that the loss treats apart.
 
     clip_cov   covariance_fraction * N tokens, drawn at random from those with clip_cov_low < Cov_t < clip_cov_high
@@ -136,12 +136,12 @@ def _shift_right(bits: Tensor, places: int) -> Tensor:
     return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
-def _loss_tokens(parts: Sequence[Sequences], masks: Sequence[Tensor], name: str) -> Tensor:
+def _loss_tokens(parts: Sequence[DataProto], masks: Sequence[Tensor], name: str) -> Tensor:
     """A column at the loss tokens of all micro-batches, float64."""
     return torch.cat([_token_column(part, name)[mask].double() for part, mask in zip(parts, masks, strict=True)])
 
 
-def _token_column(part: Sequences, name: str) -> Tensor:
+def _token_column(part: DataProto, name: str) -> Tensor:
     """A column [T]; a per-sequence column repeats on each token."""
     if name in part.tokens:
         return part.tokens[name]
@@ -150,15 +150,15 @@ def _token_column(part: Sequences, name: str) -> Tensor:
     raise DataError(f"the loss needs the column {name!r}; the batch has {sorted(part.tokens | part.columns)}")
 
 
-def _loss_positions(parts: Sequence[Sequences], masks: Sequence[Tensor]) -> Tensor:
+def _loss_positions(parts: Sequence[DataProto], masks: Sequence[Tensor]) -> Tensor:
     """Position of each loss token in its sequence, float64."""
     positions = []
     for part, mask in zip(parts, masks, strict=True):
-        starts = (part.lengths.cumsum(0) - part.lengths).repeat_interleave(part.lengths)
+        starts = torch.from_numpy(part.offsets)[part.owner]
         positions.append((torch.arange(len(starts)) - starts).to(mask.device, torch.float64)[mask])
     return torch.cat(positions)
 
 
-def _with_column(part: Sequences, mask: Tensor, chosen: Tensor) -> Sequences:
+def _with_column(part: DataProto, mask: Tensor, chosen: Tensor) -> DataProto:
     held_back = torch.zeros_like(mask).masked_scatter(mask, chosen)
     return replace(part, tokens=part.tokens | {"held_back": held_back})

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.model.packing import ModelInput, Sequences
+from workers.model.packing import ModelInput
 
 Tokens = TypeVar("Tokens", bound="PackedTokens")
 
@@ -98,7 +99,7 @@ class Predictions(PackedTokens):
     entropy: Tensor
 
     @classmethod
-    def gather(cls, log_probs: Tensor, entropy: Tensor, sequences: Sequences, rows: ModelInput) -> "Predictions":
+    def gather(cls, log_probs: Tensor, entropy: Tensor, sequences: DataProto, rows: ModelInput) -> "Predictions":
         """Join the model's outputs [N] with the columns of `sequences`, the micro-batch laid out in `rows`."""
         return cls(log_probs=log_probs, entropy=entropy, **columns_at(sequences, rows, log_probs.device))
 
@@ -109,7 +110,7 @@ class Predictions(PackedTokens):
             yield self._part(sequence, start, stop, **outputs)
 
 
-def columns_at(sequences: Sequences, rows: ModelInput, device: torch.device) -> dict[str, Any]:
+def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> dict[str, Any]:
     """The fields of `PackedTokens` for `sequences`, the micro-batch laid out in `rows`, on `device`."""
     owner = rows.sequence_index
     columns = {name: values[owner].to(device) for name, values in sequences.columns.items()}

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.config import LossConfig
+from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
 from workers.model.loss_rules import check_loss, undecorated
 from workers.model.losses.aggregation import Denominators, aggregate
@@ -31,7 +32,6 @@ from workers.model.losses.kl import kl_of_loss
 from workers.model.losses.predictions import Predictions
 from workers.model.losses.ratio import ratio_to_old
 from workers.model.losses.statistics import Statistic, Statistics, joined, mean, total
-from workers.model.packing import Sequences
 from workers.user_code.functions import load
 
 TokenLosses = Callable[[Predictions, LossConfig], tuple[Tensor, Statistics]]
@@ -40,8 +40,8 @@ LossFunction = Callable[[Predictions, Denominators], tuple[Tensor, Statistics]]
 
 
 Preparation = Callable[
-    [Sequence[Sequences], Denominators, LossConfig, Sequence[dist.ProcessGroup]],
-    list[Sequences],
+    [Sequence[DataProto], Denominators, LossConfig, Sequence[dist.ProcessGroup]],
+    list[DataProto],
 ]
 
 
@@ -156,10 +156,10 @@ class PolicyObjective:
 
 def prepare(
     loss_function: Callable[..., tuple[Tensor, Statistics]],
-    parts: Sequence[Sequences],
+    parts: Sequence[DataProto],
     denominators: Denominators,
     groups: Sequence[dist.ProcessGroup] = (),
-) -> Sequence[Sequences]:
+) -> Sequence[DataProto]:
     """The micro-batches of this rank with the columns that the loss adds from the whole mini-batch, if it adds any.
 
     groups: together the data-parallel ranks, which all call; none for one process.

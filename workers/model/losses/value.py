@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from workers.config import ValueLossConfig
+from workers.dataproto import DataProto
 from workers.metrics import Metric
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.predictions import PackedTokens, columns_at
 from workers.model.losses.statistics import Statistics, mean, total
-from workers.model.packing import ModelInput, Sequences
+from workers.model.packing import ModelInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class ValuePredictions(PackedTokens):
     values: Tensor
 
     @classmethod
-    def gather(cls, values: Tensor, sequences: Sequences, rows: ModelInput) -> "ValuePredictions":
+    def gather(cls, values: Tensor, sequences: DataProto, rows: ModelInput) -> "ValuePredictions":
         """Join the model's values [N] with the columns of `sequences`, the micro-batch laid out in `rows`."""
         return cls(values=values, **columns_at(sequences, rows, values.device))
 
