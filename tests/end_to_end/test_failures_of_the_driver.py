@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.faults import without_validation
-from tests.end_to_end.processes import MARK, ROOT, all_end, marked_environment, settings_file, survivors
+from tests.end_to_end.processes import MARK, ROOT, Cluster, all_end, marked_environment, settings_file
 from workers.model.checkpoint_folder import complete
 
 pytestmark = pytest.mark.soak
@@ -25,12 +24,6 @@ SMALL = (
     "policy.ranks=1",
     "policy.optimizer.learning_rate=1e-3",
     "tracking.tensorboard=false",
-)
-PORTS = (
-    "--port=26479",
-    "--dashboard-port=28365",
-    "--ray-client-server-port=20101",
-    "--dashboard-agent-listen-port=25465",
 )
 
 
@@ -147,55 +140,26 @@ def test_steps_without_a_number_are_skipped_and_then_stop_the_run_by_name(start)
     assert all_end(run.environment[MARK], 30) == []
 
 
-class Cluster:
-    """A head and further nodes on this machine."""
-
-    def __init__(self, head_cpus: int, *options: str) -> None:
-        self.environment = marked_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
-        self._ray(
-            "--head", f"--num-cpus={head_cpus}", "--disable-usage-stats", "--include-dashboard=false", *PORTS, *options
-        )
-
-    def add_node(self, cpus: int) -> psutil.Process:
-        """Returns its raylet."""
-        before = {process.pid for process in self.raylets()}
-        self._ray("--address=127.0.0.1:26479", f"--num-cpus={cpus}", "--disable-usage-stats")
-        return next(process for process in self.raylets() if process.pid not in before)
-
-    def raylets(self) -> list[psutil.Process]:
-        return [p for p in survivors(self.environment[MARK]) if p.name() == "raylet"]
-
-    def _ray(self, *options: str) -> None:
-        done = subprocess.run(
-            ["ray", "start", *options], env=self.environment, capture_output=True, text=True, cwd=ROOT
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., Cluster]]:
     clusters: list[Cluster] = []
 
     def begin(*options) -> Cluster:
-        clusters.append(Cluster(*options))
+        clusters.append(Cluster(100, *options))
         return clusters[-1]
 
     yield begin
     for started in clusters:
-        all_end(started.environment[MARK], 0)
-
-
-def in_cluster(cluster: Cluster) -> dict[str, str]:
-    return cluster.environment | {"RAY_ADDRESS": "127.0.0.1:26479"}
+        started.end()
 
 
 def test_engines_of_a_lost_node_start_elsewhere(start, cluster) -> None:
     """The head has room for the policy and the rewards alone; engines are on the other nodes."""
-    nodes = cluster(2)
+    nodes = cluster(2, "--include-dashboard=false")
     first = nodes.add_node(1)
     # More steps than are made while the second node comes up.
     more = ("run.steps=30", "resources.cpus_per_worker=1", "rollout.threads=1", "run.checkpoint_every=5")
-    run = start("lost-node", *more, **in_cluster(nodes))
+    run = start("lost-node", *more, **nodes.joined)
     run.until(r"^step 2")
     nodes.add_node(1)
     for process in [*first.children(recursive=True), first]:
@@ -207,18 +171,18 @@ def test_engines_of_a_lost_node_start_elsewhere(start, cluster) -> None:
 
 def test_a_small_object_store_spills_and_loses_nothing(start, cluster) -> None:
     """Weights of 12 MB a step in a store of 80 MB, most of which something else holds on to."""
-    nodes = cluster(4, f"--object-store-memory={80 * 10**6}")
+    nodes = cluster(4, f"--object-store-memory={80 * 10**6}", "--include-dashboard=false")
     hold = (
         "import ray, time, numpy; ray.init(); held = [ray.put(numpy.zeros(9 * 10**6, numpy.uint8)) for _ in range(12)]"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", f"{hold}; print('held', flush=True); time.sleep(600)"],
-        env=in_cluster(nodes),
+        env=nodes.joined,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    run = start("spill", "run.steps=4", **in_cluster(nodes))
+    run = start("spill", "run.steps=4", **nodes.joined)
     assert run.end() == 0, run.lines
     assert run.steps() == list(range(5))
     spilled = list(Path("/tmp/ray").glob("session_*/**/ray_spilled_objects*/*"))

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controller.config import load
-from tests.end_to_end.processes import MARK, ROOT, all_end, living, marked_environment, settings_file, survivors
+from tests.end_to_end.processes import MARK, ROOT, Cluster, living, settings_file, survivors
 from workers.model.checkpoint_folder import complete
 from workers.rollout.engine import engine_arguments
 
@@ -26,20 +25,17 @@ STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[dict[str, str]]:
-    """A Ray begun with `ray start --head`, with token authentication as it is by default; yields its environment."""
-    environment = marked_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
-    environment |= {"RAY_JOB_STOP_WAIT_TIME_S": "60"}  # by default a stopped job is killed after 3 seconds
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # must be set where Ray starts its workers
-    environment |= {"NUMBA_DISABLE_JIT": "1"}  # a job is a copy of the package without compiled code: that took 25 s
-    # All unlike the defaults, which the session's own Ray may hold; without its agent's port no job would start.
-    ports = ["--port=26379", "--dashboard-port=28265", "--ray-client-server-port=20001"]
-    ports.append("--dashboard-agent-listen-port=25365")
-    start = ["ray", "start", "--head", "--num-cpus=4", "--disable-usage-stats", *ports]
-    subprocess.run(start, env=environment, check=True, capture_output=True, cwd=ROOT)
-    yield environment
-    # `ray stop` would end every Ray of this machine, the test session's too.
-    all_end(environment[MARK], 0)
+def nodes() -> Iterator[Cluster]:
+    """Stopped jobs have time to end, engines are processes, and no code is compiled: a job is a copy of the package."""
+    found = Cluster(0, 4, RAY_JOB_STOP_WAIT_TIME_S="60", VLLM_ENABLE_V1_MULTIPROCESSING="1", NUMBA_DISABLE_JIT="1")
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: Cluster) -> dict[str, str]:
+    """Its environment."""
+    return nodes.environment
 
 
 def run_when_ready(submit: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -78,10 +74,10 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(cluster: dict[str, str], settings: list[str], workspace: Path) -> Finished:
+def finished(nodes: Cluster, cluster: dict[str, str], settings: list[str], workspace: Path) -> Finished:
     fit = ["python", "-m", "controller.fit", *settings_file(workspace), *settings, "run.name=job", "policy.ranks=1"]
     fit += [f"run.steps={STEPS}", "run.checkpoint_every=1", "policy.optimizer.learning_rate=1e-3"]
-    (raylet,) = (process for process in survivors(cluster[MARK]) if process.name() == "raylet")
+    (raylet,) = nodes.raylets()
     seen, ended = Seen(), Event()
 
     def watch() -> None:
