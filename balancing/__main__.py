@@ -1,35 +1,42 @@
 """Compares strategies on a batch of sequence lengths and explains the plan:
 
-python -m balancing lengths.jsonl --ranks 8 --max-tokens 32768 --png gantt.png --html page.html
+python -m balancing lengths.jsonl --ranks 8 --max-tokens 32768 --png gantt.png
 python -m balancing runs/addition --step 12
 python -m balancing --distribution reasoning --count 4096 --ranks 32
 python -m balancing --distribution reasoning --count 4096 --ranks 32 --pipeline 4 --virtual-stages 2
 """
 
 import argparse
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
+from balancing.analysis.comparison import GIVEN, ON_PIPELINES, OURS, SMALL_ENDS, STRATEGIES, Batch, Outcome, compare
 from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.analysis.explain import explain
-from balancing.analysis.lengths_file import read_column, read_json, read_lengths
-from balancing.analysis.pipeline_comparison import compare_on_pipeline
-from balancing.analysis.pipeline_gantt import save_pipeline_png
-from balancing.analysis.report import pipeline_table, terminal_table, write_html, write_pipeline_html, write_png
-from balancing.analysis.run_plan import RunPlan, read_run
-from balancing.analysis.strategies import GIVEN, OURS, STRATEGIES, Batch, compare
+from balancing.analysis.gantt import Chart, chart_of_ranks, chart_of_stages, figure_of
+from balancing.analysis.lengths_file import PREFIXES, read_column, read_json, read_lengths, recorded_arguments, run_step
 from balancing.errors import BalancingError, LengthFileError, OptionError
 from balancing.model_config import SEVEN_BILLION
 from balancing.pipeline import Pipeline
+from balancing.plan import plan_batch
 from balancing.workload import CostModel
 
 RANKS, MINI_BATCHES = 8, 4
+NOTE = (
+    "Over ideal: step time compared with workload of the real tokens / ranks (/ stages). Over cap: micro-batches above "
+    "the cap. Padding: share of computed tokens; it takes time. Idle, bubble: share of a rank's or the stages' time. "
+    "Over bound: above a lower bound for as many micro-steps. To plan: median time on this machine, with warm compiled "
+    "code. The published systems form mini-batches of their own."
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,89 +58,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    run = read_run(options.lengths, options.step) if options.lengths is not None and options.lengths.is_dir() else None
-    batch, pipeline = _batch(options, run or RunPlan("")), _pipeline(options, run)
+    if options.html:
+        raise OptionError("--html: removed. Use --png for the picture; runs/NAME/report.html has a run's pictures.")
     console = Console()
-    if run is not None:
-        console.print(f"{_sentence(run.source)}{_changed(options)}\n", markup=False, highlight=False, soft_wrap=True)
-    if pipeline is not None:
-        _run_on_pipeline(options, batch, pipeline, console)
-        return
-    outcomes, plan = compare(batch)
-    by_name = {outcome.name: outcome for outcome in outcomes}
-    explanation = explain(plan)
-    console.print(terminal_table(batch, outcomes))
-    console.print(f"\n{explanation}", markup=False, highlight=False)
+    recorded: dict[str, Any] = {}
+    if options.lengths is not None and options.lengths.is_dir():
+        record = run_step(options.lengths, options.step)
+        recorded = recorded_arguments(record)
+        how = "as the run planned it" if "ranks" in recorded else "whose plan was not recorded: defaults are assumed"
+        source = f"Step {record.get('step')} of {options.lengths}, {how}, except for options given here.\n"
+        console.print(source, markup=False, highlight=False, soft_wrap=True)
+    batch = _batch(options, recorded)
+    names = list(ON_PIPELINES if batch.pipeline else STRATEGIES)
+    before = options.before or (SMALL_ENDS if batch.pipeline else GIVEN)
+    if before not in names:
+        raise OptionError(f"--before {before}: not compared here. Choose one of {', '.join(names[:-1])}.")
+    outcomes = {outcome.name: outcome for outcome in compare(batch)}
+    console.print(_table(batch, list(outcomes.values())))
+    console.print(f"\n{explain(batch.plan(**batch.prefixes))}", markup=False, highlight=False)
     if options.png:
-        write_png(batch, by_name[options.before or GIVEN], by_name[OURS], options.png)
-    if options.html:
-        write_html(batch, outcomes, explanation, options.html)
+        figure_of([_chart(batch, outcomes[name]) for name in (before, OURS)]).savefig(options.png, dpi=160)
 
 
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _changed(options: argparse.Namespace) -> str:
-    """The settings in which the command line differs from the run; empty if it does not."""
-    names = ("ranks", "mini_batches", "max_tokens", "model", "pipeline", "virtual_stages")
-    given = [f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names if getattr(options, name)]
-    return f" Otherwise than in the run: {', '.join(given)}." if given else ""
-
-
-def _run_on_pipeline(options: argparse.Namespace, batch: Batch, pipeline: Pipeline, console: Console) -> None:
-    if options.before is not None:
-        raise OptionError("--before names a strategy without a pipeline; with --pipeline the picture has small ends")
-    outcomes = compare_on_pipeline(batch, pipeline)
-    explanation = explain(outcomes[-1].plan)
-    console.print(pipeline_table(batch, pipeline, outcomes))
-    console.print(f"\n{explanation}", markup=False, highlight=False)
-    if options.png:
-        save_pipeline_png(outcomes[1:], pipeline, options.png)
-    if options.html:
-        write_pipeline_html(batch, pipeline, outcomes, explanation, options.html)
-
-
-def _pipeline(options: argparse.Namespace, run: RunPlan | None) -> Pipeline | None:
-    recorded = None if run is None else run.arguments.get("pipeline")
-    if options.pipeline is not None:
-        return Pipeline(options.pipeline, options.virtual_stages or 1)
-    if options.virtual_stages is None:
-        return recorded
-    if recorded is None:
-        raise OptionError("--virtual-stages cuts the stages of a pipeline; give --pipeline too")
-    return Pipeline(recorded.stages, options.virtual_stages, recorded.backward)
-
-
-def _batch(options: argparse.Namespace, run: RunPlan) -> Batch:
-    """The batch to plan: what the command line asks for, else what the run had, else the command's defaults."""
-    _check_counts(options)
+def _batch(options: argparse.Namespace, recorded: Mapping[str, Any]) -> Batch:
+    """Return the batch to plan: by the options, else as the run planned, else by the command's defaults."""
     lengths = _lengths(options)
-    if (options.ranks or 0) > len(lengths):
-        raise OptionError(f"--ranks {options.ranks} is more than the {len(lengths)} sequences; lower it")
-    arguments = dict(run.arguments)
-    recorded = {name: arguments.pop(name, None) for name in ("ranks", "max_tokens", "cost_model", "pipeline")}
-    return Batch(
-        lengths=lengths,
-        mini_batches=_mini_batches(options, len(lengths), run),
-        ranks=options.ranks or recorded["ranks"] or RANKS,
-        max_tokens=options.max_tokens or recorded["max_tokens"] or _default_cap(options, lengths),
-        cost_model=(recorded["cost_model"] if options.model is None else None) or _cost_model(options.model),
-        arguments=arguments,
-        prefixes=_prefixes(options, len(lengths), run),
-    )
-
-
-def _mini_batches(options: argparse.Namespace, sequences: int, run: RunPlan) -> tuple[NDArray[np.int64], ...]:
-    """Those of the run, or as many as are asked for, drawn at random; OptionError for more than there are groups."""
-    if run.mini_batches is not None and options.mini_batches is None:
-        return run.mini_batches
-    groups = run.groups if run.by_group and run.groups is not None else np.arange(sequences)
-    names, count = np.unique(groups), options.mini_batches or run.mini_batch_count or MINI_BATCHES
-    if count > len(names):
-        raise OptionError(f"--mini-batches {count} is more than the {len(names)} sequences or groups; lower it")
-    parts = np.array_split(np.random.default_rng(options.seed).permutation(names), count)
-    return tuple(np.flatnonzero(np.isin(groups, part)) for part in parts)
+    arguments = {name: value for name, value in recorded.items() if name not in PREFIXES}
+    arguments |= {name: getattr(options, name) for name in ("ranks", "max_tokens") if getattr(options, name)}
+    if arguments.setdefault("ranks", RANKS) > len(lengths):
+        raise OptionError(f"--ranks {arguments['ranks']}: more than the {len(lengths)} sequences. Lower it.")
+    # The adversarial distributions are made for their cap.
+    cap = DEFAULT_CAP if options.distribution in ADVERSARIAL else 2 * int(lengths.max())
+    arguments.setdefault("max_tokens", cap)
+    if options.mini_batches or "mini_batches" not in arguments:
+        count = options.mini_batches or MINI_BATCHES
+        if count > len(lengths):
+            raise OptionError(f"--mini-batches {count}: more than the {len(lengths)} sequences. Lower it.")
+        drawn = np.random.default_rng(options.seed).permutation(len(lengths))
+        arguments["mini_batches"] = [np.sort(rows) for rows in np.array_split(drawn, count)]
+    if options.model or "cost_model" not in arguments:
+        arguments["cost_model"] = _cost_model(options.model)
+    if options.virtual_stages and not options.pipeline:
+        raise OptionError("--virtual-stages cuts the stages of a pipeline; give --pipeline too")
+    if options.pipeline:
+        arguments |= {"pipeline": Pipeline(options.pipeline, options.virtual_stages or 1), "order": None}
+    prefixes = _prefixes(options) or {name: recorded[name] for name in PREFIXES if name in recorded}
+    return Batch(lengths, arguments, prefixes)
 
 
 def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
@@ -144,29 +114,17 @@ def _lengths(options: argparse.Namespace) -> NDArray[np.int64]:
     return draw(options.distribution, options.count, options.seed, cap=options.max_tokens or DEFAULT_CAP)
 
 
-def _prefixes(options: argparse.Namespace, sequences: int, run: RunPlan) -> dict[str, NDArray[np.int64]]:
-    """The arguments of `plan_batch` about what sequences begin with; empty without them."""
+def _prefixes(options: argparse.Namespace) -> dict[str, NDArray[np.int64]]:
+    """Read the arguments of `plan_batch` about shared prefixes; empty without them."""
     if (options.group_column is None) != (options.prefix_column is None):
         raise OptionError("--group-column and --prefix-column go together; give both, or neither")
     if options.group_column is None:
-        return dict(run.prefixes)
+        return {}
     if options.lengths is None:
         raise OptionError("--group-column names a column of a file of lengths; give one")
     names = [str(name) for name in read_column(options.lengths, options.group_column)]
     tokens = read_lengths(options.lengths, column=options.prefix_column, minimum=0)
     return {"prefix_groups": np.unique(names, return_inverse=True)[1], "prefix_lengths": tokens}
-
-
-def _default_cap(options: argparse.Namespace, lengths: NDArray[np.int64]) -> int:
-    """Twice the longest sequence, or the cap that adversarial lengths are made for."""
-    return DEFAULT_CAP if options.distribution in ADVERSARIAL else 2 * int(lengths.max())
-
-
-def _check_counts(options: argparse.Namespace) -> None:
-    for name in ("ranks", "mini_batches", "max_tokens", "pipeline", "virtual_stages"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise OptionError(f"--{name.replace('_', '-')} {value} must be at least 1")
 
 
 def _cost_model(path: Path | None) -> CostModel:
@@ -179,39 +137,79 @@ def _cost_model(path: Path | None) -> CostModel:
     return CostModel.from_model_config(config)
 
 
+def _table(batch: Batch, outcomes: Sequence[Outcome]) -> Table:
+    """Return the comparison; violations of the cap are red, our strategies bold."""
+    layout: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "title_justify": "left", "caption_justify": "left"}
+    table = Table(title=_headline(batch), caption=NOTE, **layout)
+    columns = ["strategy", *outcomes[0].figures, "to plan"]
+    for name in columns:
+        justify: Any = "left" if name == "strategy" else "right"
+        table.add_column(name.replace(" ", "\n").replace("-", "-\n"), justify=justify, no_wrap=True)
+    for outcome in outcomes:
+        cells = [_cell(name, value) for name, value in outcome.figures.items()]
+        seconds = f"{outcome.seconds:,.2f} s" if outcome.seconds >= 1 else f"{1e3 * outcome.seconds:.1f} ms"
+        table.add_row(outcome.name, *cells, seconds, style="bold" if outcome.name.startswith(OURS) else None)
+    return table
+
+
+def _cell(name: str, value: float) -> str:
+    if isinstance(value, int):
+        return f"[red]{value:,}[/red]" if name == "over cap" and value else f"{value:,}"
+    decimals = 2 if value < 0.1 else 1 if value < 1 else 0
+    return f"{value:{'+' if name.startswith('over') else ''}.{decimals}%}"
+
+
+def _headline(batch: Batch) -> str:
+    """Describe the batch, and which arguments of its plan are not the defaults, in one line."""
+    defaults = {name: each.default for name, each in inspect.signature(plan_batch).parameters.items()}
+    shown = {"ranks", "mini_batches", "max_tokens", "cost_model", "order", "pipeline"}
+    others = [f"{k}={v}" for k, v in batch.arguments.items() if k not in shown and v != defaults[k]]
+    counts = f"ranks: {batch.arguments['ranks']}, mini-batches: {len(batch.arguments['mini_batches'])}"
+    plan = ", ".join([counts, f"max_tokens={batch.arguments['max_tokens']:,}", *others])
+    stages = f"; stages: {batch.pipeline.stages}" if batch.pipeline else ""
+    if batch.pipeline and batch.pipeline.virtual_stages > 1:
+        stages += f" of {batch.pipeline.virtual_stages} virtual stages"
+    tokens = f"{batch.lengths.sum():,} tokens (longest {batch.lengths.max():,})"
+    return f"{len(batch.lengths):,} sequences, {tokens}; {plan}{stages}"
+
+
+def _chart(batch: Batch, outcome: Outcome) -> Chart:
+    if outcome.plan is not None and batch.pipeline is not None:
+        return chart_of_stages(outcome.name, outcome.plan, batch.pipeline, batch.ideal)
+    return chart_of_ranks(outcome.name, outcome.grids, batch.ideal)
+
+
+def _at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m balancing", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     source = parser.add_argument_group("lengths")
-    source.add_argument("lengths", nargs="?", type=Path, help=".json, .jsonl, .csv, .parquet, or the folder of a run")
-    source.add_argument("--column", help="key or column of the lengths (length, tokens, ...)")
-    source.add_argument("--step", type=int, help="step of a run (the last)")
-    source.add_argument("--distribution", choices=tuple(DISTRIBUTIONS), metavar="NAME", help=", ".join(DISTRIBUTIONS))
-    source.add_argument("--count", type=int, default=2048, help="sequences to draw (2048)")
-    source.add_argument("--seed", type=int, default=0, help="of the draw and of the mini-batches (0)")
-    source.add_argument(
-        "--group-column",
-        metavar="NAME",
-        help="key or column that is equal for sequences that begin with the same tokens",
-    )
-    source.add_argument("--prefix-column", metavar="NAME", help="key or column of how many tokens these are")
+    add = source.add_argument
+    add("lengths", nargs="?", type=Path, help=".json, .jsonl, .csv, .parquet, or the folder of a run")
+    add("--column", help="key or column of the lengths (length, tokens, ...)")
+    add("--step", type=int, help="step of a run (the last)")
+    add("--distribution", choices=tuple(DISTRIBUTIONS), metavar="NAME", help=", ".join(DISTRIBUTIONS))
+    add("--count", type=int, default=2048, help="sequences to draw (2048)")
+    add("--seed", type=int, default=0, help="of the draw and of the mini-batches (0)")
+    add("--group-column", metavar="NAME", help="key or column that is equal for sequences with a shared prefix")
+    add("--prefix-column", metavar="NAME", help="key or column of the tokens of that prefix")
     how = parser.add_argument_group("plan", "Defaults in brackets; for the folder of a run, what the run planned with.")
-    how.add_argument("--ranks", type=int, help=f"data-parallel ranks ({RANKS})")
-    how.add_argument(
-        "--mini-batches", type=int, metavar="N", help=f"number of mini-batches, drawn at random ({MINI_BATCHES})"
-    )
-    how.add_argument("--max-tokens", type=int, metavar="N", help="cap of a micro-batch (twice the longest sequence)")
-    how.add_argument("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")
-    how.add_argument("--pipeline", type=int, metavar="P", help="stages of a pipeline; each rank is one (no pipeline)")
-    how.add_argument("--virtual-stages", type=int, metavar="V", help="chunks of layers on each stage (1)")
-    pictures = parser.add_argument_group("pictures")
-    pictures.add_argument("--png", type=Path, help="Gantt charts before and after")
-    pictures.add_argument("--html", type=Path, help="a page with the table, all charts and the explanation")
-    pictures.add_argument(
-        "--before",
-        choices=STRATEGIES,
-        metavar="NAME",
-        help=f"strategy in the upper chart: {', '.join(STRATEGIES[:-1])}",
-    )
+    add = how.add_argument
+    add("--ranks", type=_at_least_one, help=f"data-parallel ranks ({RANKS})")
+    add("--mini-batches", type=_at_least_one, metavar="N", help=f"drawn at random ({MINI_BATCHES})")
+    add("--max-tokens", type=_at_least_one, metavar="N", help="cap of a micro-batch (twice the longest sequence)")
+    add("--model", type=Path, metavar="CONFIG", help="Hugging Face config.json or its folder (a 7B)")
+    add("--pipeline", type=_at_least_one, metavar="P", help="stages of a pipeline; each rank is one (no pipeline)")
+    add("--virtual-stages", type=_at_least_one, metavar="V", help="chunks of layers on each stage (1)")
+    picture = parser.add_argument_group("picture")
+    picture.add_argument("--png", type=Path, help="Gantt charts before and after")
+    named = [*STRATEGIES[:-1], SMALL_ENDS]
+    picture.add_argument("--before", choices=named, metavar="NAME", help=f"the upper chart: {', '.join(named)}")
+    picture.add_argument("--html", help=argparse.SUPPRESS)
     return parser
 
 

@@ -131,7 +131,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `plan_batch` that do not describe the batch; `analysis.advice` plans again with them."""
+    """The arguments of `plan_batch` that do not describe the batch; `analysis.explain` plans again with them."""
 
     ranks: int
     max_tokens: int

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from balancing import CostModel, Plan, plan_statistics
-from balancing.analysis.run_plan import plan_record
+from balancing.analysis.lengths_file import plan_record
 from controller import advantages
 from controller.actors.roles import Roles
 from controller.actors.worker_group import WorkerGroup

@@ -1,6 +1,6 @@
 """Analysis of plans, for people and metrics; planning does not import it.
 
-statistics --> findings, advice --> explain        one plan: its figures, where ranks wait, what would help
-lengths_file, run_plan, distributions --> strategies   one batch under several algorithms
-             --> report, gantt                     table, charts, page
+statistics --> explain                               one plan: its figures, where ranks wait, what would help
+lengths_file, distributions --> comparison           one batch under several algorithms
+                            --> gantt                when each rank or stage computes
 """

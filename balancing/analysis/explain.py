@@ -1,109 +1,109 @@
 """Explains a plan in words: where ranks wait and why, and which settings would shorten the step.
 
-    plan --+--> findings: waiting by cause, number of micro-steps, padding (findings.py)   --+--> text
-           +--> other settings, each tried by planning again (advice.py)                   --+
+    plan --findings--> waiting by cause, number of micro-steps, padding --+--> text
+         --advice----> changed arguments of plan_batch, planned again   --+
 
-It recommends only settings that it has planned with, and prints what they save.
+The waiting of all findings adds up to the `idle_share` of the plan's statistics. Advice names only settings that were
+planned with, and what they save.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from balancing.analysis.advice import LEAST_GAIN, Advice, capped, faster, less_padded, tried
-from balancing.analysis.findings import Cause, Finding, findings
-from balancing.analysis.statistics import ideal_time, lower_bound, plan_statistics, predicted_grids, step_time
-from balancing.plan import Plan
+import numpy as np
 
+from balancing.analysis.statistics import (
+    computed_tokens,
+    indices_of,
+    padding_share,
+    plan_statistics,
+    predicted_grids,
+    step_time,
+)
+from balancing.errors import BalancingError
+from balancing.grouping import Floats
+from balancing.packing import Caps, fewest_micro_batches
+from balancing.plan import MicroStep, Plan, plan_batch
+
+EVEN = 1e-6
+"""No rank waits in a micro-step whose heaviest rank is within this share of the mean."""
 NEGLIGIBLE = 1e-3
-"""Waiting below this share of the ranks' time is not reported, and no advice is searched for."""
+"""Waiting below this share of the ranks' time is not reported, and advice that gains less is not given."""
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """findings: causes of waiting, costliest first, then count and padding. advice: most helpful first.
+class Finding:
+    """waiting: share of the ranks' time that the cause costs; 0 for what is not about waiting. text: the evidence."""
 
-    over_ideal: step time / (workload / ranks) - 1. bound: a lower bound on it for all plans with the same mini-batches,
-    caps and number of micro-steps; below 0 if these could share more. waiting: share of the ranks' time.
+    cause: str
+    waiting: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Changed arguments of `plan_batch` with which the step takes `after` instead of `before`.
+
+    Times are in the cost model's unit. context_parallel: factor by which context parallelism grows; `changes` then
+    count a context-parallel group as one rank. micro_steps: over all mini-batches, with the changes.
     """
 
-    findings: tuple[Finding, ...]
-    advice: tuple[Advice, ...]
-    over_ideal: float
-    bound: float
-    waiting: float
+    words: str
+    changes: Mapping[str, Any]
+    context_parallel: int = 1
+    before: float = np.nan
+    after: float = np.nan
+    micro_steps: int = 0
 
+    @property
+    def gain(self) -> float:
+        """Saved share of the step time."""
+        return 1.0 - self.after / self.before
 
-def explanation(plan: Plan) -> Explanation:
-    """The explanation as data. If ranks or stages wait, it plans the batch up to eight more times."""
-    grids = predicted_grids(plan)
-    time, ideal = step_time(grids), ideal_time(grids)
-    waiting = 1.0 - ideal / time
-    # Stages of a pipeline wait also where no rank does.
-    waits = waiting >= NEGLIGIBLE or plan.settings.pipeline is not None
-    advice = tried(plan, faster(plan)) if waits else []
-    advice += tried(plan, less_padded(plan), "padding")
-    bound = lower_bound(plan) / ideal - 1.0
-    return Explanation(tuple(findings(plan)), tuple(advice), time / ideal - 1.0, bound, waiting)
+    def __str__(self) -> str:
+        return f"{self.words}: {self.gain:.1%} less step time, micro-steps: {self.micro_steps:,}"
 
 
 def explain(plan: Plan) -> str:
-    """The explanation as text: a headline, a line for each finding and a line for each setting that helps."""
-    result = explanation(plan)
-    worth_saying = [found for found in result.findings if found.waiting == 0 or found.waiting >= NEGLIGIBLE]
-    lines = [_headline(plan, result), "", "Why:"]
-    lines += [f"- {_SENTENCES[finding.cause](finding, plan)}" for finding in worth_saying]
-    lines += ["", "What would help, planned and compared:"]
-    lines += [f"- {advice}" for advice in result.advice]
-    doubled = capped(2 * plan.max_tokens)
-    if doubled.words not in [advice.candidate.words for advice in result.advice]:
-        lines.append(f"- not twice the cap: {doubled.words} saves less than {LEAST_GAIN:.1%} of the step time")
+    """Return a headline, a line for each finding and a line for each setting that helps."""
+    found = [finding for finding in findings(plan) if finding.waiting == 0 or finding.waiting >= NEGLIGIBLE]
+    helpful, doubled = advice(plan), _changing(max_tokens=2 * plan.max_tokens).words
+    lines = [_headline(plan), "", "Why:", *(f"- {finding.text}" for finding in found)]
+    lines += ["", "What would help, planned and compared:", *(f"- {each}" for each in helpful)]
+    if doubled not in [each.words for each in helpful]:
+        lines.append(f"- not twice the cap: {doubled} saves less than {NEGLIGIBLE:.1%} of the step time")
     return "\n".join(lines) + "\n"
 
 
-def _headline(plan: Plan, result: Explanation) -> str:
-    steps = sum(len(mini_batch.micro_steps) for mini_batch in plan.mini_batches)
-    return (
-        f"{len(plan.lengths):,} sequences of {plan.lengths.sum():,} tokens on {_count(plan.ranks, 'rank')}: "
-        f"{_count(len(plan.mini_batches), 'mini-batch')}, {_count(steps, 'micro-step')}.\n"
-        f"{_three_imbalances(plan)}\n"
-        f"The step takes {result.over_ideal:.2%} longer than if no rank ever waited{_compared(plan, result)}; ranks "
-        f"wait {result.waiting:.2%} of the time.{_on_pipeline(plan)}"
-    )
-
-
-def _on_pipeline(plan: Plan) -> str:
-    """The waiting times of a pipeline's stages, explained; empty without a pipeline."""
-    pipeline = plan.settings.pipeline
-    if pipeline is None:
-        return ""
+def _headline(plan: Plan) -> str:
     numbers = plan_statistics(plan)
-    virtual = f" of {pipeline.virtual_stages} virtual stages each" if pipeline.virtual_stages > 1 else ""
-    return (
-        f"\nOn a pipeline of {_count(pipeline.stages, 'stage')}{virtual}: bubble {numbers['pipeline/bubble']:.2%} of "
-        f"the stages' time; predicted time {numbers['pipeline/over_bound']:.2%} above a lower bound for all plans with "
-        f"as many micro-steps. With light micro-steps at both ends, the published order, these would take "
-        f"{numbers['pipeline/small_ends']:.2%} longer."
+    over, above = numbers["imbalance/micro_steps"], numbers["over_bound"]
+    steps = _count(sum(part.steps for part in plan.mini_batches), "micro-step")
+    compared = f" (at best {(1 + over) / (1 + above) - 1:.2%} in as many micro-steps)"
+    if plan.beginnings is not None:  # the bound may be below this plan's workload / ranks
+        compared = (
+            f", and {above:.2%} longer than a lower bound for as many micro-steps, in which shared prefixes are "
+            "computed again only where caps and ranks force it"
+        )
+    text = (
+        f"{len(plan.lengths):,} sequences of {plan.lengths.sum():,} tokens on {_count(plan.ranks, 'rank')}: "
+        f"{_count(len(plan.mini_batches), 'mini-batch')}, {steps}.\n"
+        f"Imbalance: {numbers['imbalance_before/micro_steps']:.2%} in the given order, "
+        f"{numbers['imbalance_karmarkar_karp/micro_steps']:.2%} after Karmarkar-Karp alone, without caps, "
+        f"{over:.2%} as planned.\n"
+        f"The step takes {over:.2%} longer than if no rank ever waited{compared}; ranks wait "
+        f"{numbers['idle_share']:.2%} of the time."
     )
-
-
-def _compared(plan: Plan, result: Explanation) -> str:
-    """The lower bound. With shared beginnings it may be less than this plan's workload / ranks."""
-    if plan.beginnings is None:
-        return f" (at best {result.bound:.2%} in as many micro-steps)"
-    above = (1 + result.over_ideal) / (1 + result.bound) - 1
-    return (
-        f", and {above:.2%} longer than a lower bound for as many micro-steps, in which shared beginnings are computed "
-        "again only where caps and ranks force it"
-    )
-
-
-def _three_imbalances(plan: Plan) -> str:
-    statistics = plan_statistics(plan)
-    given, alone, planned = (statistics[f"imbalance{when}/micro_steps"] for when in ("_before", "_karmarkar_karp", ""))
-    return (
-        f"Imbalance: {given:.2%} in the given order, {alone:.2%} after Karmarkar-Karp alone, without caps, "
-        f"{planned:.2%} as planned."
-    )
+    if pipeline := plan.settings.pipeline:
+        virtual = f" of {pipeline.virtual_stages} virtual stages each" if pipeline.virtual_stages > 1 else ""
+        text += (
+            f"\nOn a pipeline of {_count(pipeline.stages, 'stage')}{virtual}: bubble {numbers['pipeline/bubble']:.2%} "
+            f"of the stages' time; predicted time {numbers['pipeline/over_bound']:.2%} above a lower bound for all "
+            "plans with as many micro-steps. With light micro-steps at both ends, the published order, these would "
+            f"take {numbers['pipeline/small_ends']:.2%} longer."
+        )
+    return text
 
 
 def _count(number: int, noun: str) -> str:
@@ -111,98 +111,135 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
-def _waiting(finding: Finding) -> str:
-    """The beginning of every sentence about waiting."""
-    steps = int(finding.numbers["micro_steps"])
-    return f"{finding.waiting:.2%} of the ranks' time waits for {finding.cause}, in {_count(steps, 'micro-step')}"
+def findings(plan: Plan) -> list[Finding]:
+    """Return the causes of waiting, costliest first; then the number of micro-steps; then padding, if there is any."""
+    grids = predicted_grids(plan)
+    by_cause: dict[str, list[tuple[float, str]]] = {}
+    for number, (mini_batch, grid) in enumerate(zip(plan.mini_batches, grids, strict=True)):
+        for position, (micro_step, loads) in enumerate(zip(mini_batch.micro_steps, grid, strict=True)):
+            waiting = float(loads.max() - loads.mean())
+            if waiting > EVEN * loads.mean():
+                cause, evidence = _why(micro_step, loads, f"micro-step {position} of mini-batch {number}", plan)
+                by_cause.setdefault(cause, []).append((waiting, evidence))
+    found = []
+    for cause, steps in by_cause.items():
+        share = sum(waiting for waiting, _ in steps) / step_time(grids)
+        text = f"{share:.2%} of the ranks' time waits for {cause}, in {_count(len(steps), 'micro-step')}"
+        found.append(Finding(cause, share, f"{text}: {max(steps)[1]}."))
+    found.sort(key=lambda finding: -finding.waiting)
+    found.append(Finding("the number of micro-steps", 0.0, _about_count(plan)))
+    if (padding := padding_share(plan)) > 0:
+        source = 'layout="padded"' if plan.layout == "padded" else "alignment"
+        text = f"{padding:.2%} of the computed tokens are padding, from {source} with "
+        found.append(Finding("padding", 0.0, f"{text}length_multiple={plan.length_multiple}."))
+    return found
 
 
-def _place(finding: Finding) -> str:
-    numbers = finding.numbers
-    return f"micro-step {numbers['micro_step']:.0f} of mini-batch {numbers['mini_batch']:.0f}"
+def _why(step: MicroStep, loads: Floats, place: str, plan: Plan) -> tuple[str, str]:
+    """Return why ranks wait in a micro-step, and the evidence; causes that no cap could change come first.
+
+    loads: float64 [ranks]. place: names the micro-step.
+    """
+    how, mean, sizes = plan.settings, loads.mean(), plan.sizes
+    counts = [len(rows) for rows in step.ranks]
+    uneven = f"in {place} the heaviest rank is {loads.max() / mean - 1:.2%} over the mean"
+    if 0 in counts and (how.algorithm == "karmarkar_karp" or sum(counts) < plan.ranks):
+        return "empty micro-batches", f"{counts.count(0)} of {plan.ranks} ranks have none of the {sum(counts)} " + (
+            f"sequences of {place}, with min_count={how.min_count} and multiple_of={how.multiple_of}"
+        )
+    if how.algorithm != "karmarkar_karp":
+        return f'algorithm="{how.algorithm}"', uneven
+    heaviest = step.ranks[int(np.argmax(loads))]
+    longest = heaviest[np.argmax(plan.workloads[heaviest])]
+    if plan.workloads[longest] > mean:
+        share = (
+            f"{plan.workloads[longest] / loads.sum():.1%} of {place}, where a rank's fair share is {1 / plan.ranks:.1%}"
+        )
+        return "a long sequence", f"sequence {longest} of {plan.lengths[longest]:,} tokens is {share}"
+    lighter = [rows for rows, load in zip(step.ranks, loads, strict=True) if load < mean]
+    if all(len(rows) == how.max_sequences for rows in lighter):
+        return "the cap on sequences", f"lighter micro-batches hold max_sequences={how.max_sequences} already; {uneven}"
+    smallest = sizes[heaviest].min()
+    if all(computed_tokens(np.append(sizes[rows], smallest), plan.layout) > plan.max_tokens for rows in lighter):
+        return "the cap on tokens", f"lighter micro-batches are full at max_tokens={plan.max_tokens:,}; {uneven}"
+    return "a remainder that no exchange evens out", f"{uneven}, of {sum(counts)} sequences"
 
 
-def _about_long_sequence(finding: Finding, plan: Plan) -> str:
-    numbers = finding.numbers
-    return (
-        f"{_waiting(finding)}. Worst: sequence {numbers['sequence']:.0f} of {numbers['tokens']:,.0f} tokens is "
-        f"{numbers['share']:.1%} of {_place(finding)}, where a rank's fair share is {numbers['fair_share']:.1%}."
-    )
-
-
-def _about_few_sequences(finding: Finding, plan: Plan) -> str:
-    numbers = finding.numbers
-    sequences = len(plan.mini_batches[int(numbers["mini_batch"])].rows)
-    return (
-        f"{_waiting(finding)}: mini-batch {numbers['mini_batch']:.0f} holds {sequences} for {plan.ranks} ranks; "
-        f"{numbers['empty']:.0f} have nothing to do in {_place(finding)}."
-    )
-
-
-def _about_empty(finding: Finding, plan: Plan) -> str:
-    numbers = finding.numbers
-    return (
-        f"{_waiting(finding)}: {numbers['empty']:.0f} of {plan.ranks} ranks have nothing to do in {_place(finding)}; "
-        f"min_count={plan.settings.min_count} and multiple_of={plan.settings.multiple_of} were asked for."
-    )
-
-
-def _about_cap_on_sequences(finding: Finding, plan: Plan) -> str:
-    return (
-        f"{_waiting(finding)}: the lighter micro-batches hold max_sequences={plan.settings.max_sequences} already; "
-        f"in {_place(finding)} the heaviest rank is {finding.numbers['over_mean']:.1%} over the mean."
-    )
-
-
-def _about_cap_on_tokens(finding: Finding, plan: Plan) -> str:
-    return (
-        f"{_waiting(finding)}: the lighter micro-batches are full at max_tokens={plan.max_tokens:,}; "
-        f"in {_place(finding)} the heaviest rank is {finding.numbers['over_mean']:.1%} over the mean."
-    )
-
-
-def _about_rest(finding: Finding, plan: Plan) -> str:
-    return (
-        f"{_waiting(finding)}; in {_place(finding)}, of {finding.numbers['sequences']:.0f} sequences, the heaviest "
-        f"rank is {finding.numbers['over_mean']:.2%} over the mean."
-    )
-
-
-def _about_count(finding: Finding, plan: Plan) -> str:
-    numbers = finding.numbers
-    needed, asked, steps = (int(numbers[name]) for name in ("needed", "asked", "micro_steps"))
-    if steps == needed:
+def _about_count(plan: Plan) -> str:
+    """Compare the micro-steps of the mini-batch with most of them to those that caps and arguments require."""
+    most = int(np.argmax([part.steps for part in plan.mini_batches]))
+    part, how, sizes = plan.mini_batches[most], plan.settings, plan.sizes
+    caps = Caps(plan.max_tokens, how.max_sequences or len(plan.lengths), plan.layout == "padded")
+    needed = -(-fewest_micro_batches(sizes[indices_of(part)], caps) // plan.ranks)
+    asked = -(-how.min_count // how.multiple_of) * how.multiple_of
+    if part.steps == needed:
         reason = f"the fewest that max_tokens={plan.max_tokens:,} allows"
-    elif steps == asked:
-        asks = f"min_count={plan.settings.min_count} and multiple_of={plan.settings.multiple_of}"
-        reason = f"as {asks} ask; the caps need {needed}"
+    elif part.steps == asked:
+        reason = f"as min_count={how.min_count} and multiple_of={how.multiple_of} ask; the caps need {needed}"
     else:
         reason = f"where the caps need at least {needed}"
-    if plan.settings.order == "makespan" and steps > max(needed, asked):
+    if how.order == "makespan" and part.steps > max(needed, asked):
         reason += ", because more of them fill and drain the pipeline sooner"
+    fill = np.mean([computed_tokens(sizes[rows], plan.layout) for step in part.micro_steps for rows in step.ranks])
     return (
-        f"Mini-batch {numbers['mini_batch']:.0f} takes {_count(steps, 'micro-step')}, {reason}; "
-        f"its micro-batches fill {numbers['fill']:.1%} of the cap on average."
+        f"Mini-batch {most} takes {_count(part.steps, 'micro-step')}, {reason}; its micro-batches fill "
+        f"{fill / plan.max_tokens:.1%} of the cap on average."
     )
 
 
-def _about_padding(finding: Finding, plan: Plan) -> str:
-    source = 'layout="padded"' if plan.layout == "padded" else "alignment"
-    return (
-        f"{finding.numbers['share']:.2%} of the computed tokens are padding, from {source} with "
-        f"length_multiple={plan.length_multiple}."
-    )
+def advice(plan: Plan) -> list[Advice]:
+    """Return the changes that help, most helpful first. If ranks or stages wait, this plans up to nine more times."""
+    before, found = float(plan.predicted_makespans().sum()), []
+    # Stages of a pipeline, and padded rows, cost time also where no rank waits.
+    slow = plan.settings.pipeline is not None or plan.layout == "padded"
+    slow = slow or plan_statistics(plan)["idle_share"] >= NEGLIGIBLE
+    for candidate in _candidates(plan) if slow else ():
+        try:
+            other = replan(plan, candidate.changes)
+        except BalancingError:
+            continue  # the batch cannot be planned so, for example because of a count
+        after = float(other.predicted_makespans().sum()) / candidate.context_parallel
+        steps = sum(part.steps for part in other.mini_batches)
+        found.append(replace(candidate, before=before, after=after, micro_steps=steps))
+    return sorted((each for each in found if each.gain >= NEGLIGIBLE), key=lambda each: -each.gain)
 
 
-_SENTENCES: dict[Cause, Callable[[Finding, Plan], str]] = {
-    Cause.LONG_SEQUENCE: _about_long_sequence,
-    Cause.FEW_SEQUENCES: _about_few_sequences,
-    Cause.EMPTY_MICRO_BATCHES: _about_empty,
-    Cause.GIVEN_ORDER: _about_rest,
-    Cause.RANK_BY_RANK: _about_rest,
-    Cause.MAX_SEQUENCES: _about_cap_on_sequences,
-    Cause.MAX_TOKENS: _about_cap_on_tokens,
-    Cause.REMAINDER: _about_rest,
-    Cause.COUNT: _about_count,
-    Cause.PADDING: _about_padding,
-}
+def replan(plan: Plan, changes: Mapping[str, Any]) -> Plan:
+    """Plan the same batch with other arguments of `plan_batch`; raises as `plan_batch`."""
+    arguments = {field.name: getattr(plan.settings, field.name) for field in fields(plan.settings)}
+    arguments["mini_batches"] = [indices_of(mini_batch) for mini_batch in plan.mini_batches]
+    return plan_batch(plan.lengths, **{**arguments, **plan.prefixes, **changes})
+
+
+def _candidates(plan: Plan) -> Iterator[Advice]:
+    """Yield changes that may shorten the step."""
+    how, best = plan.settings, None if plan.settings.pipeline is None else "makespan"
+    if how.algorithm != "karmarkar_karp":
+        yield Advice('algorithm="karmarkar_karp"', {"algorithm": "karmarkar_karp", "order": best})
+    elif best and how.order != best:
+        yield _changing(order=best)
+    if how.layout == "padded":
+        yield _changing(layout="packed")
+    yield _changing(max_tokens=2 * plan.max_tokens)
+    yield _changing(max_tokens=4 * plan.max_tokens)
+    if how.min_count > 1 or how.multiple_of > 1:
+        yield _changing(min_count=1, multiple_of=1)
+    if how.max_sequences is not None:
+        yield _changing(max_sequences=2 * how.max_sequences)
+        yield _changing(max_sequences=None)
+    members = [indices_of(part) for part in plan.mini_batches]
+    if len(members) > 1:
+        pairs = [np.concatenate(members[start : start + 2]) for start in range(0, len(members), 2)]
+        words = f"{len(pairs)} instead of {len(members)} mini-batches, which changes the optimiser steps"
+        yield Advice(words, {"mini_batches": pairs})
+    if plan.ranks % 2 == 0:
+        # Alignment grows from `tp` to `4*tp` for cp = 1, and doubles for larger cp; four times covers both.
+        aligned = 4 * plan.length_multiple
+        grown = _changing(ranks=plan.ranks // 2, max_tokens=2 * plan.max_tokens, length_multiple=aligned)
+        words = f"twice the context parallelism, whose communication is not counted ({grown.words})"
+        yield Advice(words, grown.changes, context_parallel=2)
+
+
+def _changing(**changes: Any) -> Advice:
+    words = {k: f"{v:,}" if isinstance(v, int) else f'"{v}"' if v else "None" for k, v in changes.items()}
+    return Advice(", ".join(f"{name}={value}" for name, value in words.items()), changes)

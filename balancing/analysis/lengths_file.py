@@ -1,41 +1,47 @@
-"""Reads sequence lengths from files.
+"""Reads sequence lengths from files, and the plans that a run records beside them.
 
     .json    [512, 90, ...]   [{"length": 512}, ...]   {"lengths": [512, ...]}
     .jsonl   one number or one object per line
     .csv     a header with the column, or a single column of numbers without a header
     .parquet the column
-    folder   a run: its lengths.jsonl, one {"step": 7, "lengths": [...]} per line (run_plan.py reads the rest of it)
+    folder   a run: its lengths.jsonl, one {"step": 7, "lengths": [...], "mini_batch": [...], "plan": {...}} per line
 
-`column` defaults to the first of `COLUMNS` in the file. If its values are lists, such as `input_ids`, their numbers of
-entries are the lengths.
+`column` defaults to the first of `COLUMNS` in the file. The length of a list, such as `input_ids`, is its size.
 """
 
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balancing.analysis.json_records import has_step, json_records
 from balancing.errors import LengthFileError
+from balancing.pipeline import Pipeline
+from balancing.plan import Plan, Settings
 from balancing.validation import whole_numbers
+from balancing.workload import CostModel
+
+log = logging.getLogger(__name__)
 
 COLUMNS = ("length", "lengths", "tokens", "num_tokens", "total_tokens")
-RUN_RECORD = "lengths.jsonl"
-"""File in the folder of a run with the lengths of every step."""
+PREFIXES = ("prefix_groups", "prefix_lengths", "tree_order", "tree_depths")
+"""Arguments of `plan_batch` about shared prefixes, and their names in lengths.jsonl."""
+LATEST_STEP = 2**53  # larger numbers are not exact in a chart
 
 
 def read_lengths(
     path: Path, *, column: str | None = None, step: int | None = None, minimum: int = 1
 ) -> NDArray[np.int64]:
-    """int64 [n], n >= 1, the lengths in a file, or those of one step of a run (None is its last).
+    """int64 [n], n >= 1: the lengths in a file, or those of one step of a run (None is its last).
 
-    Raises LengthFileError, which names file and line, for a file that is missing, of an unknown kind, without the
-    column or without lengths; LengthError for lengths below `minimum`.
+    Raises LengthFileError, which names the file, if it is missing, of an unknown kind, or has no such column or no
+    lengths; LengthError for lengths below `minimum`.
     """
     values = list(run_step(path, step).get("lengths", [])) if path.is_dir() else read_column(path, column)
     if not values:
@@ -47,18 +53,91 @@ def read_lengths(
     return whole_numbers(numbers, f"lengths in {path}", minimum=minimum)
 
 
+def read_column(path: Path, column: str | None) -> list[Any]:
+    """Return the values of a column, of any type; raises as `read_lengths`."""
+    kind = path.suffix.lower()
+    if kind == ".parquet":
+        return _from_parquet(path, column)
+    if kind == ".json":
+        entries = read_json(path)
+        entries = _value(entries, column, str(path)) if isinstance(entries, Mapping) else entries
+    elif kind == ".jsonl":
+        lines = enumerate(_text(path).split("\n"), start=1)
+        entries = [_parsed(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+    elif kind == ".csv":
+        entries = _from_csv(path, column)
+    else:
+        raise LengthFileError(f"{path} is of an unknown kind; give a folder, .json, .jsonl, .csv or .parquet")
+    if not isinstance(entries, list):
+        raise LengthFileError(f"{path} holds no list; give a list of lengths, or of objects with a length")
+    return [_value(entry, column, f"{path}, entry {number}") for number, entry in enumerate(entries)]
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; LengthFileError if it is missing or not JSON."""
+    return _parsed(_text(path), str(path))
+
+
 def run_step(folder: Path, step: int | None = None) -> Mapping[str, Any]:
-    """The record of one step of a run (None is its last), empty if it has none; raises as `read_lengths` does."""
-    path = folder / RUN_RECORD
+    """Return what a run recorded of a step (None is its last), empty without records; raises as `read_lengths`."""
+    path = folder / "lengths.jsonl"
     if not path.is_file():
         raise LengthFileError(f"{path} is not there; the run has recorded no lengths, so give a file of them instead")
     steps = {record["step"]: record for _, record in json_records(path, has_step, check_lengths)}
-    if not steps:
-        return {}
-    wanted = max(steps) if step is None else step
-    if wanted not in steps:
+    if step is not None and steps and step not in steps:
         raise LengthFileError(f"{path} has no step {step}; its steps are {min(steps)} to {max(steps)}")
-    return steps[wanted]
+    return steps[max(steps) if step is None else step] if steps else {}
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """Return what `recorded_arguments` needs of a plan, for JSON: each sequence's `mini_batch`, and `plan`."""
+    numbers = np.zeros(len(plan.lengths), np.int64)
+    for number, mini_batch in enumerate(plan.mini_batches):
+        numbers[mini_batch.rows] = number
+    return {"mini_batch": numbers.tolist(), "plan": asdict(plan.settings)}
+
+
+def recorded_arguments(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `plan_batch` with which a run planned a step; only prefixes if it recorded no plan.
+
+    record: as `run_step` returns it. Raises LengthFileError if its plan is damaged.
+    """
+    found: dict[str, Any] = {name: np.array(record[name], np.int64) for name in PREFIXES if name in record}
+    if "plan" not in record:
+        return found
+    try:
+        plan, numbers = record["plan"], whole_numbers(record["mini_batch"], "mini_batch", minimum=0)
+        found |= {each.name: plan[each.name] for each in fields(Settings) if each.name in plan}
+        found["cost_model"] = CostModel(**plan["cost_model"])
+        if pipeline := plan.get("pipeline"):
+            shares = pipeline["stage_shares"]
+            found["pipeline"] = Pipeline(**pipeline | {"stage_shares": shares and tuple(shares)})
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise LengthFileError(f"the recorded plan of step {record['step']} is damaged; give another --step") from None
+    return found | {"mini_batches": [np.flatnonzero(numbers == number) for number in range(int(numbers.max()) + 1)]}
+
+
+def json_records(path: Path, *checks: Callable[[dict[str, Any]], object]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield every line with its object; skip, with a warning, a line on which json.loads or one of `checks` raises.
+
+    Only \\n ends a line: `str.splitlines` also splits inside texts, at U+2028 and others.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+                for check in checks:
+                    check(record)
+            except Exception:  # damage can look like anything
+                log.warning("%s:%d is not a record of a run; it is left out", path, number)
+            else:
+                yield line, record
+
+
+def has_step(record: dict[str, Any]) -> None:
+    """Raise unless the record is an object with a step."""
+    if type(record["step"]) is not int or not 0 <= record["step"] <= LATEST_STEP:
+        raise ValueError("its step is not a whole number")
 
 
 def check_lengths(record: Mapping[str, Any]) -> None:
@@ -69,56 +148,11 @@ def check_lengths(record: Mapping[str, Any]) -> None:
         raise LengthFileError("its columns are not equally long")
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; LengthFileError if it is missing or not JSON."""
-    try:
-        return json.loads(_text(path))
-    except json.JSONDecodeError as problem:
-        raise LengthFileError(f"{path} is not JSON: {problem}") from None
-
-
-def read_column(path: Path, column: str | None) -> list[Any]:
-    """The values of a column of a file, of any type; raises as `read_lengths` does."""
-    kind = path.suffix.lower()
-    if kind not in _READERS:
-        raise LengthFileError(f"{path} is of an unknown kind; give a folder or one of {', '.join(_READERS)}")
-    return list(_READERS[kind](path, column))
-
-
-def _from_json(path: Path, column: str | None) -> Sequence[Any]:
-    document = read_json(path)
-    if isinstance(document, Mapping):
-        document = _field(document, column, str(path))
-    if not isinstance(document, list):
-        raise LengthFileError(f"{path} holds no list; give a list of lengths, or of objects with a length")
-    return [_entry(entry, column, f"{path}, entry {number}") for number, entry in enumerate(document)]
-
-
-def _from_json_lines(path: Path, column: str | None) -> list[Any]:
-    return [_entry(entry, column, f"{path}, line {number}") for number, entry in _json_lines(path)]
-
-
-def _json_lines(path: Path) -> Iterable[tuple[int, Any]]:
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as problem:
-                raise LengthFileError(f"{path}, line {number} is not JSON: {problem.msg}") from None
-
-
-def _from_csv(path: Path, column: str | None) -> list[str]:
-    rows = [row for row in csv.reader(io.StringIO(_text(path), newline="")) if row]
-    if not rows:
-        return []
-    if column is None and len(rows[0]) == 1 and _is_number(rows[0][0]):
+def _from_csv(path: Path, column: str | None) -> list[Any]:
+    rows = [row for row in csv.reader(io.StringIO(_text(path), newline=""), skipinitialspace=True) if row]
+    if column is None and rows and len(rows[0]) == 1 and rows[0][0].replace(".", "").isdecimal():
         return [row[0] for row in rows]
-    header = [name.strip() for name in rows[0]]
-    position = header.index(_column(header, column, str(path)))
-    short = [number for number, row in enumerate(rows) if len(row) <= position]
-    if short:
-        raise LengthFileError(f"{path}, row {short[0] + 1} has no column {header[position]!r}")
-    return [row[position] for row in rows[1:]]
+    return [dict(zip(rows[0], row, strict=False)) for row in rows[1:]]
 
 
 def _from_parquet(path: Path, column: str | None) -> list[Any]:
@@ -131,9 +165,6 @@ def _from_parquet(path: Path, column: str | None) -> list[Any]:
         raise LengthFileError(f"{path} cannot be read as Parquet: {problem}") from None
 
 
-_READERS = {".json": _from_json, ".jsonl": _from_json_lines, ".csv": _from_csv, ".parquet": _from_parquet}
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -143,33 +174,29 @@ def _text(path: Path) -> str:
         raise LengthFileError(f"{path} is not text in UTF-8") from None
 
 
-def _entry(entry: Any, column: str | None, place: str) -> Any:
-    return _field(entry, column, place) if isinstance(entry, Mapping) else entry
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise LengthFileError(f"{place} is not JSON: {problem}") from None
 
 
-def _field(entry: Mapping[str, Any], column: str | None, place: str) -> Any:
-    return entry[_column(list(entry), column, place)]
+def _value(entry: Any, column: str | None, place: str) -> Any:
+    return entry[_column(list(entry), column, place)] if isinstance(entry, Mapping) else entry
 
 
 def _column(names: Sequence[str], column: str | None, place: str) -> str:
-    """The column to read; LengthFileError that lists the columns if it is missing."""
-    for name in (column,) if column is not None else COLUMNS:
+    wanted = COLUMNS if column is None else (column,)
+    for name in wanted:
         if name in names:
             return name
-    wanted = repr(column) if column is not None else " or ".join(map(repr, COLUMNS))
-    raise LengthFileError(f"{place} has no column {wanted}, only {', '.join(map(repr, names))}; name one with --column")
+    raise LengthFileError(
+        f"{place} has no column {' or '.join(map(repr, wanted))}, only {', '.join(map(repr, names))}; "
+        "name one with --column"
+    )
 
 
 def _number(value: Any) -> float:
-    """A length, or the number of entries of a list."""
     if isinstance(value, bool) or value is None:
         raise ValueError(repr(value))
     return float(len(value)) if isinstance(value, list) else float(value)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

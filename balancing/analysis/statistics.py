@@ -1,16 +1,20 @@
-"""Statistics of a plan, compared with the given order and with Karmarkar-Karp alone."""
+"""Computes statistics of a plan, compared with the given order, with Karmarkar-Karp alone, and with lower bounds."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from balancing.alignment import round_up
-from balancing.analysis.pipelines import pipeline_statistics
 from balancing.grouping import Floats, Integers
 from balancing.initial_assignment import karmarkar_karp_twice
-from balancing.lower_bounds import step_time_bound
+from balancing.lower_bounds import minimum_step_times, step_time_bound
 from balancing.packing import Caps
 from balancing.padded import take_in_order
+from balancing.pipeline import Pipeline
+from balancing.pipeline_order import small_ends
+from balancing.pipeline_plan import most_in_a_step
+from balancing.pipeline_shape import least_makespan
+from balancing.pipeline_time import makespan
 from balancing.plan import MiniBatch, Plan
 from balancing.shared_bounds import shared_step_time_bound
 from balancing.shared_prefixes import in_groups
@@ -21,7 +25,7 @@ Rows = list[list[Integers]]
 
 
 def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
-    """Floats by name. `_before`: the given order, dealt to ranks in runs of equal count and cut at the cap.
+    """Return floats by name. `_before`: the given order, dealt to ranks in runs of equal count and cut at the cap.
 
     tokens_per_rank{,_before}/{min,max,mean,difference}: real tokens of a rank in the global batch.
     imbalance{,_before,_karmarkar_karp}/ranks: max / mean - 1 of the workload of ranks.
@@ -39,7 +43,10 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     padding_removed/width: the same for rows of `width` tokens, omitted if that is None.
     shared_tokens: share of all tokens that are computed with those of another sequence, which begins with them.
     micro_batches: on each rank. empty_micro_batches: over all ranks.
-    pipeline/...: with a pipeline, those of `pipelines.pipeline_statistics`.
+    pipeline/...: only with a pipeline. predicted_time: the makespans of all mini-batches, in the cost model's unit.
+    bubble: the share of it in which a stage waits, mean of the stages. over_bound: predicted time / a lower bound for
+    as many micro-steps - 1. small_ends: makespan in the published order, light micro-steps at both ends / predicted
+    time - 1.
     """
     after = [rows_of(mini_batch) for mini_batch in plan.mini_batches]
     before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
@@ -53,15 +60,38 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
         "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
         **_filling(after, plan),
         **_padding_removed(after, plan, width),
-        **_on_pipeline(plan),
+        **(_on_pipeline(plan, plan.settings.pipeline) if plan.settings.pipeline else {}),
     }
 
 
-def _on_pipeline(plan: Plan) -> dict[str, float]:
-    pipeline = plan.settings.pipeline
-    if pipeline is None:
-        return {}
-    return pipeline_statistics(plan, pipeline, [_lower_bound(part, plan) for part in plan.mini_batches])
+def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
+    times, spans = plan.predicted_times(), float(plan.predicted_makespans().sum())
+    work = sum(float((each + pipeline.overhead).sum()) for each in times)
+    published = sum(makespan(pipeline, each[small_ends(each)]) for each in times)
+    return {
+        "pipeline/predicted_time": spans,
+        "pipeline/bubble": max(0.0, 1.0 - work / (pipeline.stages * spans)),
+        "pipeline/over_bound": spans / sum(_makespan_bound(part, plan, pipeline) for part in plan.mini_batches) - 1.0,
+        "pipeline/small_ends": published / spans - 1.0,
+    }
+
+
+def _makespan_bound(mini_batch: MiniBatch, plan: Plan, pipeline: Pipeline) -> float:
+    """Return a lower bound for all plans with the caps and as many micro-steps; see `pipeline_shape.least_makespan`."""
+    time, rows = _lower_bound(mini_batch, plan), mini_batch.rows
+    if plan.beginnings is not None:
+        return least_makespan(pipeline, mini_batch.steps, time, time)
+    sizes, weights = plan.sizes[rows], plan.workloads[rows]
+    caps = Caps(plan.max_tokens, plan.settings.max_sequences or len(rows))
+    forced = minimum_step_times(sizes, weights, plan.ranks, mini_batch.steps, caps.max_tokens, caps.max_sequences)
+    return least_makespan(
+        pipeline,
+        mini_batch.steps,
+        work=float(weights.sum()) / plan.ranks,
+        time=time,
+        most=most_in_a_step(sizes, weights, plan.ranks, caps),
+        longest=float(forced.max(initial=0.0)),
+    )
 
 
 def predicted_grids(plan: Plan) -> list[Floats]:
@@ -71,7 +101,7 @@ def predicted_grids(plan: Plan) -> list[Floats]:
 
 def grids(mini_batches: Sequence[Rows], values: Integers | Floats) -> list[Floats]:
     """float64 [steps, ranks] for each mini-batch: `values` (one for each sequence) summed over each micro-batch."""
-    return [_grid(rows, values) for rows in mini_batches]
+    return [np.array([[values[group].sum() for group in step] for step in rows], np.float64) for rows in mini_batches]
 
 
 def step_time(mini_batches: Sequence[Floats]) -> float:
@@ -123,10 +153,6 @@ def _given_rows(indices: Integers, plan: Plan) -> Rows:
     steps = max(len(rows) for rows in local)
     nothing = np.empty(0, np.int64)
     return [[rows[step] if step < len(rows) else nothing for rows in local] for step in range(steps)]
-
-
-def _grid(rows: Rows, values: Integers | Floats) -> Floats:
-    return np.array([[values[group].sum() for group in step] for step in rows], np.float64)
 
 
 def _token_spread(name: str, mini_batches: list[Rows], lengths: Integers) -> dict[str, float]:

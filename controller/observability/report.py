@@ -1,24 +1,33 @@
-"""The report: one page about a run, `runs/NAME/report.html`; needs no network. `controller.report` is its command.
+"""Writes the report: one page about a run, `runs/NAME/report.html`, that needs no network.
 
-    RunFolder --charts (SVG), cards, tables--> Jinja template, every text escaped --> report.html
+    RunFolder --> charts (matplotlib, as SVG), cards, tables --> Jinja template --> report.html
 
-What a model or a data set wrote cannot become part of the page's structure: the template escapes all texts, only charts
-of our own go in as they are, and the page's content security policy allows neither scripts nor requests. Secrets are
-masked (`shown_text`).
+Texts of models and data sets cannot become part of the page's structure: the template escapes all texts, and inserts
+only our own charts as they are. The page's content security policy allows neither scripts nor requests. Secrets are
+masked.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from balancing import BalancingError, explain, plan_batch
+from balancing.analysis.gantt import INK, chart_of_ranks, figure_of, svg_of
+from balancing.analysis.lengths_file import recorded_arguments, run_step
+from balancing.analysis.statistics import ideal_time, predicted_grids
 from controller.config import Config, TrainingConfig
 from controller.config.recorded import load_recorded
 from controller.config.training import counted
-from controller.observability import report_charts as charts
 from controller.observability.health import warnings
 from controller.observability.run_folder import Row, RunFolder
 from controller.observability.shown_text import redacted, shortened
@@ -26,13 +35,38 @@ from controller.observability.shown_text import redacted, shortened
 FILE = "report.html"
 TEXT = 600  # characters of a prompt, or a response, in a table
 SHOWN_SAMPLES = 12
-NUMBER, CODE = "n", "t"
-"""Formats of a column: right-aligned number, code."""
+BLUE, GREEN, AMBER, ROSE, VIOLET, GREY = "#2f7fb8", "#3a9679", "#d9902f", "#c2566a", "#8069b0", "#7d8491"
+COLOURS = (BLUE, GREEN, AMBER, ROSE, VIOLET, GREY)
+"""A panel has at most as many lines, so that they can be told apart."""
+SIZE = (5.0, 2.8)
+"""Inches of a panel: letters of 9 points stay legible where it is as wide as a telephone."""
+LEGEND_POINTS = 8.5
+LEGEND_LETTERS = 56
+"""Letters of a legend's line, with 6 for each handle."""
+FEW_POINTS = 12
+"""Up to so many points a curve shows each as a dot; with more they would run together."""
+MOST_BARS = 80
+"""Up to so many steps each has a bar, and curves are thick."""
+PHASES = dict(zip(("rollout", "plan", "log_probs", "advantages", "update", "weights"), COLOURS, strict=True))
+NOT_PARTS = ("reward/mean", "reward/std", "reward/failures")
+SAMPLE_COLUMNS = {
+    "step": "n",
+    "sample": "n",
+    "tokens": "n",
+    "seconds": "n",
+    "reward": "n",
+    "prompt": "t",
+    "response": "t",
+}
+"""Columns of a table by format: n is a right-aligned number, t is a text in the letters of code."""
 BALANCE_NOTE = (
     "All ranks wait for the heaviest micro-batch of a micro-step. Imbalance: how much longer the micro-steps of an "
     "update take than if no rank waited, by the cost model: in the given order, after Karmarkar-Karp alone (largest "
     "differencing over ranks and micro-batches, whatever caps say), and as planned, which is refined from there."
 )
+Draw = Callable[[Axes], None]
+Panel = tuple[str, Draw]
+"""A title, and a function that draws."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +87,25 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Column:
-    name: str
-    kind: str = NUMBER
+class Table:
+    """columns: their formats by name. rows: a text for each column."""
+
+    title: str
+    note: str
+    columns: Mapping[str, str]
+    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Table:
-    title: str
-    note: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[str]] = field(default_factory=list)
+class Line:
+    metric: str
+    label: str = ""
+    colour: str = ""
+    dashed: bool = False
 
 
 def write_report(folder: Path) -> Path:
-    """Write the report of a run into its folder and return its path.
+    """Write the report of a run into its folder; return its path.
 
     Raises DataError for a folder without metrics, ConfigError if its config.yaml does not fit this version.
     """
@@ -77,7 +115,7 @@ def write_report(folder: Path) -> Path:
 
 
 def page(run: RunFolder, config: TrainingConfig) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     environment = Environment(
         loader=PackageLoader("controller.observability", "."),
         autoescape=True,
@@ -123,44 +161,192 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _sections(run: RunFolder, config: TrainingConfig) -> list[Section]:
-    """Every picture of the report that this run has something for."""
-    title = "Reward" if isinstance(config, Config) else "Loss"
-    learning = charts.learning(run)
-    sections = [Section(title + " and validation" * (len(learning) > 1), _charts(learning))]
-    if panels := charts.lengths(run):
-        sections.append(Section("Lengths", _charts(panels)))
-        sections.append(_balance_and_time(run, config))
-        if drawn := charts.gantt(run, config):
-            step, picture = drawn
-            note = f"Update of step {step}, planned again from its recorded lengths."
-            sections.append(Section("Who computes when", [Markup(picture)], note, wide=True))
-        sections.append(Section("Policy", _charts(charts.policy(run))))
-    return sections
-
-
-def _balance_and_time(run: RunFolder, config: TrainingConfig) -> Section:
+    """Return every picture of the report that this run has something for."""
+    panels = learning(run)
+    title = ("Reward" if isinstance(config, Config) else "Loss") + " and validation" * (len(panels) > 1)
+    sections = [Section(title, _charts(panels))]
+    if not run.lengths:
+        return sections
+    sections.append(Section("Lengths", _charts(_lengths(run))))
+    seconds = ("Where the time of a step goes", lambda axes: _stacked_phases(axes, run))
     if config.policy.ranks == 1:  # nobody waits for anybody
-        return Section("Time", _charts([charts.time(run)]))
-    return Section("Balance and time", _charts([charts.imbalance(run), charts.time(run)]), BALANCE_NOTE)
+        sections.append(Section("Time", _charts([seconds])))
+    else:
+        sections.append(Section("Balance and time", _charts([_imbalance(run), seconds]), BALANCE_NOTE))
+    return [*sections, *who_computes_when(run), Section("Policy", _charts(policy(run)))]
 
 
-def _charts(panels: Iterable[Any]) -> list[Markup]:
-    return [Markup(charts.svg(panel)) for panel in panels]
+def who_computes_when(run: RunFolder) -> list[Section]:
+    """Draw and explain the last step's plan beside the given order, by what the run planned with.
+
+    Time 1 is that of the plan if no rank ever waited. Empty for one rank, or without a record of the plan.
+    """
+    try:
+        record = run_step(run.path)
+        arguments = recorded_arguments(record)
+        if arguments.get("ranks", 1) == 1:
+            return []
+        changes: tuple[dict[str, Any], ...] = ({"algorithm": "none", "order": None}, {})
+        given, plan = (plan_batch(record["lengths"], **{**arguments, **each}) for each in changes)
+    except BalancingError:
+        return []  # the given order cannot keep the caps or counts that our plan keeps
+    grids = {"in the given order": predicted_grids(given), "as planned": predicted_grids(plan)}
+    ideal = ideal_time(grids["as planned"])
+    picture = svg_of(figure_of([chart_of_ranks(title, each, ideal) for title, each in grids.items()]))
+    note = f"Update of step {record['step']}. {explain(plan)}"
+    return [Section("Who computes when", [Markup(picture)], note, wide=True)]
 
 
-SAMPLE_COLUMNS = (
-    Column("step"), Column("sample"), Column("tokens"), Column("seconds"), Column("reward"), Column("prompt", CODE),
-    Column("response", CODE),
-)  # fmt: skip
+def _charts(panels: Iterable[Panel]) -> list[Markup]:
+    return [Markup(_svg(*panel)) for panel in panels]
+
+
+def _svg(title: str, draw: Draw) -> str:
+    """Draw one picture for each panel: a page sets two side by side or, on a narrow screen, one below the other."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots()
+    figure.patch.set_visible(False)
+    axes.patch.set_visible(False)
+    with matplotlib.rc_context({"text.parse_math": False}):
+        draw(axes)
+        _dress(axes, title)
+        return svg_of(figure)
+
+
+def learning(run: RunFolder) -> list[Panel]:
+    """Return the reward with its parts, or the loss, of every step; then validation, if there was any."""
+    validation = [Line(name, name.removeprefix("validation/")) for name in run.names if name.startswith("validation/")]
+    panels = [_curves(run, "Validation", validation)] if validation else []
+    if "reward/mean" not in run.names:
+        return [_curves(run, "Loss in training", [Line("policy/loss")]), *panels]
+    parts = [name for name in run.names if name.startswith("reward/") and name not in NOT_PARTS]
+    lines = [Line("reward/mean", "reward"), *(Line(name, name.removeprefix("reward/")) for name in parts)]
+    return [_curves(run, "Reward in training, mean of a step", lines), *panels]
+
+
+def policy(run: RunFolder) -> list[Panel]:
+    """Return entropy and gradient norm of the policy, and the age of its samples unless it is 0 in all steps."""
+    panels = [
+        _curves(run, "Entropy of the policy", [Line("policy/entropy", colour=VIOLET)]),
+        _curves(run, "Gradient norm, before clipping", [Line("policy/grad_norm", colour=AMBER)]),
+    ]
+    ages = [Line("rollout/staleness_mean", "mean", BLUE), Line("rollout/staleness_max", "max", GREY)]
+    old = any(run.curve("rollout/staleness_max").values)
+    return panels + ([_curves(run, "Age of samples, versions", ages, from_zero=True)] if old else [])
+
+
+def _imbalance(run: RunFolder) -> Panel:
+    lines = [
+        Line("balance/imbalance_before/micro_steps", "as given", ROSE, dashed=True),
+        Line("balance/imbalance_karmarkar_karp/micro_steps", "Karmarkar-Karp alone", AMBER, dashed=True),
+        Line("balance/imbalance/micro_steps", "as planned", GREEN),
+    ]
+    return _curves(run, "Imbalance of micro-steps", lines, percent=True, from_zero=True)
+
+
+def _curves(
+    run: RunFolder, title: str, lines: Sequence[Line], *, percent: bool = False, from_zero: bool = False
+) -> Panel:
+    """Return a panel with one line a metric, as many as can be told apart. percent: values are shares."""
+
+    def draw(axes: Axes) -> None:
+        for line, colour in zip(lines, COLOURS, strict=False):
+            curve = run.curve(line.metric)
+            style: dict[str, Any] = {"linestyle": "--" if line.dashed else "-", "label": line.label}
+            style |= {"linewidth": 1.8 if len(curve.steps) <= MOST_BARS else 1.0, "marker": _marker(len(curve.steps))}
+            axes.plot(curve.steps, curve.values, color=line.colour or colour, markersize=3.5, **style)
+        if percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        _steps_below(axes)
+
+    return title, draw
+
+
+def _lengths(run: RunFolder) -> list[Panel]:
+    """Return the distribution of lengths over the steps, and in the first and the last."""
+    first, last = min(run.lengths), max(run.lengths)
+
+    def over_steps(axes: Axes) -> None:
+        steps = np.array(sorted(run.lengths), float)
+        quartiles = np.array([np.percentile(run.lengths[int(step)], [0, 25, 50, 75, 100]) for step in steps]).T
+        if len(steps) == 1:  # a band needs a width
+            steps, quartiles = np.array([first - 0.4, first + 0.4]), np.repeat(quartiles, 2, axis=1)
+        low, quarter, median, three, high = quartiles
+        axes.fill_between(steps, low, high, color=BLUE, alpha=0.15, linewidth=0, label="shortest to longest")
+        axes.fill_between(steps, quarter, three, color=BLUE, alpha=0.3, linewidth=0, label="middle half")
+        axes.plot(steps, median, color=BLUE, linewidth=1.8, label="median", marker=_marker(len(steps)), markersize=3.5)
+        axes.set_ylabel("tokens", color=INK)
+        axes.set_ylim(bottom=0)
+        _steps_below(axes)
+
+    def histogram(axes: Axes) -> None:
+        edges = np.histogram_bin_edges(np.concatenate([run.lengths[first], run.lengths[last]]), bins=24).tolist()
+        axes.hist(run.lengths[first], bins=edges, color=GREY, label=f"step {first}", alpha=0.45)
+        if last != first:
+            axes.hist(run.lengths[last], edges, color=BLUE, label=f"step {last}", histtype="step", linewidth=1.8)
+        axes.set_xlabel("tokens of a sequence", color=INK)
+        axes.set_ylabel("sequences", color=INK)
+
+    return [("Sequence length over steps", over_steps), ("Sequence lengths, first and last step", histogram)]
+
+
+def _stacked_phases(axes: Axes, run: RunFolder) -> None:
+    """Stack the seconds of the phases; the rest of a step's time is left white."""
+    whole = run.curve("time/step_s")
+    curves = {name: run.curve(f"time/{name}_s") for name in PHASES if f"time/{name}_s" in run.names}
+    by_step = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
+    names, seconds = list(curves), [[found.get(step, 0.0) for step in whole.steps] for found in by_step.values()]
+    labels, colours = [name.replace("_", "-") for name in names], [PHASES[name] for name in names]
+    if len(whole.steps) > MOST_BARS:
+        axes.stackplot(whole.steps, seconds, labels=labels, colors=colours, alpha=0.85, linewidth=0)
+    else:
+        bottoms = np.cumsum([[0.0] * len(whole.steps), *seconds], axis=0)
+        for values, bottom, label, colour in zip(seconds, bottoms[:-1], labels, colours, strict=True):
+            axes.bar(whole.steps, values, bottom=bottom, label=label, color=colour, alpha=0.85, width=0.75)
+    axes.set_ylabel("seconds", color=INK)
+    # The first step compiles; it would flatten all that follow.
+    if len(whole.values) > 2:
+        axes.set_ylim(0, 1.15 * max(whole.values[1:]))
+    _steps_below(axes)
+
+
+def _marker(points: int) -> str:
+    return "o" if points <= FEW_POINTS else ""
+
+
+def _steps_below(axes: Axes) -> None:
+    axes.set_xlabel("step", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    low, high = axes.get_xlim()
+    if high - low < 1.0:  # one step
+        axes.set_xlim((low + high) / 2 - 0.5, (low + high) / 2 + 0.5)
+
+
+def _dress(axes: Axes, title: str) -> None:
+    """Add the title and, in lines of its own below it, where it covers nothing, the legend."""
+    labels = axes.get_legend_handles_labels()[1]
+    lines = 0
+    if labels:
+        widths = [len(label) + 6 for label in labels]
+        columns = len(labels) if sum(widths) <= LEGEND_LETTERS else max(1, LEGEND_LETTERS // max(widths))
+        lines = math.ceil(len(labels) / columns)
+        style: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.0}
+        style |= {"ncols": columns, "columnspacing": 1.2, "handlelength": 1.4, "handletextpad": 0.5}
+        axes.legend(fontsize=LEGEND_POINTS, labelcolor=INK, frameon=False, **style)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8 + 1.75 * LEGEND_POINTS * lines)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name in ("left", "bottom"))
+        spine.set_color(GREY)
 
 
 def _slowest(run: RunFolder) -> Table:
-    return Table(
-        "Slowest samples",
-        "By the seconds from the engine's receipt of the request to its last token; of those recorded at each step.",
-        SAMPLE_COLUMNS,
-        _sample_rows(run.samples, "seconds"),
-    )
+    note = "By the seconds from the engine's receipt of the request to its last token; among the recorded samples."
+    return Table("Slowest samples", note, SAMPLE_COLUMNS, _sample_rows(run.samples, "seconds"))
 
 
 def _longest(run: RunFolder) -> Table:
@@ -177,27 +363,27 @@ def _sample_rows(samples: Iterable[Row], by: str) -> list[list[str]]:
             f"{row['response_tokens'] or 0:,}",
             f"{row['seconds'] or 0:.2f}",
             f"{_reward(row):.3f}",
-            *(redacted(shortened(str(row.get(name, "")), TEXT)) for name in ("prompt", "response")),
+            *_texts(row),
         ]
         for row in chosen
     ]
 
 
 def _validation(run: RunFolder) -> Table:
-    """The worst and the best held-out responses, by reward."""
+    """Return the worst and the best held-out responses, by reward."""
     step, rows = run.last_validation
-    ordered = sorted(rows, key=lambda row: _reward(row))
+    ordered = sorted(rows, key=_reward)
     half = SHOWN_SAMPLES // 2
     chosen = ordered if len(ordered) <= SHOWN_SAMPLES else ordered[:half] + ordered[-half:]
-    columns = [Column("prompt", CODE), Column("response", CODE), Column("reward")]
-    table = [
-        [redacted(shortened(str(row.get(name, "")), TEXT)) for name in ("prompt", "response")] + [f"{_reward(row):.3f}"]
-        for row in chosen
-    ]
     note = f"Validation at step {step}: {len(chosen)} of {counted(len(rows), 'response')}, "
     note += "the lowest and the highest rewards."
-    return Table("Held-out responses", note, columns, table)
+    columns = {name: SAMPLE_COLUMNS[name] for name in ("prompt", "response", "reward")}
+    return Table("Held-out responses", note, columns, [[*_texts(row), f"{_reward(row):.3f}"] for row in chosen])
 
 
-def _reward(row: Mapping[str, Any]) -> float:
+def _texts(row: Row) -> list[str]:
+    return [redacted(shortened(str(row.get(name, "")), TEXT)) for name in ("prompt", "response")]
+
+
+def _reward(row: Row) -> float:
     return float("-inf") if row["reward"] is None else float(row["reward"])

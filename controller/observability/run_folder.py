@@ -12,9 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from balancing import CostModel
-from balancing.analysis.json_records import has_step, json_records
-from balancing.analysis.lengths_file import check_lengths
+from balancing.analysis.lengths_file import check_lengths, has_step, json_records
 from workers.errors import DataError
 
 Row = dict[str, Any]
@@ -60,31 +58,13 @@ class RunFolder:
     @cached_property
     def lengths(self) -> dict[int, list[int]]:
         """Lengths of the sequences of every step, in the order of its batch."""
-        return {row["step"]: row["lengths"] for row in self._lengths}
-
-    @cached_property
-    def columns(self) -> dict[int, dict[str, list[int]]]:
-        """Records of the sequences of every step beside their lengths, in the same order."""
-        names = {"step", "lengths", "plan"}
-        return {row["step"]: {name: row[name] for name in row.keys() - names} for row in self._lengths}
-
-    @cached_property
-    def _lengths(self) -> list[Row]:
-        return self._rows("lengths.jsonl", has_step, check_lengths)
+        return {row["step"]: row["lengths"] for row in self._rows("lengths.jsonl", has_step, check_lengths)}
 
     @cached_property
     def samples(self) -> list[Row]:
         """Some samples of every step; see `Rollout.examples`."""
         numbers = ("sample", "response_tokens", "seconds", "reward")
         return self._rows("samples.jsonl", has_step, lambda row: _check_numbers(row, *numbers))
-
-    @cached_property
-    def costs(self) -> dict[int, tuple[float, float]]:
-        """Linear and quadratic cost of every step's plan."""
-        rows = self._rows(
-            "timeline.jsonl", has_step, lambda row: CostModel(*row["cost"]), lambda row: row["micro_steps"]
-        )
-        return {row["step"]: tuple(row["cost"]) for row in rows if row["micro_steps"]}
 
     @property
     def finished_steps(self) -> int:

@@ -21,7 +21,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from balancing.analysis.json_records import has_step, json_records
+from balancing.analysis.lengths_file import has_step, json_records
 from workers.errors import DataError
 
 RECORD = "timeline.jsonl"

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from balancing import CostModel, Plan, plan_statistics
-from balancing.analysis.run_plan import plan_record
+from balancing.analysis.lengths_file import plan_record
 from controller.actors.roles import TrainingRoles
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.observability.metrics import update_throughput

@@ -8,8 +8,7 @@ import pytest
 
 from balancing import Plan, plan_batch, plan_statistics
 from balancing.__main__ import main
-from balancing.analysis.lengths_file import read_lengths
-from balancing.analysis.run_plan import read_run
+from balancing.analysis.lengths_file import read_lengths, recorded_arguments, run_step
 from balancing.grouping import Grouping
 from balancing.initial_assignment import karmarkar_karp_twice
 from tests.controller.stand_ins.run import StandIns
@@ -78,12 +77,11 @@ def test_the_command_explains_a_step_with_what_the_run_planned_with(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = run("batch.mini_batches=2", "batch.mini_batches_by=group", "batch.prompts_per_step=4")
-    found = read_run(tmp_path / "run")
-    assert found.mini_batches is not None and found.groups is not None
-    assert len(found.mini_batches) == 2
-    assert not set(found.groups[found.mini_batches[0]]) & set(found.groups[found.mini_batches[1]])
-    lengths = read_lengths(tmp_path / "run")
-    plan = plan_batch(lengths, mini_batches=found.mini_batches, **found.arguments, **found.prefixes)
+    record = run_step(tmp_path / "run")
+    groups, arguments = np.array(record["groups"]), recorded_arguments(record)
+    first, second = arguments["mini_batches"]
+    assert not set(groups[first]) & set(groups[second])
+    plan = plan_batch(read_lengths(tmp_path / "run"), **arguments)
     assert plan_statistics(plan)["predicted_time/total"] == metrics["balance/predicted_time/total"]
     capsys.readouterr()
     assert main([str(tmp_path / "run")]) == 0

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from balancing.analysis.json_records import has_step, json_records
+from balancing.analysis.lengths_file import has_step, json_records
 from workers.errors import OutputError
 
 

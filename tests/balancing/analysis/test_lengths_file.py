@@ -74,8 +74,8 @@ def test_parquet_is_read(tmp_path):
         ("a.jsonl", "5\n{\n", "line 2 is not JSON"),
         ("a.csv", "", "holds no lengths"),
         ("a.csv", "uid,n\na,5\n", "no column 'length'"),
-        ("a.csv", "uid,length\na,5\nb\n", "row 3 has no column 'length'"),
-        ("a.txt", "5", "unknown kind; give a folder or one of .json, .jsonl, .csv, .parquet"),
+        ("a.csv", "uid,length\na,5\nb\n", "entry 1 has no column 'length'"),
+        ("a.txt", "5", "unknown kind"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, name, text, words):

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balancing import Plan, plan_batch
+from balancing.analysis.comparison import ON_PIPELINES, OURS
 from balancing.analysis.distributions import draw
-from balancing.analysis.pipeline_comparison import ON_PIPELINES
 from balancing.analysis.statistics import plan_statistics
-from balancing.analysis.strategies import OURS
 from balancing.pipeline import Pipeline
 from tests.benchmarks.balancing.plans import COST_MODEL
 from tests.benchmarks.balancing.table import Table

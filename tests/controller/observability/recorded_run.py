@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from balancing import CostModel
+from balancing import CostModel, plan_batch
+from balancing.analysis.lengths_file import plan_record
 from controller.config import Config, to_yaml
 from controller.observability.metrics import RunWriter
 from controller.observability.spans import TimelineRecorder
@@ -34,7 +35,10 @@ def write_run(folder: Path, *, steps: int = STEPS, ranks: int = 4) -> Config:
         writer.step(0, {"validation/reward": 0.2})
         for step in range(1, steps + 1):
             writer.step(step, metrics(step, steps))
-            writer.lengths(step, lengths=rng.lognormal(5.5 + step / steps, 0.6, 64).clip(8, 2048).astype(int))
+            lengths = rng.lognormal(5.5 + step / steps, 0.6, 64).clip(8, 2048).astype(int)
+            mini_batches = np.arange(64).reshape(2, 32)
+            plan = plan_batch(lengths, ranks=ranks, max_tokens=4096, mini_batches=mini_batches)
+            writer.lengths(step, plan_record(plan), lengths=lengths)
             writer.samples(step, samples(step, rng))
             writer.timeline(step, timeline())
         writer.validation(steps, held_out())

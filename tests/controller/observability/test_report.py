@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from balancing import CostModel, plan_batch
-from controller.observability.report import write_report
-from controller.observability.report_charts import gantt, learning, policy
+from balancing import CostModel, explain, plan_batch, plan_statistics
+from balancing.analysis.lengths_file import plan_record
+from controller.observability.metrics import RunWriter
+from controller.observability.report import Section, learning, policy, who_computes_when, write_report
 from controller.observability.run_folder import RunFolder
-from controller.planner import Planner, draw_mini_batches
 from controller.report import main
 from tests.browser import CONTRASTS, DESKTOP, TELEPHONE, WIDER, Browser, browser, needs_chromium
 from tests.controller.observability.recorded_run import ATTACKS, STEPS, write_run
-from workers.remote_batch import RemoteBatch
 
 SECTIONS = ["Reward and validation", "Lengths", "Balance and time", "Who computes when", "Policy"]
 SECTIONS += ["Slowest samples", "Longest samples", "Held-out responses", "Configuration"]
@@ -145,18 +145,31 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
     assert "since the first" not in page
 
 
+def times_of(section: Section) -> list[float]:
+    return [float(time) for time in re.findall(r"([0-9.]+) × ideal", section.charts[0])]
+
+
 def test_no_order_takes_less_than_the_time_in_which_nobody_waits_where_prompts_are_shared(tmp_path: Path) -> None:
     """In the given order a prompt's samples lie apart and their prompt is computed several times; as planned, once."""
-    folder = tmp_path / "run"
-    config = write_run(folder, steps=1)
-    config.batch.mini_batches = 1
-    row = {"step": 1, "lengths": [96, 128] * 16, "groups": [0, 1] * 16}
-    row |= {"prefix_groups": row["groups"], "prefix_lengths": [64] * 32}
-    (folder / "lengths.jsonl").write_text(json.dumps(row))
-    _, drawn = gantt(RunFolder(folder), config)
-    times = [float(time) for time in re.findall(r"([0-9.]+) × ideal", drawn)]
-    assert len(times) == 2
-    assert min(times) >= 1.0
+    lengths, groups = np.array([96, 128] * 16), np.array([0, 1] * 16)
+    prefixes = {"prefix_groups": groups, "prefix_lengths": np.full(32, 64)}
+    plan = plan_batch(lengths, ranks=4, max_tokens=4096, **prefixes)
+    with RunWriter(tmp_path, "", []) as writer:
+        writer.lengths(1, plan_record(plan), lengths=lengths, **prefixes)
+    (section,) = who_computes_when(RunFolder(tmp_path))
+    given, planned = times_of(section)
+    assert given > planned >= 1.0
+
+
+def test_the_last_update_is_drawn_and_explained_with_what_the_run_planned_with(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(8, 400, 48)
+    how = {"ranks": 4, "max_tokens": 1600, "max_sequences": 5, "length_multiple": 4, "algorithm": "verl"}
+    plan = plan_batch(lengths, mini_batches=[range(20), range(20, 48)], cost_model=CostModel(3.0, 0.5), **how)
+    with RunWriter(tmp_path, "", []) as writer:
+        writer.lengths(7, plan_record(plan), lengths=lengths)
+    (section,) = who_computes_when(RunFolder(tmp_path))
+    assert section.note == f"Update of step 7. {explain(plan)}"
+    assert times_of(section)[1] == pytest.approx(1 + plan_statistics(plan)["imbalance/micro_steps"], abs=1e-3)
 
 
 @pytest.mark.parametrize(("files", "message"), [((), "config"), (("config.yaml",), "holds no step")])
@@ -220,33 +233,6 @@ def test_charts_have_letters_of_one_size_whether_or_not_one_stands_alone(
     assert max(widths) - min(widths) <= 1
 
 
-def test_the_report_plans_with_the_arguments_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = write_run(tmp_path / "run", steps=1)
-    config.policy.max_sequences, config.policy.parallel.context_parallel = 5, 2
-    config.model.length_multiple, config.balance.algorithm = 4, "verl"
-    given: dict[str, dict] = {}
-    for module in ("planner", "observability.report_charts"):
-
-        def plan(lengths, *, name=module, **arguments):
-            given[name] = arguments
-            return plan_batch(lengths, **arguments)
-
-        monkeypatch.setattr(f"controller.{module}.plan_batch", plan)
-    folder = RunFolder(tmp_path / "run")
-    gantt(folder, config)
-    lengths = np.array(folder.lengths[1])
-    batch = RemoteBatch({"length": lengths, "response_tokens": lengths, "uid": np.arange(len(lengths))}, {})
-    costs = CostModel(*folder.costs[1])
-    Planner(config, costs).plan(batch, draw_mini_batches(len(lengths), 2, 0, 1), "policy.update")
-    of_the_run, of_the_report = given["planner"], given["observability.report_charts"]
-    of_the_batch = {"loss_tokens", "groups"}
-    assert set(of_the_run) - of_the_batch == set(of_the_report)
-    for name in set(of_the_report) - {"mini_batches"}:
-        assert of_the_run[name] == of_the_report[name], name
-    for first, second in zip(of_the_run["mini_batches"], of_the_report["mini_batches"], strict=True):
-        assert first.tolist() == second.tolist()
-
-
 def test_a_run_that_does_not_learn_says_so_at_the_top_of_its_report(tmp_path: Path) -> None:
     folder = tmp_path / "stuck"
     write_run(folder, steps=3)
@@ -261,8 +247,12 @@ def test_no_two_lines_of_a_panel_share_a_colour(tmp_path: Path) -> None:
     row: dict[str, float] = {"step": 1, "reward/mean": 1.0}
     row |= {f"{kind}/part_{number}": 1.0 for kind in ("reward", "validation") for number in range(9)}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row))
-    for panel in learning(RunFolder(tmp_path)):
-        colours = [line.colour for line in panel.lines]
+    panels = learning(RunFolder(tmp_path))
+    assert len(panels) == 2
+    for _, draw in panels:
+        axes = Figure().subplots()
+        draw(axes)
+        colours = [line.get_color() for line in axes.get_lines()]
         assert len(colours) == len(set(colours)) > 5
 
 

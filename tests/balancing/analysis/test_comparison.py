@@ -1,0 +1,63 @@
+"""Strategies side by side: figures counted by hand."""
+
+import numpy as np
+import pytest
+
+from balancing import CostModel, plan_statistics
+from balancing.analysis.comparison import ON_PIPELINES, OURS, STRATEGIES, Batch, MicroBatches, compare, measure
+from balancing.pipeline import Pipeline
+
+QUADRATIC = CostModel(0.0, 1.0)
+
+
+def batch_of(lengths, mini_batches=1, ranks=2, max_tokens=100, cost_model=None, **arguments):
+    rows = np.array_split(np.arange(len(lengths)), mini_batches)
+    arguments |= {"ranks": ranks, "max_tokens": max_tokens, "cost_model": cost_model or CostModel.tokens()}
+    return Batch(np.array(lengths), {"mini_batches": rows, **arguments})
+
+
+def rows(*steps):
+    return [[np.array(group, np.int64) for group in step] for step in steps]
+
+
+def test_a_packed_schedule_is_measured_by_its_sequences():
+    batch = batch_of([30, 10, 20, 40], max_tokens=45)
+    outcome = measure("mine", batch, lambda: MicroBatches([rows([[0, 2], [1]], [[], [3]])]))
+    # steps take 50 and 40 where 50 is ideal; rank 0 works 50 of 90, rank 1 as well.
+    shares = {"over ideal": 0.8, "padding": 0.0, "idle, mean": 4 / 9, "idle, worst": 4 / 9}
+    assert outcome.figures == pytest.approx(shares | {"over cap": 1, "micro-steps": 2})
+    assert outcome.grids[0].tolist() == [[50.0, 10.0], [0.0, 40.0]]
+
+
+def test_a_padded_schedule_takes_the_time_of_its_padded_rows():
+    batch = batch_of([3, 5, 8, 8], max_tokens=16, cost_model=QUADRATIC)
+    outcome = measure("padded", batch, lambda: MicroBatches([rows([[0, 1], [2]], [[3], []])], padded=True))
+    # rank 1 sets the width of the first step: two rows of 8 on rank 0.
+    assert outcome.grids[0].tolist() == [[128.0, 64.0], [64.0, 0.0]]
+    shares = {"over ideal": 192 / (162 / 2) - 1, "padding": 1 - 24 / 32, "idle, mean": 1 / 3, "idle, worst": 2 / 3}
+    assert outcome.figures == pytest.approx(shares | {"over cap": 0, "micro-steps": 2})
+
+
+def test_every_strategy_computes_the_batch_and_ours_keeps_the_cap():
+    rng = np.random.default_rng(0)
+    batch = batch_of(rng.integers(10, 500, 128).tolist(), mini_batches=2, ranks=4, max_tokens=1500)
+    outcomes = compare(batch)
+    assert [outcome.name for outcome in outcomes] == list(STRATEGIES)
+    given, ours = outcomes[0].figures, outcomes[-1].figures
+    assert given["over cap"] == ours["over cap"] == 0
+    assert ours["over ideal"] == pytest.approx(plan_statistics(batch.plan())["imbalance/micro_steps"])
+    assert ours["over ideal"] < given["over ideal"]
+    for outcome in outcomes:
+        work = sum(grid.sum() for grid in outcome.grids)
+        assert work * (1 - outcome.figures["padding"]) == pytest.approx(batch.lengths.sum())
+        assert 0 <= outcome.figures["idle, mean"] <= outcome.figures["idle, worst"] < 1
+
+
+def test_on_a_pipeline_our_makespan_is_the_shortest():
+    lengths = np.random.default_rng(0).integers(10, 500, 128)
+    outcomes = compare(batch_of(lengths, ranks=4, max_tokens=1500, pipeline=Pipeline(4)))
+    assert [outcome.name for outcome in outcomes] == list(ON_PIPELINES)
+    over = [outcome.figures["over ideal"] for outcome in outcomes]
+    assert over[-1] == min(over) > 0
+    (plan,) = [outcome.plan for outcome in outcomes if outcome.name == OURS]
+    assert 1 + over[-1] == pytest.approx(plan.predicted_makespans().sum() / (lengths.sum() / 4 / 4))
