@@ -1,6 +1,7 @@
 """Settings of the worker roles: plain dataclasses, importable without torch, Ray or vLLM.
 
 Each field declares its default, documentation and range: `setting(default, "What it does.", ...)`.
+`only_with` of a section pairs a condition with the settings that have no effect without it.
 `controller.config` composes these into the whole schema and checks them.
 """
 
@@ -15,6 +16,8 @@ from workers.setting import setting as setting
 @dataclass
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019) with linear warm-up."""
+
+    only_with = ((".schedule=linear or cosine", "total_steps, final_learning_rate_ratio"),)
 
     learning_rate: float = setting(1e-6, "Peak learning rate.", minimum=0, maximum=1, exclusive_minimum=True)
     weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only.", minimum=0, maximum=100)
@@ -48,6 +51,12 @@ class OptimizerConfig:
 @dataclass
 class ParallelConfig:
     """ranks = pipeline_parallel * dp * context_parallel * tensor_parallel; `workers.model` describes the methods."""
+
+    only_with = (
+        (".context_parallel above 1", "context_parallel_method"),
+        (".pipeline_parallel above 1", "virtual_stages"),
+        ("several ranks", "defer_gradient_reduction"),
+    )
 
     context_parallel: int = setting(
         1,
@@ -102,6 +111,12 @@ class ParallelConfig:
 
 @dataclass
 class PolicyConfig:
+    only_with = (
+        ("policy's forward pass", "forward_max_tokens, forward_max_sequences"),
+        ("forward pass", "forward_min_micro_batches"),
+        ("GPUs", "cpu_offload"),
+    )
+
     ranks: int = setting(1, "Data-parallel ranks (one worker actor each).", minimum=1, maximum=100_000)
     max_tokens: int = setting(
         16384, "Cap on packed tokens of a training micro-batch; twice the longest sequence is a good start.", minimum=1
@@ -145,6 +160,8 @@ class PolicyConfig:
 class ReferenceConfig:
     """The frozen policy of a KL penalty in the loss or the reward; started only if there is one."""
 
+    only_with = (("own reference", "cpu_offload"), ("GPUs", "cpu_offload"))
+
     path: str = setting(
         "", "Model of the reference; empty takes model.path, or with model.lora the policy without its adapters."
     )
@@ -183,6 +200,13 @@ class SamplingConfig:
 
 @dataclass
 class RolloutConfig:
+    only_with = (
+        (".max_staleness above 0", "staleness_window, kv_cache_after_update"),
+        ("GPUs", "memory_fraction, enforce_eager"),
+        ("CPUs", "cpu_kv_cache_gib, threads"),
+        (".environment", "max_turns, max_episode_tokens"),
+    )
+
     replicas: int = setting(
         0,
         "vLLM engines; 0 takes as many as fit on all GPUs of the placement, and 1 on CPUs.",
@@ -282,6 +306,8 @@ class RolloutConfig:
 class SupervisedLossConfig:
     """Negative log-likelihood of the tokens to learn; formulas: `workers.model.losses.supervised`."""
 
+    only_with = ((".aggregation=sequence_mean_token_sum_norm", "constant_length"),)
+
     aggregation: str = setting(
         "token_mean",
         "Aggregation of token losses; every denominator is that of the whole step.",
@@ -292,17 +318,7 @@ class SupervisedLossConfig:
     )
 
 
-POLICY_LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
-    "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
-    "reinforce": (),
-    "cispo": ("clip_low", "clip_high"),
-    "gspo": ("clip_low", "clip_high"),
-    "gmpo": ("clip_low", "clip_high"),
-    "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
-    "clip_cov": ("clip_low", "clip_high", "covariance_fraction", "clip_cov_low", "clip_cov_high"),
-    "kl_cov": ("covariance_fraction", "kl_cov_coefficient"),
-}
-"""The policy losses, and the settings that only some of them read."""
+POLICY_LOSS_NAMES = ("ppo_clip", "reinforce", "cispo", "gspo", "gmpo", "sapo", "clip_cov", "kl_cov")
 
 
 @dataclass
@@ -311,6 +327,11 @@ class RolloutCorrectionConfig:
 
     Formulas: `workers.model.losses.correction`.
     """
+
+    only_with = (
+        (".weights=token or sequence", "cap"),
+        (".rejection=token or sequence", "rejection_low, rejection_high"),
+    )
 
     weights: str = setting(
         "none",
@@ -337,6 +358,8 @@ class RolloutCorrectionConfig:
 @dataclass
 class ValueLossConfig:
     """The critic's loss; formulas: `workers.model.losses.value`."""
+
+    only_with = (("several updates", "clip"),)
 
     clip: float = setting(
         0.2, "Values further than this from those before the update give no gradient; 0 is plain regression.", minimum=0
@@ -367,6 +390,8 @@ class RewardModelConfig:
     """A model whose score of prompt and response is part of the reward. It shares the policy's ranks, parallelism,
     threads and model settings (without adapters)."""
 
+    only_with = (("GPUs", "cpu_offload"),)
+
     path: str = setting(
         "",
         "Reward model: a sequence-classification checkpoint in Hugging Face format with one label, which reads the "
@@ -384,6 +409,8 @@ class KlInRewardConfig:
     reinforce_plus_plus (with baseline or not), per sequence otherwise. Formulas: `workers.model.credit` and
     `controller.advantage_computer`."""
 
+    only_with = ((".target above 0", "horizon"),)
+
     coefficient: float = setting(
         0.0, "Weight of the penalty; with a target, that of the first step. 0 is no penalty.", minimum=0
     )
@@ -400,6 +427,8 @@ class KlInRewardConfig:
 class CriticConfig:
     """The model that predicts a value for every token; started only with algorithm.advantage=gae. It shares the
     policy's ranks, parallelism, threads and model settings (without adapters)."""
+
+    only_with = (("GPUs", "cpu_offload"),)
 
     path: str = setting(
         "",
@@ -428,8 +457,21 @@ class CriticConfig:
 class LossConfig:
     """The policy loss; formulas: the functions in `workers.model.losses`."""
 
+    only_with = (
+        (".name=custom", "function, columns, old_entropies"),
+        (".name=ppo_clip or cispo or gspo or gmpo or clip_cov or custom", "clip_low, clip_high"),
+        (".name=ppo_clip or custom", "dual_clip"),
+        (".name=sapo or custom", "sapo_tau_positive, sapo_tau_negative"),
+        (".name=clip_cov or kl_cov or custom", "covariance_fraction"),
+        (".name=clip_cov or custom", "clip_cov_low, clip_cov_high"),
+        (".name=kl_cov or custom", "kl_cov_coefficient"),
+        ("old policy", "clip_low, clip_high, dual_clip, sapo_tau_positive, sapo_tau_negative"),
+        (".aggregation=sequence_mean_token_sum_norm", "constant_length"),
+        (".kl_coefficient above 0", "kl_estimator, kl_correction"),
+    )
+
     name: str = setting(
-        "ppo_clip", "Policy loss; `custom` takes algorithm.loss.function.", choices=(*POLICY_LOSS_SETTINGS, "custom")
+        "ppo_clip", "Policy loss; `custom` takes algorithm.loss.function.", choices=(*POLICY_LOSS_NAMES, "custom")
     )
     function: str = setting(
         "",

@@ -12,6 +12,8 @@ CUDA_KERNELS = ("varlen", "flash3", "flash")
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A, of which A and B alone are trained."""
 
+    only_with = ((".rank above 0", "alpha, target_modules"),)
+
     rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", minimum=0, maximum=100_000)
     alpha: float = setting(32.0, "Adapters are scaled by alpha / rank.", minimum=0, exclusive_minimum=True)
     target_modules: str = setting(
@@ -23,6 +25,14 @@ class LoraConfig:
 
 @dataclass
 class ModelConfig:
+    only_with = (
+        ("forward pass", "forward_layout, forward_length_multiple"),
+        (".share_prefixes=auto or always", "min_shared_tokens"),
+        (".gradient_checkpointing", "activation_offload"),
+        ("GPUs", "activation_offload, compile"),
+        ("engines on GPUs", "router_replay"),
+    )
+
     path: str = setting("???", "Folder with a Hugging Face model and tokenizer, or a name in the local hub cache.")
     dtype: str = setting(
         "auto",

@@ -39,6 +39,7 @@ class Setting:
     choices: tuple[str, ...] | None = None
     exclusive_minimum: bool = False
     exclusive_maximum: bool = False
+    only_with: tuple[str, ...] = ()
 
     @property
     def required(self) -> bool:
@@ -83,14 +84,20 @@ class Setting:
         return low <= value <= high and not excluded
 
 
-def settings(section: Any, prefix: str = "") -> Iterator[Setting]:
-    """Every key below a section, an instance of a dataclass with its defaults, in order of declaration."""
+def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """Every key below a section, an instance of a dataclass with its defaults, in order of declaration.
+
+    only_with: conditions of the whole section.
+    """
+    pairs = [pair for base in type(section).__mro__ for pair in vars(base).get("only_with", ())]
     for item in fields(section):
         value = getattr(section, item.name)
+        own = [condition for condition, names in pairs if item.name in names.split(", ")]
+        conditions = (*only_with, *(prefix[:-1] + each if each.startswith(".") else each for each in own))
         if is_dataclass(value):
-            yield from settings(value, f"{prefix}{item.name}.")
+            yield from settings(value, f"{prefix}{item.name}.", conditions)
         else:
-            yield Setting(prefix + item.name, cast(type, item.type), value, **item.metadata)
+            yield Setting(prefix + item.name, cast(type, item.type), value, **item.metadata, only_with=conditions)
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -7,6 +7,7 @@ PreferencesConfig     controller.preferences    pairs of a chosen and a rejected
 from dataclasses import dataclass, field
 from typing import Any
 
+from controller.config.conditions import CONDITIONS, FORWARD_PASSES
 from controller.config.limits import Limits
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from controller.config.training import ReferenceSettings, TrainingConfig, counted
@@ -15,6 +16,8 @@ from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, Reference
 
 @dataclass
 class OfflineRunConfig(BaseRunConfig):
+    only_with = ((".steps=0", "epochs"),)
+
     steps: int = setting(0, "Optimiser steps; 0 trains for run.epochs.", minimum=0)
     epochs: int = setting(1, "Passes over data.train.", minimum=1)
 
@@ -78,6 +81,8 @@ class OfflineValidationConfig:
 class PreferenceLossConfig:
     """The loss of a pair; formulas: `controller.offline.preference_losses`."""
 
+    only_with = ((".name=dpo or simpo", "label_smoothing"), (".name=simpo", "margin"))
+
     name: str = setting(
         "dpo",
         "`dpo` (Rafailov et al. 2023) and `ipo` (Azar et al. 2023) compare with a frozen reference; `simpo` (Meng et "
@@ -107,6 +112,8 @@ class PreferenceLossConfig:
 @dataclass
 class OfflineConfig(TrainingConfig):
     """Settings of both commands. Each command declares its own batch and loss; here they only get their place."""
+
+    only_with = (("data.validation", "validation"),)
 
     run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -152,6 +159,8 @@ class OfflineConfig(TrainingConfig):
 class SftConfig(OfflineConfig):
     """All settings of supervised fine-tuning."""
 
+    conditions = CONDITIONS | dict.fromkeys(FORWARD_PASSES, ("data.validation", lambda c: bool(c.data.validation)))
+
     data: SftDataConfig = field(default_factory=SftDataConfig)
     batch: SequenceBatchConfig = field(default_factory=SequenceBatchConfig)
     loss: SupervisedLossConfig = field(default_factory=SupervisedLossConfig)
@@ -181,6 +190,13 @@ class SftConfig(OfflineConfig):
 @dataclass
 class PreferencesConfig(OfflineConfig, ReferenceSettings):
     """All settings of preference optimisation."""
+
+    conditions = CONDITIONS | {
+        "reference": ("loss.name=dpo or ipo", lambda c: c.uses_reference),
+        **dict.fromkeys(FORWARD_PASSES, ("", lambda c: True)),
+    }
+
+    only_with = (("reference", "reference"),)
 
     data: PreferencesDataConfig = field(default_factory=PreferencesDataConfig)
     batch: PairBatchConfig = field(default_factory=PairBatchConfig)

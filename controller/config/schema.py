@@ -45,6 +45,8 @@ Schema = TypeVar("Schema", bound=TrainingConfig)
 class Config(ReferenceSettings):
     """All settings of a run, and the values that follow from them."""
 
+    only_with = (("reference", "reference"), ("algorithm.advantage=gae", "critic"), ("data.validation", "validation"))
+
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,7 +1,7 @@
 """Sections of a configuration: settings of the run as a whole. Those of the roles are in `workers.config`."""
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 from workers.config import GaeConfig, KlInRewardConfig, LossConfig, RewardModelConfig, SamplingConfig, setting
 
@@ -9,6 +9,11 @@ from workers.config import GaeConfig, KlInRewardConfig, LossConfig, RewardModelC
 @dataclass
 class BaseRunConfig:
     """Settings of every command's run."""
+
+    only_with: ClassVar[tuple[tuple[str, str], ...]] = (
+        (".checkpoint_every above 0", "keep_checkpoints"),
+        (".resume other than never", "other_data"),
+    )
 
     name: str = setting(
         "",
@@ -63,6 +68,8 @@ class RunConfig(BaseRunConfig):
 
 @dataclass
 class DataConfig:
+    only_with = ((".curriculum left empty", "shuffle"),)
+
     train: str = setting(
         "",
         "Prompts: a .jsonl, .json, .parquet or .arrow file, a folder of one kind of them (`datasets.save_to_disk`, a "
@@ -104,6 +111,8 @@ class DataConfig:
 
 @dataclass
 class BatchConfig:
+    only_with = ((".mini_batches above 1", "mini_batches_by"),)
+
     prompts_per_step: int = setting(
         32, "Prompts of a step; each is sampled rollout.samples_per_prompt times.", minimum=1, maximum=10**6
     )
@@ -129,6 +138,8 @@ class BatchConfig:
 
 @dataclass
 class RewardConfig:
+    only_with = ((".overlong_tokens above 0", "overlong_penalty"), (".model.path", "model"))
+
     function: str = setting("", "Reward function: `module:function` or `path/file.py:function`.")
     functions: dict[str, float] = setting(
         {},
@@ -170,6 +181,15 @@ class RewardConfig:
 
 @dataclass
 class AlgorithmConfig:
+    only_with = (
+        (".advantage=grpo", "normalize_by_std"),
+        (".advantage=reinforce_plus_plus or reinforce_plus_plus_baseline", "gamma"),
+        (".advantage=pass_at_k", "pass_k"),
+        (".groups_without_signal=replace", "max_sampling_rounds"),
+        (".advantage=gae", "gae"),
+        (".kl_in_reward.coefficient above 0", "kl_in_reward"),
+    )
+
     advantage: str = setting(
         "grpo",
         "Advantage estimator; formulas: `controller.advantages`. `gae` is PPO's, with a critic.",
@@ -220,6 +240,8 @@ class AlgorithmConfig:
 
 @dataclass
 class BalanceConfig:
+    only_with = ((".algorithm=karmarkar_karp or load_balance", "order"), (".algorithm other than none", "refit"))
+
     algorithm: str = setting(
         "karmarkar_karp",
         "Assignment of sequences to ranks and micro-batches. `karmarkar_karp` (also named `load_balance`) takes "
@@ -253,6 +275,8 @@ def _validation_sampling() -> SamplingConfig:
 
 @dataclass
 class ValidationConfig:
+    only_with = ((".samples above 1", "success"),)
+
     every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
     at_start: bool = setting(True, "Validate before the first step.")
     samples: int = setting(1, "Responses sampled for each held-out prompt.", minimum=1, maximum=100_000)
@@ -270,6 +294,8 @@ class ValidationConfig:
 
 @dataclass
 class ResourcesConfig:
+    only_with = ((".ray_address left empty", "dashboard"),)
+
     device: str = setting(
         "auto",
         "Device of all models. `auto` is cuda if this machine has an NVIDIA GPU and vLLM is not its CPU build; set it "
@@ -313,6 +339,8 @@ class ResourcesConfig:
 
 @dataclass
 class TrackingConfig:
+    only_with = (("tracker", "project"),)
+
     verbose: bool = setting(
         False, "Show imbalances and mismatch of every step on the terminal, as -v does; else where they are bad."
     )

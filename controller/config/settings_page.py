@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+from controller.config.conditions import Conditions, effect_words
 from controller.config.file import LARGEST_FLOAT, LARGEST_INT, Numbers, Options, Setting, settings, value_of
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.config.schema import Config
@@ -18,8 +19,9 @@ HEAD = """\
 Made from the dataclasses in {sources} by
 `python -m controller.config.settings_page{argument} > docs/{file}`; a test holds this page to them. In YAML dots nest:
 `policy.optimizer.beta1` is `policy: {{optimizer: {{beta1: ...}}}}`. Any setting can be given behind the command, as in
-`policy.max_tokens=16384`. A setting that would do nothing in a combination is refused. Where no maximum is given, whole
-numbers are at most {largest_int:,} and others at most {largest_float:,.0f} in size. Numbers are read in base 10.
+`policy.max_tokens=16384`. A setting that would do nothing in a combination is refused: "Only with" says what it
+needs. Where no maximum is given, whole numbers are at most {largest_int:,} and others at most {largest_float:,.0f} in
+size. Numbers are read in base 10.
 """
 
 
@@ -40,6 +42,7 @@ PAGES = {
     "preferences": Page("Settings of preference optimisation", PreferencesConfig, _OFFLINE, "settings-preferences.md"),
 }
 """By the argument of this module."""
+BLANK = "\n\n"
 TABLE = """\
 <div class="keys settings" markdown>
 
@@ -58,7 +61,7 @@ def settings_markdown(argument: str = "") -> str:
     config, sections = page.schema(), dict[str, list[Setting]]()
     for setting in settings(config):
         sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
-    parts = [_section(name, value_of(config, name), found) for name, found in sections.items()]
+    parts = [_section(name, value_of(config, name), found, config.conditions) for name, found in sections.items()]
     head = HEAD.format(
         title=page.title,
         sources=page.sources,
@@ -70,10 +73,13 @@ def settings_markdown(argument: str = "") -> str:
     return "\n".join([head, *parts])
 
 
-def _section(name: str, section: Any, found: list[Setting]) -> str:
+def _section(name: str, section: Any, found: list[Setting], conditions: Conditions) -> str:
     level = "##" if "." not in name else "###"
-    rows = "\n".join(_row(setting) for setting in found)
-    return f"{level} {name}\n\n{_introduction(section)}{TABLE.format(rows=rows)}"
+    shared = [each for each in found[0].only_with if all(each in setting.only_with for setting in found)]
+    introduction = f"{_introduction(section)} {effect_words(conditions, shared)}".strip()
+    own = [effect_words(conditions, (each for each in setting.only_with if each not in shared)) for setting in found]
+    rows = "\n".join(map(_row, found, own))
+    return f"{level} {name}\n\n{introduction}{introduction and BLANK}{TABLE.format(rows=rows)}"
 
 
 def _introduction(section: Any) -> str:
@@ -81,12 +87,12 @@ def _introduction(section: Any) -> str:
     doc = type(section).__doc__ or ""
     if not is_dataclass(section) or doc.startswith(f"{type(section).__name__}("):
         return ""
-    return " ".join(doc.split()) + "\n\n"
+    return " ".join(doc.split())
 
 
-def _row(setting: Setting) -> str:
-    allowed = f" {_allowed(setting)}" if setting.range else ""
-    return f"| `{setting.key}` | {_type(setting)} | {_default(setting)} | {_escaped(setting.doc)}{allowed} |"
+def _row(setting: Setting, effect: str) -> str:
+    told = " ".join(filter(None, (setting.doc, setting.range and _allowed(setting), effect)))
+    return f"| `{setting.key}` | {_type(setting)} | {_default(setting)} | {_escaped(told)} |"
 
 
 def _type(setting: Setting) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from controller.config.conditions import CONDITIONS
 from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
@@ -31,6 +32,9 @@ class TrainingConfig:
     balance: BalanceConfig
     resources: ResourcesConfig
     tracking: TrackingConfig
+
+    conditions = CONDITIONS
+    """Those that settings name in `only_with`."""
 
     is_described = False
     """Whether the run is looked at for a cluster that is described (--cluster): its models and data may lie there. Not

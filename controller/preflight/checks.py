@@ -7,6 +7,7 @@ What a cluster can give is known only to Ray and is checked when the placement g
 """
 
 from controller.config import Config
+from controller.config.conditions import check_settings_have_effect
 from controller.config.functions import check_function
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
@@ -14,7 +15,6 @@ from controller.preflight.algorithm_checks import check_advantage, check_loss
 from controller.preflight.count_checks import check_counts
 from controller.preflight.critic_checks import check_critic, check_reward_model
 from controller.preflight.data_checks import check_data
-from controller.preflight.effects import check_settings_have_effect
 from controller.preflight.engine_checks import (
     check_engine_count,
     check_engine_model,

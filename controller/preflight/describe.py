@@ -9,6 +9,7 @@ from itertools import groupby
 
 from controller.actors.layout import Bundle, Pool, RoleRequest, idle_gpus, pools, reserved, role_requests
 from controller.config import Config, TrainingConfig, changed_yaml, to_yaml
+from controller.config.conditions import Conditions, effect_words
 from controller.config.file import Setting, settings
 from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
@@ -36,7 +37,7 @@ def settings_page(schema: type[TrainingConfig] = Config) -> str:
     blocks = []
     for section, found in groupby(settings(schema()), key=lambda setting: setting.key.partition(".")[0]):
         blocks.append(f"== {section} ==")
-        blocks += [_setting_entry(setting) for setting in found]
+        blocks += [_setting_entry(setting, schema.conditions) for setting in found]
     return "\n".join(blocks)
 
 
@@ -45,10 +46,11 @@ def section_names(schema: type[TrainingConfig] = Config) -> list[str]:
     return list(dict.fromkeys(setting.key.partition(".")[0] for setting in settings(schema())))
 
 
-def _setting_entry(setting: Setting) -> str:
+def _setting_entry(setting: Setting, conditions: Conditions) -> str:
     default = "must be set" if setting.required else f"default {setting.default!r}"
     facts = ", ".join(fact for fact in (setting.type.__name__, default, setting.range) if fact)
-    doc = textwrap.fill(setting.doc, width=100, initial_indent="    ", subsequent_indent="    ")
+    told = f"{setting.doc} {effect_words(conditions, setting.only_with)}"
+    doc = textwrap.fill(told, width=100, initial_indent="    ", subsequent_indent="    ")
     return f"{setting.key}  ({facts})\n{doc}"
 
 

@@ -1,11 +1,11 @@
 """Checks of the settings of `controller.sft` and `controller.preferences`, beside those of `training_checks`."""
 
+from controller.config.conditions import check_settings_have_effect
 from controller.config.model_files import ModelFiles, read_model_files
 from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
 from controller.data.hub import check_split
 from controller.preflight.count_checks import check_micro_batches
 from controller.preflight.data_checks import first_record
-from controller.preflight.effects import EVERYWHERE, OWN_REFERENCE, Row, check_settings_have_effect
 from controller.preflight.model_sizes import check_model_sizes
 from controller.preflight.model_types import CAUSAL
 from controller.preflight.tracker_checks import check_trackers
@@ -23,31 +23,10 @@ from controller.preflight.weights import HEAD
 from workers.errors import ConfigError
 from workers.model.loss_rules import check_constant_length
 
-ROWS: tuple[Row, ...] = (
-    ("run.steps=0 (it ends the run first)", lambda c: not c.run.steps, ("run.epochs",)),
-    (
-        "policy.optimizer.schedule=linear or cosine",
-        lambda c: c.policy.optimizer.schedule != "constant",
-        ("policy.optimizer.total_steps", "policy.optimizer.final_learning_rate_ratio"),
-    ),
-    *EVERYWHERE,
-)
-SFT_ROWS: tuple[Row, ...] = (
-    ("data.validation", lambda c: bool(c.data.validation), ("policy.forward_", "model.forward_")),
-    *ROWS,
-)
-PREFERENCES_ROWS: tuple[Row, ...] = (
-    ("loss.name=simpo", lambda c: c.loss.name == "simpo", ("loss.margin",)),
-    ("loss.name=dpo or simpo", lambda c: c.loss.name != "ipo", ("loss.label_smoothing",)),
-    ("loss.name=dpo or ipo", lambda c: c.uses_reference, ("reference.",)),
-    OWN_REFERENCE,
-    *ROWS,
-)
-
 
 def check_offline(config: OfflineConfig) -> None:
     """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second."""
-    check_settings_have_effect(config, SFT_ROWS if isinstance(config, SftConfig) else PREFERENCES_ROWS)
+    check_settings_have_effect(config)
     check_run(config)
     _check_batch(config)
     _check_schedule(config)

@@ -64,10 +64,6 @@ def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("algorithm.kl_in_reward.target=6",), "algorithm.kl_in_reward.target=6.0 has no effect without"),
-        ((ON, "algorithm.kl_in_reward.horizon=64"), "algorithm.kl_in_reward.horizon=64 has no effect without"),
-        ((ON, "algorithm.loss.kl_estimator=k1"), "algorithm.loss.kl_estimator=k1 has no effect without"),
-        ((ON, "batch.mini_batches=1", "algorithm.loss.clip_low=0.1"), "algorithm.loss.clip_low=0.1 has no effect"),
         ((ON, "algorithm.groups_without_signal=drop"), "algorithm.groups_without_signal=drop with algorithm.kl_in_re"),
         ((ON, "algorithm.advantage=maxrl"), "algorithm.advantage=maxrl takes rewards as rates of success, and algor"),
         (

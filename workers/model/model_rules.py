@@ -240,14 +240,8 @@ def check_router_losses(settings: ModelConfig, model: str, family: str) -> None:
 
 
 def check_pipeline_parallel(parallel: ParallelConfig, settings: ModelConfig, model: str, layers: int | None) -> None:
-    """Raise UnsupportedModelError if a model, of so many layers if known, has too few for the parts of a pipeline,
-    ConfigError for parts of stages where there is one stage."""
+    """Raise UnsupportedModelError if a model, of so many layers if known, has too few for the parts of a pipeline."""
     stages, virtual = parallel.pipeline_parallel, parallel.virtual_stages
-    if virtual > 1 and stages == 1:
-        raise ConfigError(
-            f"policy.parallel.virtual_stages={virtual} has no effect without policy.parallel.pipeline_parallel above "
-            "1; set that, or remove policy.parallel.virtual_stages."
-        )
     if settings.compile and stages > 1:
         raise ConfigError(
             "model.compile is not tested with stages; set model.compile=false or policy.parallel.pipeline_parallel=1."

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from controller.actors.layout import pools, reserved, role_requests
 from controller.config import Config, changed_yaml, load
+from controller.config.conditions import effect_words
 from controller.config.file import settings
 from controller.preflight.describe import describe, settings_page
 from tests.controller.config_workspace import write_workspace
@@ -99,6 +100,7 @@ def test_the_settings_page_has_every_key() -> None:
     for setting in settings(Config()):
         assert f"\n{setting.key}  ({setting.type.__name__}, " in page
         assert setting.range in page
+        assert effect_words(Config.conditions, setting.only_with) in " ".join(page.split())
 
 
 @given(

@@ -72,7 +72,6 @@ def test_an_environment_needs_no_reward_function(file: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.max_turns=3"], "rollout.max_turns=3 has no effect without rollout.environment"),
         ([*ENVIRONMENT, "rollout.environment=guess.py:Gues"], "guess.py defines no Gues"),
         ([*ENVIRONMENT, "data.continue_last_message=true"], "data.continue_last_message=true: rollout.environment"),
         ([*ENVIRONMENT, "rollout.max_episode_tokens=60"], "60 is below rollout.sampling.max_new_tokens=64"),

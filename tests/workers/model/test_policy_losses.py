@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.workers.model.loss_cases import computed_in_parts, tokens_of, with_log_probs
 from tests.workers.model.tiny import random_sequences
-from workers.config import POLICY_LOSS_SETTINGS, LossConfig
+from workers.config import POLICY_LOSS_NAMES, LossConfig
 from workers.dataproto import DataProto
 from workers.metrics import results
 from workers.model.losses import Denominators, make_policy_loss, prepare, to_metrics
@@ -110,7 +110,7 @@ def test_loss_and_gradient_are_those_of_the_paper(name, seed):
     torch.testing.assert_close(torch.cat(gradients), torch.cat(expected_gradients), rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", sorted(POLICY_LOSS_SETTINGS))
+@pytest.mark.parametrize("name", sorted(POLICY_LOSS_NAMES))
 @settings(max_examples=12, deadline=None)
 @given(cuts=st.lists(st.integers(0, 11), max_size=4), order=st.permutations(range(11)), seed=st.integers(0, 3))
 def test_neither_order_nor_cut_changes_loss_gradient_or_metrics(name, cuts, order, seed):

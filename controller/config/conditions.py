@@ -1,0 +1,91 @@
+"""Conditions under which settings have an effect, which sections name in `only_with`; without it they are refused.
+
+"model.lora.rank above 0"       another setting: KEY, KEY=a or b, KEY above 0, KEY other than a, KEY left empty
+".schedule=linear or cosine"    a setting of the same section
+"GPUs"                          a name in the schema's `conditions`, with its words and whether it holds
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from controller.config.file import settings, value_of
+from workers.errors import ConfigError
+
+Conditions = dict[str, tuple[str, Callable[[Any], bool]]]
+
+CONDITIONS: Conditions = {
+    "GPUs": ("GPUs", lambda c: c.uses_gpus),
+    "CPUs": ("engines on CPUs", lambda c: not c.uses_gpus),
+    "engines on GPUs": (
+        "engines on GPUs (vLLM's on CPUs do not say which experts a token went through)",
+        lambda c: c.uses_gpus and c.samples,
+    ),
+    "several ranks": ("several training ranks", lambda c: c.training_workers > 1),
+    "tracker": ("tracking.wandb or tracking.mlflow", lambda c: c.tracking.wandb or c.tracking.mlflow),
+    "reference": (
+        "algorithm.loss.kl_coefficient above 0 or algorithm.kl_in_reward.coefficient above 0",
+        lambda c: c.uses_reference,
+    ),
+    "own reference": (
+        "a reference of its own (with model.lora.rank above 0 that needs reference.path)",
+        lambda c: c.starts_reference,
+    ),
+    "several updates": (
+        "batch.mini_batches or batch.epochs above 1 (the only update of a step starts at the old values)",
+        lambda c: c.updates_per_step > 1,
+    ),
+    "old policy": (
+        "batch.mini_batches, batch.epochs above 1 or rollout.max_staleness above 0 (the only update of a step starts "
+        "where the samples came from: all ratios are 1)",
+        lambda c: c.updates_per_step > 1 or c.old_log_probs == "sampler",
+    ),
+    "policy's forward pass": (
+        "batch.mini_batches or batch.epochs above 1 (and no ratios to the sampler's log-probs)",
+        lambda c: c.has_forward_pass,
+    ),
+    "forward pass": (
+        "a forward-only pass: batch.mini_batches or batch.epochs above 1, a KL, a critic or a reward model",
+        lambda c: c.has_forward_pass or c.uses_reference or c.uses_critic or c.uses_reward_model,
+    ),
+}
+"""By name; a command's schema may put others in their place."""
+
+FORWARD_PASSES = ("policy's forward pass", "forward pass")
+
+_OF_A_SETTING = re.compile(r"([\w.]+)(=| above | other than | left empty)?(.*)")
+
+
+def effect_words(conditions: Conditions, only_with: Iterable[str]) -> str:
+    """A sentence on the conditions of a setting; empty without any that a run of the command can fail."""
+    words = [conditions[each][0] if each in conditions else each for each in only_with]
+    return f"Only with {', and with '.join(filter(None, words))}." if any(words) else ""
+
+
+def holds(config: Any, condition: str) -> bool:
+    """Whether a condition is met by a configuration."""
+    if condition in config.conditions:
+        return bool(config.conditions[condition][1](config))
+    key, form, words = _OF_A_SETTING.fullmatch(condition).groups()  # type: ignore[union-attr]
+    value = value_of(config, key)
+    met = {
+        "=": str(value) in words.split(" or "),
+        " other than ": str(value) != words,
+        " above ": form == " above " and value > float(words),
+        " left empty": not value,
+    }
+    return met[form] if form else bool(value)
+
+
+def check_settings_have_effect(config: Any) -> None:
+    """Raise ConfigError at the first setting that differs from its default and does nothing in this combination."""
+    for found in settings(type(config)()):
+        value = value_of(config, found.key)
+        if value == found.default or found.follows:
+            continue
+        for condition in found.only_with:
+            if not holds(config, condition):
+                needed = config.conditions[condition][0] if condition in config.conditions else condition
+                raise ConfigError(
+                    f"{found.key}={value} has no effect without {needed}; set that, or remove {found.key}."
+                )

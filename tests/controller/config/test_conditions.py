@@ -1,0 +1,101 @@
+"""Settings without effect in a combination are refused, each with the condition that its section names for it."""
+
+from dataclasses import is_dataclass
+from typing import Any
+
+import pytest
+
+from controller.config import Config
+from controller.config.conditions import CONDITIONS, check_settings_have_effect, effect_words, holds
+from controller.config.file import Setting, settings
+from controller.config.offline import PreferencesConfig, SftConfig
+from controller.config.schema import load_as
+from workers.errors import ConfigError
+
+SCHEMAS = [Config, SftConfig, PreferencesConfig]
+BASE = ["model.path=model", "resources.device=cpu"]
+GAE, KL, LORA = "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "model.lora.rank=4"
+
+
+def another_value(found: Setting) -> Any:
+    """A value that the setting takes and that is not its default."""
+    if found.type is bool:
+        return str(not found.default).lower()
+    if found.choices or found.type is str:
+        return next(choice for choice in found.choices or ("a.py:b",) if choice != found.default)
+    tried = (found.default + 1, found.default + 0.1, found.default / 2)
+    return next(found.type(value) for value in tried if found.allows(value) and found.type(value) != found.default)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_each_setting_is_refused_without_what_it_needs_and_else_accepted(schema: type[Config]) -> None:
+    refused = 0
+    for found in settings(schema()):
+        if not found.only_with or found.follows:
+            continue
+        override = f"{found.key}={another_value(found)}"
+        config = load_as(schema, None, [*BASE, override])
+        unmet = [condition for condition in found.only_with if not holds(config, condition)]
+        if not unmet:
+            check_settings_have_effect(config)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            check_settings_have_effect(config)
+        needed = effect_words(config.conditions, unmet[:1]).removeprefix("Only with ").removesuffix(".")
+        assert str(caught.value).startswith(f"{found.key}=") and f"without {needed}; set that" in str(caught.value)
+        refused += 1
+    assert refused > 10
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_defaults_are_accepted(schema: type[Config]) -> None:
+    check_settings_have_effect(load_as(schema, None, BASE))
+
+
+CASES: list[tuple[str, list[list[str]], list[list[str]]]] = [
+    ("GPUs", [["resources.device=cuda"]], [[]]),
+    ("CPUs", [[]], [["resources.device=cuda"]]),
+    ("engines on GPUs", [["resources.device=cuda"]], [[]]),
+    ("several ranks", [["policy.ranks=2"], ["policy.parallel.context_parallel=2"]], [[]]),
+    ("tracker", [["tracking.wandb=true"], ["tracking.mlflow=true"]], [[]]),
+    ("reference", [[KL], ["algorithm.kl_in_reward.coefficient=0.1"]], [[]]),
+    ("own reference", [[KL], [KL, LORA, "reference.path=model"]], [[], [KL, LORA]]),
+    ("several updates", [["batch.mini_batches=2"], ["batch.epochs=2"]], [["rollout.max_staleness=1"]]),
+    ("old policy", [["batch.epochs=2"], ["rollout.max_staleness=1"]], [[], [KL]]),
+    ("policy's forward pass", [["batch.mini_batches=2"]], [[], [KL], ["rollout.max_staleness=1"]]),
+    ("forward pass", [["batch.epochs=2"], [KL], [GAE], ["reward.model.path=model"]], [[]]),
+    ("data.validation", [["data.validation=a.jsonl"]], [[]]),
+    ("data.curriculum left empty", [[]], [["data.curriculum=a.py:b"]]),
+    ("model.lora.rank above 0", [[LORA]], [[]]),
+    ("run.resume other than never", [["run.resume=auto"], ["run.resume=runs/a"]], [[]]),
+    ("algorithm.loss.name=sapo or custom", [["algorithm.loss.name=sapo"], ["algorithm.loss.name=custom"]], [[]]),
+]
+
+
+@pytest.mark.parametrize(("condition", "met", "unmet"), CASES, ids=[case[0] for case in CASES])
+def test_a_condition_holds_with_the_settings_that_its_words_name(
+    condition: str, met: list[list[str]], unmet: list[list[str]]
+) -> None:
+    assert all(holds(load_as(Config, None, [*BASE, *overrides]), condition) for overrides in met)
+    assert not any(holds(load_as(Config, None, [*BASE, *overrides]), condition) for overrides in unmet)
+
+
+def test_every_named_condition_has_a_case_and_every_name_in_a_section_is_a_setting() -> None:
+    assert CONDITIONS.keys() <= {case[0] for case in CASES}
+    used = {condition for schema in SCHEMAS for found in settings(schema()) for condition in found.only_with}
+    assert CONDITIONS.keys() <= used
+    left: list[Any] = [schema() for schema in SCHEMAS]
+    while left:
+        section = left.pop()
+        left += [part for part in vars(section).values() if is_dataclass(part)]
+        for _, names in getattr(section, "only_with", ()):
+            assert set(names.split(", ")) <= vars(section).keys()
+
+
+def test_commands_put_conditions_of_their_own_in_place() -> None:
+    sft = load_as(SftConfig, None, [*BASE, "policy.forward_max_tokens=96"])
+    with pytest.raises(ConfigError, match=r"without data\.validation"):
+        check_settings_have_effect(sft)
+    check_settings_have_effect(load_as(PreferencesConfig, None, [*BASE, "policy.forward_max_tokens=96"]))
+    with pytest.raises(ConfigError, match=r"without loss\.name=dpo or ipo"):
+        check_settings_have_effect(load_as(PreferencesConfig, None, [*BASE, "loss.name=simpo", "reference.path=a"]))
