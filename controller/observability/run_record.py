@@ -16,7 +16,7 @@ from controller.observability.console import Console
 from controller.observability.health import Health
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
-from controller.observability.spans import TimelineRecorder
+from controller.observability.timeline import TimelineRecorder
 
 if TYPE_CHECKING:
     from controller.samples import Rollout

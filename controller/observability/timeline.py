@@ -1,6 +1,9 @@
-"""The timeline: a run as a trace for Chrome or Perfetto. `controller.timeline` is its command.
+"""The timeline of a run: recorded on the driver, and shown as a trace by Chrome or Perfetto.
 
-    timeline.jsonl --read_timeline--> a record a step --trace_events--> trace.json (https://ui.perfetto.dev)
+    phases of the driver ------------------+
+    start and end of every sample ---------+--> TimelineRecorder --take--> timeline.jsonl, a line a step
+    micro-steps of every rank, weight loads+
+                timeline.jsonl --read_timeline--> a record a step --trace_events--> trace.json (https://ui.perfetto.dev)
 
     driver          step | rollout . plan . update . weights        validation      save
     rollout 0       generating; samples in flight; weights loaded
@@ -9,6 +12,7 @@
 A record holds, with times in seconds since 1970 and actors by their names: `phases` [name, start, end];
 `samples` {actor: [start, end, response tokens]}; `weights` {actor: [start, end, version]};
 `micro_steps` {actor: [pass, start, end, tokens, squared tokens]}; `cost` [linear, quadratic] of the cost model.
+Times are by the clock of the machine where something happened: on several nodes, keep the clocks together (NTP).
 
 Planned widths are in proportion to what the cost model predicts, and each pass is scaled to last as long as it did: a
 planned bar longer than the measured one above it is work that was overestimated.
@@ -16,17 +20,79 @@ planned bar longer than the measured one above it is work that was overestimated
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from balancing import CostModel
 from balancing.analysis.lengths_file import has_step, json_records
 from workers.errors import DataError
 
+if TYPE_CHECKING:
+    from workers.model.timing import MicroStepTime
+    from workers.rollout.requests import SampleResult, WeightLoad
+
 RECORD = "timeline.jsonl"
 Event = dict[str, Any]
+Rows = dict[str, list[list[Any]]]
+"""Rows of each actor, by its name."""
 DRIVER = "driver"
+THREADS = {DRIVER: {1: "phases"}, "rollout": {1: "generate", 2: "weights"}, "": {1: "measured", 2: "planned"}}
+"""Threads of a process by the first word of its name."""
+
+_ORIGIN = time.time() - time.perf_counter()
+"""Read once per process: with two readings, an inner phase could seem to begin before the outer one."""
+
+
+class TimelineRecorder:
+    """Events since the last `take`; samples may come from another thread."""
+
+    def __init__(self) -> None:
+        self._phases: list[list[Any]] = []
+        self._rows: dict[str, Rows] = {name: {} for name in ("samples", "weights", "micro_steps")}
+        self._cost = (1.0, 0.0)
+        self._lock = Lock()
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        """Record a phase of the driver; times are of `time.perf_counter`."""
+        self._phases.append([name, round(_ORIGIN + start, 6), round(_ORIGIN + end, 6)])
+
+    def samples(self, results: Iterable["SampleResult"]) -> None:
+        """Record time and engine of every sample; not of those that never reached an engine."""
+        for result in results:
+            if result.replica < 0:
+                continue
+            row = [*_interval(result.start, result.seconds), result.response_tokens]
+            with self._lock:
+                self._rows["samples"].setdefault(f"rollout {result.replica}", []).append(row)
+
+    def weight_loads(self, loads: Mapping[str, Sequence["WeightLoad"]]) -> None:
+        """Record the weight updates of each engine, by its actor's name."""
+        for actor, found in loads.items():
+            rows = [[*_interval(load.start, load.seconds), load.version] for load in found]
+            self._rows["weights"].setdefault(actor, []).extend(rows)
+
+    def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
+        """Record the micro-steps of each rank, by its actor's name, and the costs that they were planned with."""
+        self._cost = (cost_model.linear, cost_model.quadratic)
+        for actor, found in times.items():
+            rows = [[t.name, *_interval(t.start, t.seconds), t.tokens, t.squared_tokens] for t in found]
+            self._rows["micro_steps"].setdefault(actor, []).extend(rows)
+
+    def take(self) -> dict[str, Any]:
+        """Return everything since the last call, ready for JSON."""
+        phases, self._phases = self._phases, []
+        with self._lock:
+            rows, self._rows = self._rows, {name: {} for name in self._rows}
+        return {"phases": phases, **rows, "cost": list(self._cost)}
+
+
+def _interval(start: float, seconds: float) -> tuple[float, float]:
+    """(start, end), rounded alike, so that what follows another still does."""
+    return round(start, 6), round(start + seconds, 6)
 
 
 class MicroStep(NamedTuple):
@@ -43,25 +109,11 @@ class MicroStep(NamedTuple):
         return self.end - self.start
 
 
-class Track(NamedTuple):
-    """Position of a slice: a process of the trace and a thread in it."""
-
-    process: int
-    thread: int
-
-    def slice(self, name: str, start: float, end: float, **arguments: Any) -> Event:
-        """A complete event; whole microseconds, rounded so that what lies inside another still does."""
-        begin = round(start * 1e6)
-        return {
-            "ph": "X",
-            "name": name,
-            "cat": "ballast",
-            "pid": self.process,
-            "tid": self.thread,
-            "ts": begin,
-            "dur": round(end * 1e6) - begin,
-            "args": arguments,
-        }
+def _slice(process: int, thread: int, name: str, start: float, end: float, **arguments: Any) -> Event:
+    """Return a complete event; whole microseconds, rounded so that what lies inside another still does."""
+    begin = round(start * 1e6)
+    track = {"ph": "X", "name": name, "cat": "ballast", "pid": process, "tid": thread}
+    return track | {"ts": begin, "dur": round(end * 1e6) - begin, "args": arguments}
 
 
 def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, Any]]:
@@ -82,33 +134,24 @@ def read_timeline(folder: Path, steps: range | None = None) -> list[dict[str, An
 
 def trace_events(records: Sequence[Mapping[str, Any]]) -> list[Event]:
     """The events of Chrome's trace format: metadata that names the tracks, then slices and counters."""
-    names = list(dict.fromkeys(actor for record in records for actor in _actors(record)))
+    names = {name for record in records for kind in ("samples", "weights", "micro_steps") for name in record[kind]}
     process = {name: number for number, name in enumerate([DRIVER, *sorted(names, key=_natural)], start=1)}
     events = list(_metadata(process))
     for record in records:
-        driver = Track(process[DRIVER], 1)
-        events += [driver.slice(name, start, end, step=record["step"]) for name, start, end in record["phases"]]
+        driver, step = process[DRIVER], record["step"]
+        events += [_slice(driver, 1, name, start, end, step=step) for name, start, end in record["phases"]]
         for actor, rows in record["samples"].items():
-            events += _generation(process[actor], rows, record["step"])
+            events += _generation(process[actor], rows, step)
         for actor, rows in record["weights"].items():
-            track = Track(process[actor], 2)
-            events += [track.slice("weights", start, end, version=version) for start, end, version in rows]
+            loads = [_slice(process[actor], 2, "weights", start, end, version=version) for start, end, version in rows]
+            events += loads
         events += _micro_steps(process, record)
     return events
-
-
-def _actors(record: Mapping[str, Any]) -> Iterator[str]:
-    for kind in ("samples", "weights", "micro_steps"):
-        yield from record[kind]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sorts `rollout 10` after `rollout 9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-THREADS = {DRIVER: {1: "phases"}, "rollout": {1: "generate", 2: "weights"}, "": {1: "measured", 2: "planned"}}
-"""Threads of a process by the first word of its name."""
 
 
 def _metadata(process: Mapping[str, int]) -> Iterator[Event]:
@@ -129,19 +172,13 @@ def _generation(process: int, rows: Sequence[list[float]], step: int) -> Iterato
         else:
             stretches.append([start, end, 1, tokens])
     for start, end, samples, tokens in stretches:
-        yield Track(process, 1).slice("generate", start, end, step=step, samples=samples, tokens=tokens)
+        yield _slice(process, 1, "generate", start, end, step=step, samples=samples, tokens=tokens)
     changes = sorted([(start, 1) for start, _, _ in rows] + [(end, -1) for _, end, _ in rows])
     running = 0
     for moment, group in groupby(changes, key=lambda change: round(change[0] * 1e6)):
         running += sum(change for _, change in group)
-        yield {
-            "ph": "C",
-            "name": "samples in flight",
-            "pid": process,
-            "tid": 0,
-            "ts": moment,
-            "args": {"samples": running},
-        }
+        counter = {"ph": "C", "name": "samples in flight", "pid": process, "tid": 0, "ts": moment}
+        yield counter | {"args": {"samples": running}}
 
 
 def _micro_steps(process: Mapping[str, int], record: Mapping[str, Any]) -> Iterator[Event]:
@@ -176,10 +213,10 @@ def _one_pass(
         free = 0.0
         for number, (step, seconds) in enumerate(zip(steps, planned[actor], strict=True)):
             title, facts = f"{step.name} {number}", {"tokens": step.tokens, "planned_s": round(seconds, 6)}
-            yield Track(process[actor], 1).slice(title, step.start, step.end, **facts)
+            yield _slice(process[actor], 1, title, step.start, step.end, **facts)
             start = max(free, begins[number])
             free = start + seconds
-            yield Track(process[actor], 2).slice(title, start, free, measured_s=round(step.seconds, 6), **facts)
+            yield _slice(process[actor], 2, title, start, free, measured_s=round(step.seconds, 6), **facts)
 
 
 def write_trace(folder: Path, output: Path, steps: range | None = None) -> int:

@@ -8,7 +8,7 @@ from balancing import CostModel, plan_batch
 from balancing.analysis.lengths_file import plan_record
 from controller.config import Config, to_yaml
 from controller.observability.metrics import RunWriter
-from controller.observability.spans import TimelineRecorder
+from controller.observability.timeline import TimelineRecorder
 from controller.observability.trackers.files import JsonLinesTracker
 from controller.validation_metrics import ScoredResponse
 from workers.model.timing import MicroStepTime

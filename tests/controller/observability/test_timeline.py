@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from balancing import CostModel
 from controller.observability.metrics import RunWriter
-from controller.observability.spans import TimelineRecorder
-from controller.observability.timeline import trace_events
+from controller.observability.timeline import TimelineRecorder, trace_events
 from controller.timeline import main, parse_steps
 from tests.controller.observability.trace_format import check, slices_of
 from workers.model.timing import MicroStepTime
