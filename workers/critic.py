@@ -12,8 +12,7 @@ from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
 from workers.model.credit import KlPenalty, gae, token_rewards, whiten
 from workers.model.losses import make_value_loss, to_metrics, value_statistics
-from workers.model_worker import micro_batches_of, token_block, token_column
-from workers.trained_worker import TrainedWorker
+from workers.model_worker import TrainedWorker, micro_batches_of, token_block, token_column
 
 
 class CriticWorker(TrainedWorker):

@@ -1,4 +1,7 @@
-"""ModelWorker: a rank that holds a model and computes under a plan; base of all roles with a model."""
+"""Ranks that hold a model and compute under a plan: of the reference, a reward model, or any role with an optimiser."""
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,9 +11,10 @@ from workers.base import Worker
 from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import DataProto
 from workers.dispatch import Join, RankCoordinates, Split, dispatch
-from workers.metrics import Metrics
+from workers.metrics import Metric, Metrics, merge
 from workers.model.credit import sequence_kl
 from workers.model.engine import TrainingEngine
+from workers.model.losses import Denominators
 from workers.model.timing import MicroStepTime
 
 
@@ -92,6 +96,66 @@ class ModelWorker(Worker):
         """Return memory that torch's allocator caches to the device, which other roles and a colocated engine share."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+class TrainedWorker(ModelWorker):
+    """One rank of a role with an optimiser."""
+
+    def train(self, batch: DataProto, plan: RankPlan, loss_function: Callable[..., Any]) -> Metrics:
+        """One optimiser step for each mini-batch of the plan, micro-step by micro-step."""
+        parts: list[Metrics] = []
+        for mini_batch in plan.mini_batches:
+            denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
+            metrics = self.engine.forward_backward(batch, mini_batch.micro_batches, loss_function, denominators)
+            # A sum over ranks, but a mean over mini-batches.
+            metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
+            parts += [metrics, self.engine.optimizer_step()]
+        self.free_cached_memory()
+        return merge(parts)
+
+    @dispatch(Split.ALL)
+    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any]) -> None:
+        """Start saving a checkpoint for resuming, with the driver's `extra`; see `TrainingEngine.save_checkpoint`.
+
+        Raises CheckpointError if the save before this one failed.
+        """
+        self.engine.save_checkpoint(path, step=step, extra=extra)
+
+    @dispatch(Split.ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Return when no save is under way. Raises CheckpointError if the last one failed."""
+        self.engine.wait_for_checkpoint()
+
+    @dispatch(Split.ALL, Join.RANK_ZERO)
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
+        """Resume from a checkpoint; returns the driver's `extra`. Raises CheckpointError if it is torn or foreign."""
+        return self.engine.load_checkpoint(path)
+
+    @dispatch(Split.ALL)
+    def save_pretrained(self, path: str) -> None:
+        """Write the model and tokenizer in Hugging Face format; ranks share the writing.
+
+        Raises OutputError if a rank cannot write.
+        """
+        self.engine.save_pretrained(path)
+        self.free_cached_memory()
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of the reference, the frozen policy that a KL compares with: log-probs, forward only."""
+
+
+class RewardModelWorker(ModelWorker):
+    """One rank of the reward model, which is frozen and gives each whole sequence a score."""
+
+    head = "value"
+
+    @dispatch(Split.PLAN, Join.ROWS)
+    def score(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
+        """The model's score of each sequence, prompt and response, read at its last token: float64 [B]."""
+        scores = self.engine.scores(batch, micro_batches_of(plan))
+        self.free_cached_memory()
+        return scores.double().numpy()
 
 
 def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:

@@ -13,9 +13,8 @@ from workers.dispatch import Join, Split, dispatch
 from workers.metrics import Metrics
 from workers.model.credit import KlPenalty, discounted_returns, token_rewards, whiten
 from workers.model.losses import make_policy_loss
-from workers.model_worker import token_block, token_column
+from workers.model_worker import TrainedWorker, token_block, token_column
 from workers.rollout.weight_transfer import pack_weights
-from workers.trained_worker import TrainedWorker
 
 
 class PolicyWorker(TrainedWorker):

@@ -39,10 +39,9 @@ from workers.config import (
 from workers.critic import CriticWorker
 from workers.errors import LostError, RolloutError, WorkerError
 from workers.model.timing import MicroStepTime
+from workers.model_worker import ReferenceWorker, RewardModelWorker
 from workers.policy import PolicyWorker
-from workers.reference import ReferenceWorker
 from workers.remote_batch import RemoteBatch, TokenColumn
-from workers.reward_model import RewardModelWorker
 from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker

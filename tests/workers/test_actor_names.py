@@ -6,11 +6,10 @@ import torch
 from workers.base import Worker
 from workers.critic import CriticWorker
 from workers.dispatch import RankCoordinates
+from workers.model_worker import ReferenceWorker, RewardModelWorker
 from workers.offline_policy import OfflinePolicyWorker
 from workers.policy import PolicyWorker
-from workers.reference import ReferenceWorker
 from workers.reward import RewardWorker
-from workers.reward_model import RewardModelWorker
 from workers.rollout.worker import RolloutWorker
 
 ACTORS = (

@@ -19,7 +19,7 @@ from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
 from workers.model.credit import KlPenalty
 from workers.model.losses import explained_variance
-from workers.trained_worker import TrainedWorker
+from workers.model_worker import TrainedWorker
 
 TrainedWorkerClass = TypeVar("TrainedWorkerClass", bound=TrainedWorker)
 GAE = GaeConfig(gamma=0.9, lam=0.8)
