@@ -33,11 +33,12 @@ from controller.data.prompts import (
     is_too_long,
     with_system_prompt,
 )
-from controller.data.records import Record, check_loss_columns, read_records, record_column
+from controller.data.records import Record, check_loss_columns, read_records
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Say, told_if_slow
 from controller.preflight.validation_checks import check_keep_best
 from workers.chat_template import template_of
+from workers.dataproto import record_column
 from workers.environment import as_text
 from workers.errors import DataError
 from workers.rendering import Renderer, render_isolated

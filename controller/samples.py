@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from controller.data.prompts import Prompt
-from controller.data.records import object_column, record_column
 from controller.generation.rounds import RolloutRound
 from controller.observability.shown_text import other_columns, shortened, shown_prompt
 from controller.validation_metrics import ScoredResponse
+from workers.dataproto import object_column, record_column
 from workers.errors import RolloutError
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch, places
 from workers.rollout.requests import COUNTS, LENGTH, TURNS
 from workers.score import Score
 
@@ -209,10 +209,7 @@ def assemble(
         reasons = [result.error for result in finished.dropped] + failures
         reason = reasons[0] if reasons else "none was requested"
         raise RolloutError(f"no sample of this round was finished; the first was given up because {reason}")
-    blocks = list(dict.fromkeys(ref for _, ref in kept))
-    number = {ref: i for i, ref in enumerate(blocks)}
-    block = np.array([number[ref] for _, ref in kept], dtype=np.int32)
-    row = np.array([result.row for result in found], dtype=np.int32)
+    blocks, rows = [ref for _, ref in kept], [result.row for result in found]
     by_sample = {(result.uid, result.sample): scores[result.uid, result.sample] for result in found}
     columns = {
         "uid": np.array([result.uid for result in found]),
@@ -222,7 +219,7 @@ def assemble(
         "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
         "seconds": np.array([result.seconds for result in found]),
     }
-    tokens = {name: TokenColumn(name, tuple(blocks), block, row) for name in token_columns}
+    tokens = {name: places(name, blocks, rows) for name in token_columns}
     return Rollout(
         RemoteBatch(columns, tokens),
         by_sample,

@@ -17,12 +17,11 @@ import ray
 from ray import ObjectRef
 
 from controller.collector import Collected
-from controller.data.records import object_column
 from controller.sample_files import as_bytes, from_bytes, named, packed, unpacked, write_arrays
 from controller.samples import SAMPLED_COLUMNS, Rollout
-from workers.dataproto import DataProto
+from workers.dataproto import DataProto, object_column
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.score import Score
 
@@ -44,13 +43,9 @@ class StepSamples:
 
     def collected(self, block: ObjectRef) -> Collected:
         """The collector's samples of a step. block: a reference to `tokens`."""
-        row = np.arange(len(self.tokens), dtype=np.int32)
-        tokens = {
-            name: TokenColumn(name, (block,), np.zeros_like(row), row)
-            for name in SAMPLED_COLUMNS
-            if name in self.tokens.tokens
-        }
-        samples = RemoteBatch(self.columns | {"prefix_hashes": self._prefix_hashes()}, tokens)
+        columns = self.columns | {"prefix_hashes": self._prefix_hashes()}
+        kept = [name for name in SAMPLED_COLUMNS if name in self.tokens.tokens]
+        samples = RemoteBatch.of_block(block, columns, kept)
         rollout = Rollout(samples, dict(zip(_keys(samples), self.scores, strict=True)), dropped=0, retried=0)
         return Collected(rollout, rollout.batch.select(self.trained).with_columns(**self.added))
 
@@ -112,11 +107,11 @@ def _keys(samples: RemoteBatch) -> list[tuple[str, int]]:
     return list(zip(samples["uid"].tolist(), samples["sample"].tolist(), strict=True))
 
 
-def _fetched(places: TokenColumn) -> DataProto:
+def _fetched(places: np.ndarray) -> DataProto:
     """All columns of the rows at these places."""
-    blocks = ray.get(list(places.blocks))
-    found = zip(places.block.tolist(), places.row.tolist(), strict=True)
-    return DataProto.from_rows([blocks[block].row(row) for block, row in found])
+    refs = list(dict.fromkeys(ref for ref, _, _ in places))
+    blocks = dict(zip(refs, ray.get(refs), strict=True))
+    return DataProto.from_rows([blocks[ref].row(row) for ref, _, row in places])
 
 
 def _prefixed(name: str, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

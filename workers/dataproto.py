@@ -17,6 +17,7 @@ B sequences, T tokens of all sequences.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -212,6 +213,13 @@ def object_column(values: Sequence[Any]) -> np.ndarray:
     for row, value in enumerate(values):
         column[row] = value
     return column
+
+
+def record_column(values: Sequence[Any]) -> np.ndarray:
+    """A column of records: float64 [B] where all values are numbers, and objects [B] otherwise."""
+    if all(isinstance(value, Real) for value in values):
+        return np.array(values, dtype=np.float64)
+    return object_column(values)
 
 
 def _check_sizes(columns: Mapping[str, Array], size: int, what: str) -> None:

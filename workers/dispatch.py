@@ -21,7 +21,7 @@ import numpy as np
 from balancing import Plan
 from workers.errors import DataError
 from workers.metrics import Metrics, merge
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch, places
 
 DISPATCH_ATTRIBUTE = "dispatch_mode"
 
@@ -76,7 +76,7 @@ class RankCoordinates:
 class PlanResult:
     """Result of a Join.TOKENS call: columns in the order of the batch that was passed, and merged metrics."""
 
-    tokens: dict[str, TokenColumn]
+    tokens: dict[str, np.ndarray]
     metrics: Metrics
 
 
@@ -145,8 +145,9 @@ def join_tokens(
     rows: sequences of the batch. Raises DataError if the plan leaves a sequence of the batch out, because its row
     would have no value.
     """
-    block, row = _places(plan, rows)
-    columns = {name: TokenColumn(name, tuple(blocks), block, row) for name in mode.returns}
+    rank, row = _places(plan, rows)
+    where = [blocks[dp] for dp in rank], row.tolist()
+    columns = {name: places(name, *where) for name in mode.returns}
     return PlanResult(columns, merge(metrics))
 
 

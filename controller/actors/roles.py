@@ -41,7 +41,7 @@ from workers.errors import LostError, RolloutError, WorkerError
 from workers.model.timing import MicroStepTime
 from workers.model_worker import ReferenceWorker, RewardModelWorker
 from workers.policy import PolicyWorker
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch
 from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker
@@ -150,7 +150,7 @@ class Roles(TrainingRoles):
             self.rollouts.check_alive()  # a dead engine is the cause, the error of a rank its consequence
             raise
 
-    def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> TokenColumn:
+    def reference_log_probs(self, batch: RemoteBatch, plan: Plan) -> np.ndarray:
         """Log-probs of the reference or, where that is no role of its own, of the policy without its adapters."""
         passed = self.reference.log_probs if self.reference is not None else self.policy.reference_log_probs
         return passed(batch, plan).tokens["log_probs"]

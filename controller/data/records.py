@@ -13,8 +13,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
 from controller.config.job_copy import about_copy
 from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
@@ -50,21 +48,6 @@ def check_loss_columns(path: str, records: Sequence[Record], names: Sequence[str
                 f"{path}: {name!r} of algorithm.loss.columns is a number in record {kinds[True]} and not in record "
                 f"{kinds[False]}; give all records the one or the other."
             )
-
-
-def record_column(values: Sequence[Any]) -> np.ndarray:
-    """A column of records: float64 [B] where all values are numbers, and objects [B] otherwise."""
-    if all(isinstance(value, Real) for value in values):
-        return np.array(values, dtype=np.float64)
-    return object_column(values)
-
-
-def object_column(values: Sequence[Any]) -> np.ndarray:
-    """Any values as objects [B]."""
-    column = np.empty(len(values), dtype=object)  # filled one by one: NumPy would make rows of lists a matrix
-    for row, value in enumerate(values):
-        column[row] = value
-    return column
 
 
 def iter_records(path: str, prompt_key: str = "") -> Iterator[Record]:

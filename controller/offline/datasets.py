@@ -10,7 +10,7 @@ from controller.observability.slow_work import Say, counted_if_slow
 from controller.offline.tokenized import Example, Row, example_row
 from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch
 from workers.rendering import Renderer
 
 Item = tuple[Row, ...]
@@ -112,11 +112,9 @@ def _batch(uids: Sequence[str], items: Sequence[Item]) -> RemoteBatch:
     import ray
 
     rows = [row for item in items for row in item]
-    block = (ray.put(DataProto.from_rows(rows)),)
-    place = np.zeros(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
     columns = {
         "uid": np.repeat(np.array(uids), [len(item) for item in items]),
         "length": np.array([len(row["input_ids"]) for row in rows]),
         "response_tokens": np.array([int(row["loss_mask"].sum()) for row in rows]),
     }
-    return RemoteBatch(columns, {name: TokenColumn(name, block, *place) for name in ("input_ids", "loss_mask")})
+    return RemoteBatch.of_block(ray.put(DataProto.from_rows(rows)), columns, ("input_ids", "loss_mask"))

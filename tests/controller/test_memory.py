@@ -6,7 +6,7 @@ import ray
 
 from balancing import Plan, plan_batch
 from workers.dataproto import DataProto
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch
 
 COLUMNS = {"input_ids": np.int32, "loss_mask": np.bool_, "rollout_log_probs": np.float32}
 
@@ -32,9 +32,11 @@ def produce(lengths: np.ndarray, producers: list) -> RemoteBatch:
     parts = np.array_split(np.arange(len(lengths)), len(producers))
     refs = tuple(producer.block.remote(lengths[part]) for producer, part in zip(producers, parts, strict=True))
     ray.wait(list(refs), num_returns=len(refs), fetch_local=False)
-    block = np.concatenate([np.full(len(part), i, np.int32) for i, part in enumerate(parts)])
-    row = np.concatenate([np.arange(len(part), dtype=np.int32) for part in parts])
-    return RemoteBatch({"length": lengths}, {name: TokenColumn(name, refs, block, row) for name in COLUMNS})
+    blocks = (
+        RemoteBatch.of_block(ref, {"length": lengths[part]}, list(COLUMNS))
+        for ref, part in zip(refs, parts, strict=True)
+    )
+    return RemoteBatch.concat(list(blocks))
 
 
 def dispatch(batch: RemoteBatch, consumers: list) -> int:

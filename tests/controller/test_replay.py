@@ -48,9 +48,7 @@ class Store:
     def ids(self, batch: RemoteBatch) -> list[list[int]]:
         """Token ids of every row."""
         places = batch.tokens["input_ids"]
-        blocks = self.get(list(places.blocks))
-        found = zip(places.block, places.row, strict=True)
-        return [blocks[number].row(row)["input_ids"].tolist() for number, row in found]
+        return [self.get([ref])[0].row(row)["input_ids"].tolist() for ref, _, row in places]
 
 
 def block(number: int) -> DataProto:

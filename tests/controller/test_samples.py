@@ -35,7 +35,7 @@ def test_results_blocks_and_scores_are_joined_by_sample(finished: RolloutRound) 
     assert batch["length"].tolist() == [8, 12, 8]
     assert batch["truncated"].tolist() == [False, True, False]
     tokens = batch.tokens["input_ids"]
-    places = [(tokens.blocks[b], int(r)) for b, r in zip(tokens.block, tokens.row, strict=True)]
+    places = [(block, row) for block, _, row in tokens]
     assert places == [("x", 1), ("y", 0), ("x", 0)]
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller.data.records import object_column
 from controller.observability.metrics import RunWriter
 from controller.observability.run_folder import recorded_steps, step_file
 from controller.step_samples import StepSamples, read_step, write_step
-from workers.dataproto import DataProto
+from workers.dataproto import DataProto, object_column
 from workers.errors import DataError, OutputError
 from workers.score import Score
 

@@ -19,7 +19,7 @@ from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss
 from workers.policy import PolicyWorker
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch
 
 RING = ParallelConfig(context_parallel=2, context_parallel_method="ring")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2)
@@ -30,11 +30,8 @@ def batch_of(sequences: DataProto) -> RemoteBatch:
     names, lengths = ("input_ids", "loss_mask", "routed_experts"), sequences.lengths.tolist()
     parts = [sequences.tokens[name].split(lengths) for name in names]
     rows = [dict(zip(names, (part.numpy() for part in row), strict=True)) for row in zip(*parts, strict=True)]
-    place = (ray.put(DataProto.from_rows(rows)),), np.zeros(len(rows), np.int32), np.arange(len(rows), dtype=np.int32)
-    return RemoteBatch(
-        {"length": np.array(lengths), "advantages": sequences.columns["advantages"].float().numpy()},
-        {name: TokenColumn(name, *place) for name in names},
-    )
+    columns = {"length": np.array(lengths), "advantages": sequences.columns["advantages"].float().numpy()}
+    return RemoteBatch.of_block(ray.put(DataProto.from_rows(rows)), columns, names)
 
 
 @pytest.mark.usefixtures("ray_session")

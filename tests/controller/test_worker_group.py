@@ -19,7 +19,7 @@ from workers.dispatch import Join, Split, dispatch
 from workers.errors import ResourceError, WorkerError
 from workers.metrics import Metric, Metrics
 from workers.network import interface_of
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch
 
 
 class ArithmeticWorker(Worker):
@@ -76,10 +76,7 @@ def group(ray_session) -> Iterator[WorkerGroup]:
 def batch_of(lengths: list[int]) -> RemoteBatch:
     """Rows of 0, 1, 2, ... in one block."""
     block = DataProto.from_rows([{"input_ids": np.full(n, i, np.int32)} for i, n in enumerate(lengths)])
-    index = np.zeros(len(lengths), np.int32), np.arange(len(lengths), dtype=np.int32)
-    return RemoteBatch(
-        {"length": np.array(lengths)}, {"input_ids": TokenColumn("input_ids", (ray.put(block),), *index)}
-    )
+    return RemoteBatch.of_block(ray.put(block), {"length": np.array(lengths)}, ["input_ids"])
 
 
 def test_actors_have_readable_names(group: WorkerGroup) -> None:

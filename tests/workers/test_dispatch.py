@@ -52,9 +52,8 @@ def test_by_plan_puts_each_share_once_for_all_ranks_of_a_dp_group() -> None:
 def test_joining_what_was_split_restores_the_order(lengths: list[int], ranks: int) -> None:
     plan = whole_plan(lengths, ranks)
     shares = [np.array(lengths)[plan.for_rank(r).rows] for r in range(ranks)]
-    result = join_tokens(BY_PLAN, plan, len(lengths), shares, [{"n": Metric.sum(1)}] * ranks)
-    column = result.tokens["log_probs"]
-    restored = [shares[b][r] for b, r in zip(column.block, column.row, strict=True)]
+    result = join_tokens(BY_PLAN, plan, len(lengths), list(range(ranks)), [{"n": Metric.sum(1)}] * ranks)
+    restored = [shares[rank][row] for rank, _, row in result.tokens["log_probs"]]
     assert restored == lengths
     assert result.metrics["n"].value == ranks
 

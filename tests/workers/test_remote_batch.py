@@ -5,23 +5,15 @@ from hypothesis import strategies as st
 
 from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch, places
 
 
-def column(rows: list[tuple[str, int]]) -> TokenColumn:
-    """A column over named blocks; any hashable stands for a reference where nothing is fetched."""
-    names = sorted({name for name, _ in rows})
-    block = np.array([names.index(name) for name, _ in rows], dtype=np.int32)
-    return TokenColumn("input_ids", tuple(names), block, np.array([row for _, row in rows], dtype=np.int32))
-
-
-def places(batch: RemoteBatch) -> list[tuple[str, int]]:
-    tokens = batch.tokens["input_ids"]
-    return [(tokens.blocks[b], int(r)) for b, r in zip(tokens.block, tokens.row, strict=True)]
+def places_of(batch: RemoteBatch) -> list[tuple[str, int]]:
+    return [(block, row) for block, _, row in batch.tokens["input_ids"]]
 
 
 def batch_of(rows: list[tuple[str, int]]) -> RemoteBatch:
-    return RemoteBatch({"length": np.arange(len(rows))}, {"input_ids": column(rows)})
+    return RemoteBatch({"length": np.arange(len(rows))}, {"input_ids": places("input_ids", *zip(*rows, strict=True))})
 
 
 ROWS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), min_size=1, max_size=20)
@@ -31,16 +23,14 @@ ROWS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 9)), min_size=
 def test_selecting_moves_handles_and_columns_together(rows: list[tuple[str, int]], data: st.DataObject) -> None:
     indices = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=30))
     selected = batch_of(rows).select(indices)
-    assert places(selected) == [rows[i] for i in indices]
+    assert places_of(selected) == [rows[i] for i in indices]
     assert selected["length"].tolist() == indices
 
 
 @given(ROWS, ROWS)
-def test_joining_keeps_a_shared_block_once(first: list[tuple[str, int]], second: list[tuple[str, int]]) -> None:
+def test_joining_keeps_the_order_of_the_parts(first: list[tuple[str, int]], second: list[tuple[str, int]]) -> None:
     joined = RemoteBatch.concat([batch_of(first), batch_of(second)])
-    assert places(joined) == first + second
-    blocks = joined.tokens["input_ids"].blocks
-    assert len(blocks) == len(set(blocks)) == len({name for name, _ in first + second})
+    assert places_of(joined) == first + second
 
 
 def test_meta_data_travel_with_every_selection_and_must_agree_to_be_joined() -> None:
@@ -50,13 +40,8 @@ def test_meta_data_travel_with_every_selection_and_must_agree_to_be_joined() -> 
         RemoteBatch.concat([batch, batch.with_meta(step=4)])
 
 
-def test_a_selection_holds_only_the_blocks_that_it_needs() -> None:
-    selected = batch_of([("a", 0), ("b", 1), ("c", 2)]).select([1])
-    assert selected.tokens["input_ids"].blocks == ("b",)
-
-
 def test_a_boolean_mask_selects() -> None:
-    assert places(batch_of([("a", 0), ("b", 1)]).select(np.array([False, True]))) == [("b", 1)]
+    assert places_of(batch_of([("a", 0), ("b", 1)]).select(np.array([False, True]))) == [("b", 1)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +55,7 @@ def test_rows_that_are_not_there_are_refused(indices: list, message: str) -> Non
 
 def test_columns_of_different_length_are_refused_by_name() -> None:
     with pytest.raises(DataError, match=r"must have one length, got \{'uid': 2, 'input_ids': 1\}"):
-        RemoteBatch({"uid": np.array(["x", "y"])}, {"input_ids": column([("a", 0)])})
+        RemoteBatch({"uid": np.array(["x", "y"])}, {"input_ids": places("input_ids", ["a"], [0])})
 
 
 def test_batches_with_different_columns_cannot_be_joined() -> None:
@@ -98,11 +83,8 @@ def test_a_block_gives_its_rows_back() -> None:
 def test_gathering_fetches_rows_in_the_batch_order(ray_session) -> None:
     import ray
 
-    refs = ray.put(rows_block(3, 2)), ray.put(rows_block(5))
-    tokens = {
-        name: TokenColumn(name, refs, np.array([1, 0, 0], np.int32), np.array([0, 1, 0], np.int32))
-        for name in ("input_ids", "loss_mask")
-    }
+    two, one = ray.put(rows_block(3, 2)), ray.put(rows_block(5))
+    tokens = {name: places(name, [one, two, two], [0, 1, 0]) for name in ("input_ids", "loss_mask")}
     batch = RemoteBatch({"uid": np.array(["c", "b", "a"]), "reward": np.array([1.0, 2.0, 3.0])}, tokens, {"step": 3})
     proto = batch.gather()
     assert [proto.row(i)["input_ids"].tolist() for i in range(3)] == [[5] * 5, [2, 2], [3, 3, 3]]
@@ -117,7 +99,6 @@ def test_gathering_refuses_columns_whose_rows_differ_in_length(ray_session) -> N
     import ray
 
     whole, short = ray.put(rows_block(3, 2)), ray.put(rows_block(3, 1))
-    index = np.array([0, 0], np.int32), np.array([0, 1], np.int32)
-    tokens = {"input_ids": TokenColumn("input_ids", (whole,), *index), "m": TokenColumn("loss_mask", (short,), *index)}
+    tokens = {"input_ids": places("input_ids", [whole] * 2, [0, 1]), "m": places("loss_mask", [short] * 2, [0, 1])}
     with pytest.raises(DataError, match="'input_ids' and 'm' differ in length at row 1"):
         RemoteBatch({}, tokens).gather()

@@ -36,7 +36,7 @@ from workers.config import SamplingConfig
 from workers.dispatch import PlanResult
 from workers.errors import CheckpointError
 from workers.metrics import Metric, Metrics
-from workers.remote_batch import RemoteBatch, TokenColumn
+from workers.remote_batch import RemoteBatch, places
 from workers.rollout.requests import PartialResponse, SampleRequest, SampleResult
 from workers.score import Score
 
@@ -141,8 +141,8 @@ class Model(Saves):
     save_adapters = save_pretrained
 
 
-def column(name: str, rows: int) -> TokenColumn:
-    return TokenColumn(name, (name,), np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32))
+def column(name: str, rows: int) -> np.ndarray:
+    return places(name, [name] * rows, range(rows))
 
 
 class Engines:
