@@ -14,7 +14,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from controller.config.names_elsewhere import answer
+from controller.config.aliases import answer
 from workers.errors import ConfigError
 
 Schema = TypeVar("Schema")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from controller.config.job_copy import about_copy
 from workers.errors import ConfigError
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -30,6 +29,7 @@ SIZES = (
     *("original_max_position_embeddings", "keep_window_size", "sliding_window"),
 )
 LARGEST = 2**40
+PACKAGE = "_ray_pkg_"  # how Ray names the copies of --working-dir
 FETCH_SECONDS = 10  # until the hub must have begun to answer
 SHIPPED = Path(__file__).parent / "models"
 """OWNER/NAME/config.json of the hub's models that examples name: the dry run of a cluster then asks no network."""
@@ -257,3 +257,21 @@ def _has_chat_template(folder: Path, key: str) -> bool:
         return True
     settings = folder / "tokenizer_config.json"
     return settings.is_file() and bool(read_json(settings, key).get("chat_template"))
+
+
+def is_job_copy(folder: Path) -> bool:
+    """Whether `folder`, absolute, lies in the copy of --working-dir that a Ray job works in.
+
+    It leaves out what git ignores, and is removed after the job.
+    """
+    return any(part.startswith(PACKAGE) for part in folder.parts)
+
+
+def about_copy(path: str) -> str:
+    """A hint about a relative path that is not there; empty outside of a job, and for an absolute one."""
+    if Path(path).is_absolute() or not is_job_copy(Path.cwd()):
+        return ""
+    return (
+        "; this Ray job works in a copy of its --working-dir, without what git ignores: give an absolute path that "
+        "every node has"
+    )

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from controller.config.conditions import CONDITIONS, FORWARD_PASSES
-from controller.config.limits import Limits
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
-from controller.config.training import ReferenceSettings, TrainingConfig, counted
+from controller.config.training import Limits, ReferenceSettings, TrainingConfig, counted
 from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, SupervisedLossConfig, setting
 
 

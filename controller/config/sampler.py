@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from controller.config.limits import Limits
 from controller.config.schema import Config
 from controller.config.sections import AlgorithmConfig, BatchConfig, DataConfig
+from controller.config.training import Limits
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 from workers.rollout.requests import GENERATION_STEP, VALIDATION_STEP

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from controller.config.file import read, settings, value_of
-from controller.config.limits import Limits
 from controller.config.sections import (
     AlgorithmConfig,
     BalanceConfig,
@@ -28,7 +27,7 @@ from controller.config.sections import (
     TrackingConfig,
     ValidationConfig,
 )
-from controller.config.training import ReferenceSettings, TrainingConfig, counted
+from controller.config.training import Limits, ReferenceSettings, TrainingConfig, counted
 from workers.config import (
     CriticConfig,
     LossConfig,

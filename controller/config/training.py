@@ -7,12 +7,11 @@ import importlib.metadata
 import math
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from controller.config.conditions import CONDITIONS
-from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.sections import BalanceConfig, BaseRunConfig, ResourcesConfig, TrackingConfig
 from workers.config import ModelConfig, PolicyConfig, ReferenceConfig
@@ -21,6 +20,23 @@ from workers.config import ModelConfig, PolicyConfig, ReferenceConfig
 def counted(number: int, noun: str) -> str:
     """The number with its noun, in the singular for 1: `1 engine`, `2 engines`; for nouns that take an s."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one pass of a role over a batch.
+
+    cap: key of the setting that gives `max_tokens`. max_tokens, max_sequences: of a micro-batch of one rank; 0
+    sequences is no cap. min_micro_batches: of a rank in each mini-batch. length_multiple: lengths are rounded up to a
+    multiple of this many tokens, for kernels and for the ranks that share a sequence.
+    """
+
+    cap: str
+    max_tokens: int
+    max_sequences: int
+    min_micro_batches: int
+    layout: str
+    length_multiple: int
 
 
 class TrainingConfig:

@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
-from controller.config.job_copy import about_copy
+from controller.config.model_files import about_copy
 from controller.data.hub import hub_dataset, hub_records
 from controller.observability.shown_text import shortened
 from controller.observability.slow_work import Say, counted_if_slow

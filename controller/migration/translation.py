@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from controller.config import Config, load
+from controller.config.aliases import Counterpart, counterparts
 from controller.config.file import is_of_type, settings
-from controller.config.names_elsewhere import Counterpart, counterparts
 from controller.migration.derived import DERIVED, derive
 from controller.migration.reading import typed
 from controller.preflight.checks import check_settings

@@ -11,10 +11,9 @@ from controller.actors.layout import Bundle, Pool, RoleRequest, idle_gpus, pools
 from controller.config import Config, TrainingConfig, changed_yaml, to_yaml
 from controller.config.conditions import Conditions, effect_words
 from controller.config.file import Setting, settings
-from controller.config.limits import Limits
 from controller.config.model_files import read_model_files
 from controller.config.offline import OfflineConfig
-from controller.config.training import counted
+from controller.config.training import Limits, counted
 from workers.config import ParallelConfig
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from controller.actors.cluster_address import check_address
 from controller.checkpoint import checkpoints_at
 from controller.config import TrainingConfig
-from controller.config.job_copy import is_job_copy
-from controller.config.limits import Limits
-from controller.config.model_files import ModelFiles, check_whole, read_model_files
+from controller.config.model_files import ModelFiles, check_whole, is_job_copy, read_model_files
+from controller.config.training import Limits
 from controller.preflight.model_support import check_supported_model
 from controller.preflight.model_types import check_model_type
 from controller.preflight.weights import check_weights

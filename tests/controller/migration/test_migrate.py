@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from ballast.commands import main
 from controller.config import load
-from controller.config.names_elsewhere import answer, counterparts
+from controller.config.aliases import answer, counterparts
 from controller.migration.reading import given
 from controller.migration.translation import KNOWN, migrate
 from controller.preflight.checks import check_settings

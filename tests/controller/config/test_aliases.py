@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from controller.config import Config, TrainingConfig, load_as
+from controller.config.aliases import answer, counterparts
 from controller.config.file import settings
-from controller.config.names_elsewhere import answer, counterparts
 from controller.config.offline import PreferencesConfig, SftConfig
 from workers.errors import ConfigError
 
