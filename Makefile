@@ -59,7 +59,7 @@ soak: setup
 bench: setup
 	$(BIN)/python -m tests.benchmarks.balancing --output docs/balancing-benchmark.md
 	$(BIN)/python -m tests.benchmarks.pipeline --output docs/pipeline-benchmark.md
-	$(BIN)/python -m tests.benchmarks.engine
+	$(BIN)/python -m tests.benchmarks.engine --output docs/engine-benchmark.md
 	$(BIN)/python -m tests.benchmarks.families --output docs/models.md
 	$(WARM_START)
 	$(BIN)/python -m tests.benchmarks.step --output docs/step-benchmark.md

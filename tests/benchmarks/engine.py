@@ -1,13 +1,13 @@
 """What the packed layout and the chunked log-probs buy, as ratios within one run on CPU.
 
-    python -m tests.benchmarks.engine [--parts layouts log_probs tokens] [--repeats 3] [--threads 1]    or make bench
+    python -m tests.benchmarks.engine [--repeats 3] [--output docs/engine-benchmark.md]                 or make bench
 
     layouts     one long-tail batch through a 20M model, forward and backward: packed, padded, transformers' own packing
     log_probs   log-probs and entropies of 8,192 tokens over 32,000 words: chunked against the whole matrix of logits
     tokens      cost of a packed row as it grows at a fixed length of its sequences
 
-Each part prints its table and replaces its section of docs/engine-benchmark.md. Times are medians of CPU seconds, so
-that other work on the machine does not count; the ways that are compared take turns.
+Times are medians of CPU seconds of one thread, so that other work on the machine does not count; the ways that are
+compared take turns.
 """
 
 import argparse
@@ -31,7 +31,6 @@ from workers.model.logprobs import linear_log_probs
 from workers.model.model import PackedCausalLM, packed_causal_lm
 from workers.model.packing import pack, pad
 
-DOCUMENT = Path("docs/engine-benchmark.md")
 HEADER = """# Engine benchmark
 
 Written by `python -m tests.benchmarks.engine`: forward and backward in float32 on one core of an x86-64 processor with
@@ -153,9 +152,9 @@ def naive_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Te
     return all_log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
-def measure_log_probs(chunk_tokens: int | None, repeats: int, threads: int, answer: object) -> None:
+def measure_log_probs(chunk_tokens: int | None, repeats: int, answer: object) -> None:
     """In a process of its own: (median seconds, peak GiB above the inputs) of forward and backward; None is naive."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(8192, 256, generator=generator, requires_grad=True)
     weight = (torch.randn(32_000, 256, generator=generator) / 16).requires_grad_()
@@ -184,8 +183,7 @@ def part_log_probs(repeats: int) -> str:
     ]
     for chunk_tokens in (None, ModelConfig().chunk_tokens("cuda"), ModelConfig().chunk_tokens("cpu")):
         answer = context.Queue()
-        arguments = (chunk_tokens, repeats, torch.get_num_threads(), answer)
-        process = context.Process(target=measure_log_probs, args=arguments)
+        process = context.Process(target=measure_log_probs, args=(chunk_tokens, repeats, answer))
         process.start()
         took, peak = answer.get()
         process.join()
@@ -217,35 +215,19 @@ def part_tokens(repeats: int) -> str:
     return "\n".join(lines)
 
 
-PARTS = {
-    "layouts": ("Layouts", part_layouts),
-    "log_probs": ("Log-probs without the logits", part_log_probs),
-    "tokens": ("Cost of a packed row", part_tokens),
-}
-
-
-def write_section(title: str, body: str) -> None:
-    """Replace the section of that title in the document, or add it; the others stay."""
-    text = DOCUMENT.read_text() if DOCUMENT.exists() else HEADER
-    _, *sections = text.split("\n## ")
-    by_title = {section.split("\n", 1)[0]: section.split("\n", 1)[1].strip() for section in sections}
-    by_title[title] = body
-    order = [title for title, _ in PARTS.values() if title in by_title]
-    DOCUMENT.write_text(HEADER + "".join(f"\n## {title}\n\n{by_title[title]}\n" for title in order))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for part in arguments.parts:
-        title, measure = PARTS[part]
-        body = measure(arguments.repeats)
-        print(f"## {title}\n\n{body}\n", flush=True)
-        write_section(title, body)
+    torch.set_num_threads(1)
+    page, parts = HEADER, {"Layouts": part_layouts, "Log-probs without the logits": part_log_probs}
+    for title, measure in (parts | {"Cost of a packed row": part_tokens}).items():
+        section = f"\n## {title}\n\n{measure(arguments.repeats)}\n"
+        print(section, flush=True)
+        page += section
+    if arguments.output:
+        arguments.output.write_text(page)
 
 
 if __name__ == "__main__":
