@@ -7,6 +7,7 @@ plan          global batches: mini-batches, micro-steps, ranks
 schedule      one mini-batch; it starts from initial_assignment (Karmarkar-Karp), refines by dealing, step_filling,
               step_exchange, and measures itself against lower_bounds
 packing       sequences into micro-batches under caps: filling, exchange, padded
+prefix_packing  micro-batches that compute shared prefixes (prefixes.py) once
 partition     k sets of equal weight: differencing, exchange, resplitting
 workload      cost models, counted (model_config) or fitted (fitting)
 alignment     padding and chunks for context parallelism

@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.alignment import round_up
-from balancing.beginnings import Beginnings, Depths
 from balancing.dealing import Order, Request, Schedule, Start
 from balancing.errors import LengthError, OptionError
 from balancing.grouping import Floats, Grouping, Integers
@@ -33,9 +32,10 @@ from balancing.packing import Caps, CountRule, Layout
 from balancing.pipeline import Pipeline
 from balancing.pipeline_plan import Work, computed_alone, schedule_on_pipeline
 from balancing.pipeline_time import makespan
+from balancing.prefix_packing import schedule_with_prefixes
+from balancing.prefixes import PrefixTree, SharedPrefixes
 from balancing.published import PUBLISHED, schedule_rank_locally
 from balancing.schedule import schedule_evenly, schedule_in_order
-from balancing.shared_prefixes import schedule_shared
 from balancing.validation import (
     check_fits,
     group_names,
@@ -176,15 +176,15 @@ class Settings:
 class Plan:
     """The result of `plan_batch`. lengths: int64 [n]. workloads: float64 [n], in the cost model's unit, of each alone.
 
-    beginnings: what sequences begin with alike. shared: int64 [n], tokens at the beginning of each sequence that
-    another one of its micro-batch computes. Both are None for a batch without prefixes.
+    shared_prefixes: what sequences share at their start. shared: int64 [n], tokens of each sequence that another one of
+    its micro-batch computes. Both are None for a batch without prefixes.
     """
 
     mini_batches: tuple[MiniBatch, ...]
     lengths: Integers = field(repr=False)
     workloads: Floats = field(repr=False)
     settings: Settings = field(repr=False)
-    beginnings: Beginnings | None = field(default=None, repr=False)
+    shared_prefixes: SharedPrefixes | None = field(default=None, repr=False)
     shared: Integers | None = field(default=None, repr=False)
 
     @property
@@ -228,10 +228,10 @@ class Plan:
     @property
     def prefixes(self) -> dict[str, Integers]:
         """The arguments of `plan_batch` about what sequences begin with alike; empty for a batch without prefixes."""
-        if self.beginnings is None:
+        if self.shared_prefixes is None:
             return {}
-        found = {"prefix_groups": self.beginnings.group, "prefix_lengths": self.beginnings.tokens}
-        depths = self.beginnings.depths
+        found = {"prefix_groups": self.shared_prefixes.group, "prefix_lengths": self.shared_prefixes.tokens}
+        depths = self.shared_prefixes.tree
         return found if depths is None else found | {"tree_order": depths.order, "tree_depths": depths.tokens}
 
     def for_rank(self, rank: int) -> RankPlan:
@@ -311,7 +311,7 @@ def plan_batch(
     multiple of its `count_multiple`. None is no pipeline.
     groups: n whole numbers >= 0, the group of each sequence; the plan counts them for losses that divide by groups.
     prefix_groups, prefix_lengths: n whole numbers >= 0 each. The sequences of a group begin with the same tokens, so
-    many (fewer than a sequence has; 0 is none), which a micro-batch computes once (shared_prefixes.py). Packed layout
+    many (fewer than a sequence has; 0 is none), which a micro-batch computes once (prefix_packing.py). Packed layout
     only; of each beginning whole multiples of `length_multiple` count. Algorithms other than `karmarkar_karp` plan as
     if nothing were shared.
     tree_order, tree_depths: n whole numbers >= 0 each, for sequences that share more than their group's prefix. In the
@@ -331,15 +331,15 @@ def plan_batch(
     group_of = None if groups is None else group_names(groups, "groups", len(tokens))
     members = membership(mini_batches, len(tokens))
     workloads = settings.cost_model.workload(tokens)
-    beginnings = _beginnings(prefix_groups, prefix_lengths, (tree_order, tree_depths), tokens, settings)
-    batch = _Batch(tokens, sizes, workloads, in_loss, group_of, beginnings)
+    shared_prefixes = _checked_prefixes(prefix_groups, prefix_lengths, (tree_order, tree_depths), tokens, settings)
+    batch = _Batch(tokens, sizes, workloads, in_loss, group_of, shared_prefixes)
     planned = [_mini_batch(rows, batch, settings) for rows in members]
-    if beginnings is None:
+    if shared_prefixes is None:
         return Plan(tuple(planned), tokens, workloads, settings)
     shared = np.zeros_like(tokens)
     for part in planned:
-        shared[part.rows] = beginnings.select(part.rows).shared_tokens(part.micro_batch_of_rows())
-    return Plan(tuple(planned), tokens, workloads, settings, beginnings, shared)
+        shared[part.rows] = shared_prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
+    return Plan(tuple(planned), tokens, workloads, settings, shared_prefixes, shared)
 
 
 def _default_order(pipeline: Pipeline | None, algorithm: PlanAlgorithm) -> Order:
@@ -355,16 +355,16 @@ class _Batch:
     workloads: Floats
     in_loss: Integers
     group_of: Integers | None
-    beginnings: Beginnings | None
+    shared_prefixes: SharedPrefixes | None
 
 
-def _beginnings(
+def _checked_prefixes(
     groups: ArrayLike | None,
     lengths: ArrayLike | None,
     tree: tuple[ArrayLike | None, ArrayLike | None],
     tokens: Integers,
     settings: Settings,
-) -> Beginnings | None:
+) -> SharedPrefixes | None:
     if groups is None and lengths is None:
         if any(each is not None for each in tree):
             raise OptionError("tree_order and tree_depths are of groups; pass prefix_groups and prefix_lengths, too")
@@ -386,13 +386,13 @@ def _beginnings(
         )
     # Whole multiples: then the cap holds for a row that is padded once, and for one of sequences that are padded each.
     shared = shared - shared % settings.length_multiple
-    depths = _depths(*tree, tokens, shared, settings)
-    return Beginnings.of(names, shared, settings.cost_model.workload(shared), depths)
+    found = _tree(*tree, tokens, shared, settings)
+    return SharedPrefixes.of(names, shared, settings.cost_model.workload(shared), found)
 
 
-def _depths(
+def _tree(
     order: ArrayLike | None, depths: ArrayLike | None, tokens: Integers, prefixes: Integers, settings: Settings
-) -> Depths | None:
+) -> PrefixTree | None:
     if order is None and depths is None:
         return None
     if order is None or depths is None:
@@ -400,12 +400,12 @@ def _depths(
     places = group_names(order, "tree_order", len(tokens))
     shared = _shorter(depths, "tree_depths", tokens)
     shared = np.maximum(shared - shared % settings.length_multiple, prefixes)
-    return Depths(places, shared, settings.cost_model.workload(shared))
+    return PrefixTree(places, shared, settings.cost_model.workload(shared))
 
 
-def _shorter(beginnings: ArrayLike, name: str, tokens: Integers) -> Integers:
+def _shorter(values: ArrayLike, name: str, tokens: Integers) -> Integers:
     """int64 [n], tokens at the beginning of each sequence; LengthError for one that is all of it."""
-    shared = group_names(beginnings, name, len(tokens))
+    shared = group_names(values, name, len(tokens))
     if (shared >= tokens).any():
         index = int(np.argmax(shared >= tokens))
         raise LengthError(f"{name}[{index}] is {shared[index]}, not below lengths[{index}]={tokens[index]}")
@@ -441,14 +441,14 @@ def _schedule(rows: Integers, batch: _Batch, settings: Settings) -> tuple[Schedu
 def _work(ordered: Integers, batch: _Batch, settings: Settings) -> Work:
     """The sequences of one mini-batch, in descending order of workload, and how they are planned."""
     sizes, workloads = batch.sizes[ordered], batch.workloads[ordered]
-    if batch.beginnings is None:
+    if batch.shared_prefixes is None:
         computed = computed_alone(workloads, settings.request(len(batch.sizes)))
         packed = settings.layout == "packed"
         return Work(sizes, workloads, partial(schedule_evenly, sizes, workloads), computed, divisible=packed)
-    beginnings = batch.beginnings.select(ordered)
+    shared_prefixes = batch.shared_prefixes.select(ordered)
 
     def computed_once(schedule: Schedule) -> Floats:
-        return beginnings.computed(workloads, schedule.grouping.group_of)
+        return shared_prefixes.computed(workloads, schedule.grouping.group_of)
 
-    plan = partial(schedule_shared, sizes, workloads, beginnings)
+    plan = partial(schedule_with_prefixes, sizes, workloads, shared_prefixes)
     return Work(sizes, workloads, plan, computed_once, divisible=False)

@@ -9,7 +9,7 @@ it shares already. A plan counts as many tokens fewer, so that no row has more c
 
 import numpy as np
 
-from balancing.shared_prefixes import fewest_worth_sharing
+from balancing.prefixes import fewest_worth_sharing
 from workers.rollout.prefix_hashes import hashed_places
 
 Integers = np.ndarray

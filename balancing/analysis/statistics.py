@@ -7,7 +7,7 @@ import numpy as np
 from balancing.alignment import round_up
 from balancing.grouping import Floats, Integers
 from balancing.initial_assignment import karmarkar_karp_twice
-from balancing.lower_bounds import minimum_step_times, step_time_bound
+from balancing.lower_bounds import minimum_step_times, prefix_step_time_bound, step_time_bound
 from balancing.packing import Caps
 from balancing.padded import take_in_order
 from balancing.pipeline import Pipeline
@@ -16,8 +16,6 @@ from balancing.pipeline_plan import most_in_a_step
 from balancing.pipeline_shape import least_makespan
 from balancing.pipeline_time import makespan
 from balancing.plan import MiniBatch, Plan
-from balancing.shared_bounds import shared_step_time_bound
-from balancing.shared_prefixes import in_groups
 
 # A grid is float64 [steps, ranks] of one mini-batch: a sum over each micro-batch, 0 for an empty one.
 Rows = list[list[Integers]]
@@ -79,7 +77,7 @@ def _on_pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, float]:
 def _makespan_bound(mini_batch: MiniBatch, plan: Plan, pipeline: Pipeline) -> float:
     """Return a lower bound for all plans with the caps and as many micro-steps; see `pipeline_shape.least_makespan`."""
     time, rows = _lower_bound(mini_batch, plan), mini_batch.rows
-    if plan.beginnings is not None:
+    if plan.shared_prefixes is not None:
         return least_makespan(pipeline, mini_batch.steps, time, time)
     sizes, weights = plan.sizes[rows], plan.workloads[rows]
     caps = Caps(plan.max_tokens, plan.settings.max_sequences or len(rows))
@@ -125,9 +123,9 @@ def lower_bound(plan: Plan) -> float:
 def _lower_bound(mini_batch: MiniBatch, plan: Plan) -> float:
     rows, ranks, steps = indices_of(mini_batch), plan.ranks, mini_batch.steps
     caps = Caps(plan.max_tokens, plan.settings.max_sequences or len(rows))
-    if plan.beginnings is not None:
-        groups, _ = in_groups(plan.lengths[rows], plan.workloads[rows], plan.beginnings.select(rows))
-        return shared_step_time_bound(groups, ranks, steps, caps).time
+    if plan.shared_prefixes is not None:
+        groups, _ = plan.shared_prefixes.select(rows).in_groups(plan.lengths[rows], plan.workloads[rows])
+        return prefix_step_time_bound(groups, ranks, steps, caps.max_tokens, caps.max_sequences).time
     sizes, limits = plan.sizes[rows], {"max_tokens": caps.max_tokens, "max_sequences": caps.max_sequences}
     return step_time_bound(sizes, plan.workloads[rows], ranks=ranks, steps=steps, **limits).time
 

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from balancing.shared_prefixes import fewest_worth_sharing
+from balancing.prefixes import fewest_worth_sharing
 from workers.dataproto import DataProto
 from workers.model.packing import PackedRow, place, with_work
 
@@ -84,7 +84,7 @@ def pack_shared(sequences: DataProto, multiple: int = 1, minimum: int = 1) -> Sh
     """The row of a micro-batch in which a shared token is one cell; padded at its end to a multiple of `multiple`.
 
     minimum: of a beginning that is less than this many tokens longer than one that is shared already, or too little to
-    pay (`balancing.shared_prefixes.fewest_worth_sharing`), only the shorter one is shared.
+    pay (`balancing.prefixes.fewest_worth_sharing`), only the shorter one is shared.
     Raises DataError if `loss_mask` marks the first token of a sequence, which nothing predicts.
     """
     sequences = with_work(sequences)

@@ -105,7 +105,7 @@ def _table(cap: float) -> Table:
         ["responses", "prompts", "mini-batches", "micro-steps", "heaviest rank", "time", "above the cap", "plan_batch"],
         rows,
         f"{GROUPS} groups of {SAMPLES} on {RANKS} ranks. Workload of the heaviest rank, and time of synchronous "
-        "micro-steps: over the lower bound on the time (shared_bounds.py), - 1, which need not be reachable: where "
+        "micro-steps: over the lower bound on the time (lower_bounds.py), - 1, which need not be reachable: where "
         "there are about as many micro-batches as groups, heavy groups are divided to even them out, and each part "
         "computes the prompt again, which the bound counts only where a cap or the load of a whole rank forces it. "
         "Above the cap: micro-batches. plan_batch: all mini-batches, CPU time of its one thread, median of "
@@ -166,11 +166,11 @@ def _row_of_tree(responses: str, alike: float, cap: float) -> list[str]:
 
 def _with_tree(plan: Plan, known: Plan) -> Plan:
     """The plan with all that its micro-batches share, by the tree of another plan of the batch."""
-    beginnings = known.beginnings
-    assert beginnings is not None
+    prefixes = known.shared_prefixes
+    assert prefixes is not None
     shared = np.zeros_like(plan.lengths)
     for part in plan.mini_batches:
-        shared[part.rows] = beginnings.select(part.rows).shared_tokens(part.micro_batch_of_rows())
+        shared[part.rows] = prefixes.select(part.rows).shared_tokens(part.micro_batch_of_rows())
     return replace(plan, shared=shared)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from balancing import plan_batch
 from balancing.alignment import zigzag_positions
-from balancing.shared_prefixes import fewest_worth_sharing
+from balancing.prefixes import fewest_worth_sharing
 from tests.workers.model.tiny import (
     VOCABULARY,
     branch,

@@ -1,4 +1,4 @@
-"""Lower bounds for sequences that share beginnings, against all plans of tiny batches."""
+"""Lower bounds for sequences that share prefixes, against all plans of tiny batches."""
 
 from itertools import product
 
@@ -9,11 +9,8 @@ from hypothesis import strategies as st
 
 from balancing import CostModel, plan_batch, plan_statistics
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
-from balancing.beginnings import Beginnings
-from balancing.packing import Caps
-from balancing.shared_bounds import fewest_parts, largest_rank_bound, shared_step_time_bound
-from balancing.shared_filling import Groups
-from balancing.shared_prefixes import in_groups
+from balancing.lower_bounds import fewest_parts, prefix_step_time_bound
+from balancing.prefixes import Groups, SharedPrefixes
 
 COSTS = CostModel(1.0, 0.01)
 ROUNDING = 1 + 1e-9
@@ -24,7 +21,8 @@ def groups_of(own, sizes, prefixes) -> Groups:
     group = np.repeat(np.arange(len(sizes)), sizes)
     tokens = np.asarray(prefixes)[group]
     lengths = np.asarray(own) + tokens
-    return in_groups(lengths, COSTS.workload(lengths), Beginnings.of(group, tokens, COSTS.workload(tokens)))[0]
+    prefixes = SharedPrefixes.of(group, tokens, COSTS.workload(tokens))
+    return prefixes.in_groups(lengths, COSTS.workload(lengths))[0]
 
 
 def loads(groups: Groups, places, count):
@@ -50,37 +48,23 @@ def tiny(draw):
 @settings(deadline=None, max_examples=150)
 def test_no_plan_is_below_the_bounds(batch, max_sequences):
     groups, ranks, steps, cap = batch
-    caps, count = Caps(cap, max_sequences), ranks * steps
-    parts = fewest_parts(groups, caps)
-    heaviest_rank, time = (
-        largest_rank_bound(groups, ranks, parts),
-        shared_step_time_bound(groups, ranks, steps, caps).time,
-    )
-    assert time >= heaviest_rank
+    parts, count = fewest_parts(groups, cap, max_sequences), ranks * steps
+    time = prefix_step_time_bound(groups, ranks, steps, cap, max_sequences).time
     for places in map(np.array, product(range(count), repeat=len(groups.own))):
         tokens, work, members = loads(groups, places, count)
         if tokens.max() > cap or members.max() > max_sequences:
             continue
-        grid = work.reshape(steps, ranks)
-        assert heaviest_rank <= grid.sum(axis=0).max() * ROUNDING
-        assert time <= grid.max(axis=1).sum() * ROUNDING
+        assert time <= work.reshape(steps, ranks).max(axis=1).sum() * ROUNDING
         of_group = [len(np.unique(places[groups.group == group])) for group in range(len(groups.shared))]
         assert (parts <= of_group).all()
 
 
-def test_a_group_on_all_ranks_computes_its_beginning_on_each():
-    """16 sequences of 10 tokens after 100: on 4 ranks at best 4 of them and the beginning."""
+def test_a_group_above_the_cap_computes_its_prefix_in_every_part():
+    """50 tokens are left beside a prefix of 100: 4 sequences of 10 in each of 4 micro-batches, 5 by tokens."""
     groups = groups_of([10] * 16, [16], [100])
-    share = COSTS.workload([110])[0] - COSTS.workload([100])[0]
-    assert largest_rank_bound(groups, 4, np.ones(1, np.int64)) == pytest.approx(4 * share + COSTS.workload([100])[0])
-
-
-def test_a_group_above_the_cap_computes_its_beginning_in_every_part():
-    """50 tokens are left beside a beginning of 100: 4 sequences of 10 in each of 4 micro-batches, 5 by tokens."""
-    groups = groups_of([10] * 16, [16], [100])
-    assert fewest_parts(groups, Caps(150, 16)).tolist() == [4]
-    assert fewest_parts(groups, Caps(150, 3)).tolist() == [6]
-    assert fewest_parts(groups_of([30] * 4, [4], [100]), Caps(150, 16)).tolist() == [4]  # no two fit together
+    assert fewest_parts(groups, 150, 16).tolist() == [4]
+    assert fewest_parts(groups, 150, 3).tolist() == [6]
+    assert fewest_parts(groups_of([30] * 4, [4], [100]), 150, 16).tolist() == [4]  # no two fit together
 
 
 def test_statistics_compare_the_time_with_the_bound():

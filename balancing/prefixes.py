@@ -1,0 +1,209 @@
+"""What sequences share at their start: the prefix of their group, and what neighbours in a group share beyond it.
+
+    p p p a b c | p p p a b d | p p p a x | p p p y z      a group with a prefix of 3 tokens, in the order of its tree
+    0             5             4           3              depths: tokens shared with the neighbour before
+
+Sequences in the order of a tree's leaves and the depths between neighbours are the tree: two of them share the least
+depth between them (Kasai et al. 2001, "Linear-Time Longest-Common-Prefix Computation in Suffix Arrays").
+
+`subtrees` keeps neighbours together: a subtree is planned as one sequence, and is cut where its sequences share least:
+
+    depths 3 9 8 9 | 3 9 | 3     prefix 3, a subtree holds 4 sequences' work     [a b c d] [e f] [g]
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from balancing.grouping import Floats, Integers
+
+MOST_OWN = 16
+"""Sharing pays for a sequence with up to this many times as many tokens of its own: merging attention costs about as
+much as 1 / MOST_OWN of them."""
+LARGEST = (1.0, 0.5)
+"""Most work and tokens of a subtree, shares of a rank's and of the cap: larger ones share more, smaller ones fit."""
+
+
+def fewest_worth_sharing(own: Any) -> Any:
+    """Return the fewest shared tokens that pay for a sequence, or an array of them, with `own` tokens after them."""
+    return -(-own // MOST_OWN)
+
+
+class Groups(NamedTuple):
+    """The n sequences of a mini-batch in order of their G groups, each group from its heaviest on.
+
+    own, own_tokens: float64 and int64 [n], the work and tokens of each sequence after the prefix.
+    group: int64 [n], ascending. start: int64 [G + 1]; the sequences of group g are `start[g]..start[g + 1]`.
+    shared, shared_tokens: float64 and int64 [G], work and tokens of the prefixes.
+    """
+
+    own: Floats
+    own_tokens: Integers
+    group: Integers
+    start: Integers
+    shared: Floats
+    shared_tokens: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """What each sequence shares with the one before it in its group: int64 [n] tokens, and float64 [n] work.
+
+    order: int64 [n], ascending in the order of a group's tree.
+    """
+
+    order: Integers
+    tokens: Integers
+    workloads: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrefixes:
+    """group: int64 [n]; sequences of one group share a prefix. tokens: int64 [n], its length, equal within a group.
+
+    workloads: float64 [n], the work of the prefix alone. tree: None if nothing is known beyond the prefixes.
+    """
+
+    group: Integers
+    tokens: Integers
+    workloads: Floats
+    tree: PrefixTree | None = None
+
+    @classmethod
+    def of(
+        cls, groups: Integers, tokens: Integers, workloads: Floats, tree: PrefixTree | None = None
+    ) -> "SharedPrefixes":
+        """Number the groups; a sequence with a prefix of 0 tokens is a group of one."""
+        alone = np.flatnonzero(tokens == 0)
+        numbers = groups.copy()
+        numbers[alone] = groups.max() + 1 + np.arange(len(alone))
+        return cls(np.unique(numbers, return_inverse=True)[1], tokens, workloads, tree)
+
+    def select(self, rows: Integers) -> "SharedPrefixes":
+        """Return those of the sequences `rows`, with groups renumbered."""
+        numbers = np.unique(self.group[rows], return_inverse=True)[1]
+        found = SharedPrefixes(numbers, self.tokens[rows], self.workloads[rows])
+        if self.tree is None:
+            return found
+        chosen = np.zeros(len(self.group), np.int64)
+        chosen[rows] = 1
+        tokens, workloads = self._shared(chosen)
+        # The first of a group has no neighbour before it; the prefix stands for it.
+        deep = np.maximum(found.tokens, tokens[rows]), np.maximum(found.workloads, workloads[rows])
+        return replace(found, tree=PrefixTree(self.tree.order[rows], *deep))
+
+    def shared_tokens(self, micro_batch: Integers) -> Integers:
+        """int64 [n]: tokens that another sequence of the micro-batch computes; micro_batch: int64 [n]."""
+        return self._shared(micro_batch)[0]
+
+    def computed(self, weights: Floats, micro_batch: Integers) -> Floats:
+        """float64 [n]: `weights` of sequences alone, less what another sequence of the micro-batch computes."""
+        return weights - self._shared(micro_batch)[1]
+
+    def in_order(self, micro_batch: Integers | None = None) -> Integers:
+        """int64 [n]: the sequences by group, then by micro-batch, then in the order of the group's tree."""
+        order = np.arange(len(self.group)) if self.tree is None else self.tree.order
+        keys = (order, self.group) if micro_batch is None else (order, micro_batch, self.group)
+        rows: Integers = np.lexsort(keys)
+        return rows
+
+    def in_groups(self, sizes: Integers, weights: Floats) -> tuple[Groups, Integers]:
+        """Return the sequences by group, and their order, int64 [n].
+
+        sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. With a tree, a sequence counts what it
+        does not share with its neighbour, which is the least that any plan computes of it.
+        """
+        shared = self if self.tree is None else self.tree
+        own = weights - shared.workloads
+        rows = np.lexsort((-own, self.group))
+        group = self.group[rows]
+        start = np.flatnonzero(np.diff(group, prepend=-1))
+        first, ends = rows[start], np.append(start, len(rows))
+        own_tokens = (sizes - shared.tokens)[rows]
+        return Groups(own[rows], own_tokens, group, ends, self.workloads[first], self.tokens[first]), rows
+
+    def _shared(self, micro_batch: Integers) -> tuple[Integers, Floats]:
+        """Tokens that another sequence of the micro-batch computes, int64 [n], and their work, float64 [n]."""
+        rows = self.in_order(micro_batch)
+        again = np.zeros(len(rows), np.bool_)  # not the first of its group in its micro-batch
+        again[rows[1:]] = (np.diff(self.group[rows]) == 0) & (np.diff(micro_batch[rows]) == 0)
+        tokens, workloads = (self.tokens, self.workloads) if self.tree is None else self._least_depths(rows, self.tree)
+        return np.where(again, tokens, 0), np.where(again, workloads, 0.0)
+
+    def _least_depths(self, rows: Integers, tree: PrefixTree) -> tuple[Integers, Floats]:
+        """What each sequence shares with the one before it in `rows`; meaningless across groups and micro-batches."""
+        neighbours = self.in_order()
+        place = np.empty(len(rows), np.int64)
+        place[neighbours] = np.arange(len(rows))
+        # From the neighbour after the one before, to the sequence itself; the pieces between these are dropped.
+        ends = np.stack([np.append(0, place[rows[:-1]] + 1), place[rows] + 1], axis=1).ravel()
+        tokens, workloads = np.empty(len(rows), np.int64), np.empty(len(rows))
+        for found, values in ((tokens, tree.tokens), (workloads, tree.workloads)):
+            padded = np.append(values[neighbours], values.dtype.type(0))
+            found[rows] = np.minimum.reduceat(padded, ends)[::2]
+        return tokens, workloads
+
+
+@dataclass(frozen=True, eq=False)
+class Subtrees:
+    """of: int64 [n], the subtree of each sequence; sizes, weights, prefixes: of the subtrees, heaviest first."""
+
+    of: Integers
+    sizes: Integers
+    weights: Floats
+    prefixes: SharedPrefixes
+
+
+def subtrees(
+    sizes: Integers, weights: Floats, prefixes: SharedPrefixes, max_tokens: int, of_a_rank: float
+) -> Iterator[Subtrees]:
+    """Yield divisions into subtrees, large ones first; nothing if no two sequences share more than their prefix.
+
+    sizes: int64 [n], tokens. weights: float64 [n], each of a sequence alone. of_a_rank: the least work of a rank.
+    """
+    tree, rows = prefixes.tree, prefixes.in_order()
+    if tree is None or not (tree.tokens > prefixes.tokens).any():
+        return
+    depths, depth_weights = tree.tokens[rows], tree.workloads[rows]
+    # Sums up to each sequence of what it adds to the one before it.
+    size = np.append(0, np.cumsum(sizes[rows] - depths)).tolist()
+    work = np.append(0.0, np.cumsum(weights[rows] - depth_weights)).tolist()
+    runs = [*np.flatnonzero(depths <= prefixes.tokens[rows]).tolist(), len(rows)]
+    before: list[int] = []
+    for share in LARGEST:
+        tokens, weight = int(max_tokens * share), of_a_rank * share
+        parts, starts, shared = list(pairwise(runs)), list[int](), depths.tolist()
+        while parts:
+            first, stop = parts.pop()
+            fits = size[stop] - size[first] + shared[first] <= tokens
+            if stop - first == 1 or (fits and work[stop] - work[first] + float(depth_weights[first]) <= weight):
+                starts.append(first)
+                continue
+            least = min(shared[first + 1 : stop])
+            places = (place for place in range(first + 1, stop) if shared[place] == least)
+            middle = min(places, key=lambda place: abs(2 * place - first - stop))
+            parts += [(first, middle), (middle, stop)]
+        starts.sort()
+        if len(starts) < len(rows) and starts != before:
+            yield _joined(np.array(starts), rows, sizes, weights, prefixes, tree)
+        before = starts
+
+
+def _joined(
+    starts: Integers, rows: Integers, sizes: Integers, weights: Floats, prefixes: SharedPrefixes, tree: PrefixTree
+) -> Subtrees:
+    """The subtrees that begin at `starts`, ascending places in `rows`."""
+    first = np.zeros(len(rows), np.bool_)
+    first[starts] = True
+    tokens = np.add.reduceat(sizes[rows] - np.where(first, 0, tree.tokens[rows]), starts)
+    work = np.add.reduceat(weights[rows] - np.where(first, 0.0, tree.workloads[rows]), starts)
+    order = np.lexsort((-tokens, -work))
+    number = np.empty(len(starts), np.int64)
+    number[order] = np.arange(len(starts))
+    of = np.empty(len(rows), np.int64)
+    of[rows] = number[np.cumsum(first) - 1]
+    heads = rows[starts[order]]
+    return Subtrees(of, tokens[order], work[order], replace(prefixes, tree=None).select(heads))
