@@ -48,28 +48,23 @@ def loss(what: str, body: str, words: str) -> BadInput:
 
 
 IMPORTS = (
-    BadInput("raises", ["reward.function", "reward.py", "RuntimeError: no"], write=reward("raise RuntimeError('no')")),
-    BadInput("is no Python", ["reward.py is not valid Python"], write=file("reward.py", "def reward(:")),
-    BadInput("interrupts", ["reward.py", "KeyboardInterrupt"], write=reward("raise KeyboardInterrupt")),
     BadInput(
-        "hangs",
+        "an import that raises",
+        ["reward.function", "reward.py", "RuntimeError: no"],
+        write=reward("raise RuntimeError('no')"),
+    ),
+    BadInput("an import that is no Python", ["reward.py is not valid Python"], write=file("reward.py", "def reward(:")),
+    BadInput(
+        "an import that hangs",
         ["reward.function", "took more than resources.user_code_timeout_s=1 s", "__main__"],
         [SHORT],
         reward("import subprocess\nsubprocess.run(['sleep', '1000'])"),
     ),
-    BadInput("ends its process", ["reward.py", "exit code 7"], write=reward("import os\nos._exit(7)")),
-    BadInput("exits", ["reward.py", "exit code 3", "__main__"], write=reward("import sys\nsys.exit(3)")),
-    BadInput("exits with a word", ["exit code 1: no key"], write=reward("import sys\nsys.exit('no key')")),
-    BadInput("kills its process", ["killed by SIGKILL"], write=reward("import os\nos.kill(os.getpid(), 9)")),
     BadInput(
-        "requires arguments",
-        ["exit code 2", "the following arguments are required: --rate", "__main__"],
-        write=reward(
-            "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', required=True)\np.parse_args()"
-        ),
+        "an import that exits with a word", ["exit code 1: no key"], write=reward("import sys\nsys.exit('no key')")
     ),
     BadInput(
-        "holds a thread pool",
+        "an import that holds a thread pool",
         ["reward.py", "POOL (ThreadPoolExecutor)", "make it inside the function"],
         write=reward(
             "from concurrent.futures import ThreadPoolExecutor\nPOOL = ThreadPoolExecutor()",
@@ -77,40 +72,28 @@ IMPORTS = (
         ),
     ),
     BadInput(
-        "holds an open file",
-        ["reward.py", "LOG (TextIOWrapper)", "make it inside the function"],
-        write=reward("LOG = open('log', 'w')", "LOG.write(response)"),
-    ),
-    BadInput(
-        "asks for a column", ["asks for ['target']"], write=file("reward.py", "def reward(response, target): ...")
+        "a reward that asks for a column",
+        ["asks for ['target']"],
+        write=file("reward.py", "def reward(response, target): ..."),
     ),
 )
 
 CALLS = (
-    BadInput("raises", ["reward.function failed", "ZeroDivisionError"], write=reward(body="return 1 / 0")),
+    BadInput("a reward that ends its process", ["exit code 5"], write=reward("import os", "os._exit(5)")),
     BadInput(
-        "interrupts", ["reward.function failed", "KeyboardInterrupt"], write=reward(body="raise KeyboardInterrupt")
-    ),
-    BadInput("exits", ["reward.function failed", "SystemExit: 4"], write=reward(body="raise SystemExit(4)")),
-    BadInput("ends its process", ["exit code 5"], write=reward("import os", "os._exit(5)")),
-    BadInput(
-        "exits as a coroutine",
-        ["SystemExit: 6"],
-        write=file("reward.py", "async def reward(response):\n    raise SystemExit(6)\n"),
-    ),
-    BadInput(
-        "hangs",
+        "a reward that hangs",
         ["took more than reward.timeout_s=0.2 s"],
         ["reward.timeout_s=0.2"],
         reward("import time", "time.sleep(99)"),
     ),
     BadInput(
-        "is noisy and raises",
+        "a reward that is noisy and raises",
         ["ValueError: no"],
         write=reward("import sys", "print('x', file=sys.stderr); raise ValueError('no')"),
     ),
-    BadInput("raises in lines", ["ValueError: first"], write=reward(body="raise ValueError('first\\nsecond')")),
-    BadInput("returns text", ["must return finite float32 numbers"], write=reward(body="return 'high'")),
+    BadInput(
+        "a reward that raises in lines", ["ValueError: first"], write=reward(body="raise ValueError('first\\nsecond')")
+    ),
 )
 
 ENVIRONMENT = "class Guess:\n    def reset(self, record):\n        {body}\n    def step(self, response): ...\n"
@@ -177,13 +160,17 @@ LOSSES = (
 
 TEMPLATES = (
     BadInput(
-        "broken", ["chat template of model.path=model", "TemplateSyntaxError", "line 2"], write=template("x\n{% if %}")
+        "a broken template",
+        ["chat template of model.path=model", "TemplateSyntaxError", "line 2"],
+        write=template("x\n{% if %}"),
     ),
     BadInput(
-        "raises", ["chat template", "no user may speak"], write=template("{{ raise_exception('no user may speak') }}")
+        "a template that raises",
+        ["chat template", "no user may speak"],
+        write=template("{{ raise_exception('no user may speak') }}"),
     ),
     BadInput(
-        "never ends",
+        "a template that never ends",
         ["chat template of model.path=model took more than resources.user_code_timeout_s=6 s"],
         ["resources.user_code_timeout_s=6"],
         template(ENDLESS),
@@ -192,29 +179,8 @@ TEMPLATES = (
 )
 
 
-@rows(*IMPORTS)
-def test_code_that_is_not_fit_to_be_imported_is_refused(
-    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
-
-
-@rows(*CALLS)
-def test_a_reward_that_cannot_score_an_empty_response_is_refused(
-    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
-
-
-@rows(*OTHERS, *LOSSES)
-def test_environments_curricula_and_losses_are_tried_too(
-    case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_refused(case, workspace, capfd, monkeypatch, "--dry-run")
-
-
-@rows(*TEMPLATES)
-def test_a_chat_template_that_does_not_render_the_first_prompts_is_refused(
+@rows(*IMPORTS, *CALLS, *OTHERS, *LOSSES, *TEMPLATES)
+def test_code_and_templates_that_fail_when_they_are_tried_are_refused(
     case: BadInput, workspace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_refused(case, workspace, capfd, monkeypatch, "--dry-run")

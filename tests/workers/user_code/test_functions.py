@@ -6,6 +6,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from workers.errors import ConfigError
 from workers.user_code.functions import Signature, call, find_function
 from workers.user_code.rewards import RewardFunction, try_rewards
 
@@ -56,3 +57,24 @@ def test_a_function_may_hold_much(tmp_path: Path) -> None:
     assert len(found.packed) > 2**24
     function = RewardFunction("reward", 1.0, found.packed, ())
     assert try_rewards([function], {}, 30).reward == 2**24
+
+
+REQUIRES = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', required=True)\np.parse_args()"
+
+
+@pytest.mark.parametrize(
+    ("top", "told"),
+    [
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import os\nos._exit(7)", "exit code 7"),
+        ("import sys\nsys.exit(3)", "exit code 3"),
+        ("import os\nos.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        (REQUIRES, "the following arguments are required: --rate"),
+        ("LOG = open(__file__ + '.log', 'w')\n\ndef read():\n    return LOG", "LOG (TextIOWrapper)"),
+    ],
+)
+def test_an_import_that_fails_is_told_in_one_line(tmp_path: Path, top: str, told: str) -> None:
+    (tmp_path / "mine.py").write_text(f"{top}\n\n\ndef score(response):\n    return read()\n")
+    with pytest.raises(ConfigError) as caught:
+        find_function("reward.function", f"{tmp_path / 'mine.py'}:score", timeout_s=20)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
