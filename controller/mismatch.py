@@ -91,7 +91,7 @@ def beyond(mean: float, largest: float, limit: float, dtype: str, proof: Proof) 
     if proof is not Proof.NONE and mean > TOLERANCE[dtype]:
         return (
             f"{told} {proof.value}, which is more than rounding in {dtype} ({TOLERANCE[dtype]:g}): the engine does not "
-            "compute what the trainer does; `python -m controller.doctor` compares them step by step."
+            "compute what the trainer does; `python -m controller.doctor` compares them with a tiny model."
         )
     if mean > limit:
         return (

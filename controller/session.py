@@ -174,17 +174,21 @@ def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
     if context.dashboard_url:
         console.log(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
     with ExitStack() as stack:
-        if address == "local":
-            _keep_to_this_user(Path(context.address_info["session_dir"]))
-            stack.enter_context(_raylet_watched(config))
         if console.kept is not None:
             stack.enter_context(rays_logging_in(console.kept))
-        try:
-            _warn_of_idle_gpus(config, console)
-            yield
-        finally:
-            with suppress(KeyboardInterrupt), console.aside():  # the last lines of actors
-                ray.shutdown()
+        stack.callback(_shut_down, console)
+        if address == "local":
+            _keep_to_this_user(Path(context.address_info["session_dir"]))
+            stack.enter_context(_raylet_watched(config))  # until the shutdown begins, which ends the raylet
+        _warn_of_idle_gpus(config, console)
+        yield
+
+
+def _shut_down(console: "Console") -> None:
+    import ray
+
+    with suppress(KeyboardInterrupt), console.aside():  # the last lines of actors
+        ray.shutdown()
 
 
 def _warn_of_idle_gpus(config: TrainingConfig, console: "Console") -> None:

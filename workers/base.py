@@ -74,22 +74,8 @@ class Worker:
 
     @dispatch(Split.ALL)
     def facts(self) -> dict[str, Any]:
-        """Process id, visible GPUs, resident memory and peak allocation on the GPU, for placement, `controller.doctor`
-        and tests."""
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {
-            "pid": os.getpid(),
-            "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            "resident_bytes": resident_bytes(),
-            "peak_device_bytes": peak,
-        }
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process, bytes."""
-    import psutil
-
-    return psutil.Process().memory_info().rss
+        """Process id and visible GPUs, for placement and tests."""
+        return {"pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
 
 
 def keep_freed_memory() -> None:

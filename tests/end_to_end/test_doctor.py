@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.diagnosis.machines import NODE_LINES
+from tests.controller.doctor.test_node_checks import NODE_LINES
 from tests.end_to_end.processes import MARK, all_end, begin, marked_environment
 
 LINES = (
@@ -21,10 +21,7 @@ LINES = (
     "all-reduce",
     "engine and rank",
     "log-probs before an update",
-    "checksums",
-    "new weights",
     "log-probs after it",
-    "memory of a rank",
 )
 pytestmark = pytest.mark.slow
 
@@ -51,9 +48,8 @@ def test_a_machine_that_runs_work_on_has_every_line_and_exit_code_0(
     found = dict(re.fullmatch(r"(?:ok  |warn)  ([^:]+): (.+)", line).groups() for line in output.splitlines())
     assert tuple(found) == LINES
     assert "over 2 ranks by gloo in" in found["all-reduce"]
-    moved, left = re.search(r"moved log-probs by (\S+) nats .* s, (\S+) are left", found["new weights"]).groups()
-    assert float(left) < 1e-4 < 1e-2 < float(moved)
-    assert found["checksums"] == "all 5 weights that engine and trainer keep alike are equal to the bit"
+    for name in LINES[-2:]:
+        assert float(re.search(r"differ by (\S+) nats", found[name]).group(1)) < 1e-4
     assert not folder.parent.exists()
     assert all_end(environment[MARK], 20) == []
 

@@ -18,5 +18,4 @@ def test_nothing_fails_on_this_machine(placement: str, capsys: pytest.CaptureFix
     code = doctor.main(["resources.device=cuda", f"rollout.placement={placement}"])
     output = capsys.readouterr().out
     assert code == 0, output
-    assert "ok    new weights" in output
-    assert "of the GPU at its peak" in output
+    assert "ok    log-probs after it" in output

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ballast.commands import COMMANDS, main_of
 from controller import doctor
-from controller.diagnosis.findings import Report
+from controller.doctor.report import Report
 from tests.controller.config_workspace import write_workspace
 from tests.controller.observability.recorded_run import write_run
 from tests.hostile.draws import Draw, of_arguments, of_files, of_settings, of_yaml

