@@ -24,6 +24,7 @@ from balancing.analysis.distributions import ADVERSARIAL, DEFAULT_CAP, DISTRIBUT
 from balancing.analysis.explain import explain
 from balancing.analysis.gantt import Chart, chart_of_ranks, chart_of_stages, figure_of
 from balancing.analysis.lengths_file import PREFIXES, read_column, read_json, read_lengths, recorded_arguments, run_step
+from balancing.analysis.statistics import time_grids
 from balancing.errors import BalancingError, LengthFileError, OptionError
 from balancing.model_config import SEVEN_BILLION
 from balancing.pipeline import Pipeline
@@ -174,9 +175,9 @@ def _headline(batch: Batch) -> str:
 
 
 def _chart(batch: Batch, outcome: Outcome) -> Chart:
-    if outcome.plan is not None and batch.pipeline is not None:
+    if batch.pipeline is not None:
         return chart_of_stages(outcome.name, outcome.plan, batch.pipeline, batch.ideal)
-    return chart_of_ranks(outcome.name, outcome.grids, batch.ideal)
+    return chart_of_ranks(outcome.name, time_grids(outcome.plan), batch.ideal)
 
 
 def _at_least_one(text: str) -> int:

@@ -1,10 +1,9 @@
 """Compares strategies: each plans the same batch, and all are measured alike.
 
-    batch --> each strategy: rows[s][r] for each mini-batch --> times of micro-batches      --> Outcome
-          --> on a pipeline: a plan                         --> makespans, bubble, bound    --> Outcome
+    batch --> each strategy: a plan --> times of micro-batches, or makespans on a pipeline --> Outcome
 
-A packed micro-batch takes the time of its sequences; a padded one takes the time of as many rows of its micro-step's
-longest length. The ideal time is the same for all strategies: workload of the real tokens / ranks (/ stages).
+A packed micro-batch takes the time of its sequences; a padded one takes the time of as many rows of its longest length.
+The ideal time is the same for all strategies: workload of the real tokens / ranks (/ stages).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +12,15 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from balancing.analysis.statistics import Rows, grids, plan_statistics, rows_of, step_time
+from balancing.analysis.statistics import micro_batch_tokens, padding_share, plan_statistics, step_time, time_grids
 from balancing.grouping import Floats, Integers
 from balancing.pipeline import Pipeline
-from balancing.plan import Plan, plan_batch
-from balancing.published import PADDED, Published, published_steps
+from balancing.plan import MiniBatch, Plan, Settings, plan_batch
+from balancing.published import PADDED, Published, Steps, published_steps
 
 GIVEN, SMALL_ENDS, OURS, SHARED = "given order", "small ends", "Ballast", "Ballast, shared"
 PUBLISHED_TITLES: dict[str, Published] = {"verl": "verl", "ROLL": "roll", "MindSpeed-RL": "mindspeed_rl"}
@@ -36,7 +35,6 @@ ON_PIPELINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Arguments of `plan_batch` by strategy. `small ends` is the published order of micro-steps of equal weight."""
 REPETITIONS = 3
 """Number of timed runs of each strategy."""
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,100 +74,69 @@ class Outcome:
 
     over ideal: step time / `Batch.ideal` - 1. over cap: number of micro-batches. padding: share of computed tokens.
     micro-steps: over all mini-batches. idle: share of the step time that a rank waits. bubble: the same of stages.
-    over bound: predicted time / a lower bound for as many micro-steps - 1.
-    seconds: median planning time. grids: float64 [steps, ranks] for each mini-batch, the time of every micro-batch.
-    plan: only on a pipeline.
+    over bound: predicted time / a lower bound for as many micro-steps - 1. seconds: median planning time.
     """
 
     name: str
+    plan: Plan
     figures: Mapping[str, float]
     seconds: float
-    grids: Sequence[Floats] = ()
-    plan: Plan | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatches:
-    """The result of a strategy. padded: rows are as wide as the longest sequence of their micro-step.
-
-    shared: int64 [n], tokens of each sequence that another of its micro-batch computes; None is none.
-    """
-
-    rows: Sequence[Rows]
-    padded: bool = False
-    shared: Integers | None = None
 
 
 def compare(batch: Batch) -> list[Outcome]:
     """Return the outcomes of all strategies, ours last; raises as `plan_batch`."""
+    strategies: dict[str, Callable[[], Plan]]
     if batch.pipeline is not None:
-        return [_on_pipeline(name, batch, batch.pipeline, changes) for name, changes in ON_PIPELINES.items()]
-    strategies: dict[str, Callable[[], MicroBatches]] = {GIVEN: lambda: _planned(batch, algorithm="none")}
-    strategies |= {title: partial(_published, name, batch) for title, name in PUBLISHED_TITLES.items()}
-    strategies[OURS] = lambda: _planned(batch, algorithm="karmarkar_karp")
-    if batch.prefixes:
-        strategies[SHARED] = lambda: _planned(batch, algorithm="karmarkar_karp", **batch.prefixes)
-    return [measure(name, batch, strategy) for name, strategy in strategies.items()]
+        how = {name: {**batch.prefixes, **changes} for name, changes in ON_PIPELINES.items()}
+        strategies = {name: partial(batch.plan, **changes) for name, changes in how.items()}
+    else:
+        strategies = {GIVEN: partial(batch.plan, algorithm="none")}
+        strategies |= {title: partial(_published, name, batch) for title, name in PUBLISHED_TITLES.items()}
+        strategies[OURS] = partial(batch.plan, algorithm="karmarkar_karp")
+        if batch.prefixes:
+            strategies[SHARED] = partial(batch.plan, algorithm="karmarkar_karp", **batch.prefixes)
+    outcomes = []
+    for name, strategy in strategies.items():
+        plan, seconds = strategy(), []  # the first call may compile
+        for _ in range(REPETITIONS):
+            start = perf_counter()
+            strategy()
+            seconds.append(perf_counter() - start)
+        outcomes.append(Outcome(name, plan, figures(plan, batch), median(seconds)))
+    return outcomes
 
 
-def measure(name: str, batch: Batch, strategy: Callable[[], MicroBatches]) -> Outcome:
-    """Run a strategy once, which may compile, then several times for its planning time, and measure its result."""
-    found, seconds = _timed(strategy)
-    times, tokens = _times_and_tokens(found, batch)
-    time = step_time(times)
-    waiting = 1.0 - np.sum([grid.sum(axis=0) for grid in times], axis=0) / time
-    real = batch.lengths.sum() - (0 if found.shared is None else found.shared.sum())
-    figures = {
-        "over ideal": time / batch.ideal - 1.0,
-        "over cap": int(sum((grid > batch.arguments["max_tokens"]).sum() for grid in tokens)),
-        "padding": 1.0 - float(real) / float(sum(grid.sum() for grid in tokens)),
-        "micro-steps": sum(len(rows) for rows in found.rows),
-        "idle, mean": float(waiting.mean()),
-        "idle, worst": float(waiting.max()),
-    }
-    return Outcome(name, figures, seconds, grids=times)
+def figures(plan: Plan, batch: Batch) -> dict[str, float]:
+    """Measure a plan of the batch; see `Outcome`."""
+    over_ideal = {"over ideal": float(plan.predicted_makespans().sum()) / batch.ideal - 1.0}
+    micro_steps = {"micro-steps": sum(part.steps for part in plan.mini_batches)}
+    if batch.pipeline is not None:
+        numbers = plan_statistics(plan)
+        on_pipeline = {"bubble": numbers["pipeline/bubble"], "over bound": numbers["pipeline/over_bound"]}
+        return over_ideal | on_pipeline | micro_steps
+    times = time_grids(plan)
+    waiting = 1.0 - np.sum([grid.sum(axis=0) for grid in times], axis=0) / step_time(times)
+    over_cap = int((micro_batch_tokens(plan) > plan.max_tokens).sum())
+    idle = {"idle, mean": float(waiting.mean()), "idle, worst": float(waiting.max())}
+    return over_ideal | {"over cap": over_cap, "padding": padding_share(plan)} | micro_steps | idle
 
 
-def _on_pipeline(name: str, batch: Batch, pipeline: Pipeline, changes: Mapping[str, Any]) -> Outcome:
-    plan, seconds = _timed(partial(batch.plan, **batch.prefixes, **changes))
-    numbers = plan_statistics(plan)
-    figures = {
-        "over ideal": numbers["pipeline/predicted_time"] / batch.ideal - 1.0,
-        "bubble": numbers["pipeline/bubble"],
-        "over bound": numbers["pipeline/over_bound"],
-        "micro-steps": sum(part.steps for part in plan.mini_batches),
-    }
-    return Outcome(name, figures, seconds, plan=plan)
-
-
-def _timed(strategy: Callable[[], Result]) -> tuple[Result, float]:
-    result, seconds = strategy(), []
-    for _ in range(REPETITIONS):
-        start = perf_counter()
-        strategy()
-        seconds.append(perf_counter() - start)
-    return result, median(seconds)
-
-
-def _planned(batch: Batch, **changes: Any) -> MicroBatches:
-    plan = batch.plan(**changes)
-    return MicroBatches([rows_of(part) for part in plan.mini_batches], plan.layout == "padded", plan.shared)
-
-
-def _published(name: Published, batch: Batch) -> MicroBatches:
+def _published(name: Published, batch: Batch) -> Plan:
     arguments = {key: batch.arguments[key] for key in ("ranks", "mini_batches", "max_tokens")}
-    return MicroBatches(
-        published_steps(name, batch.lengths, workloads=batch.workload(batch.lengths), **arguments), name in PADDED
-    )
+    steps = published_steps(name, batch.lengths, workloads=batch.workload(batch.lengths), **arguments)
+    return plan_of(steps, batch, name)
 
 
-def _times_and_tokens(found: MicroBatches, batch: Batch) -> tuple[list[Floats], list[Floats]]:
-    """Return two grids for each mini-batch: times, and computed tokens with padding."""
-    if not found.padded:
-        shared = np.zeros_like(batch.lengths) if found.shared is None else found.shared
-        work = batch.workload(batch.lengths) - batch.workload(shared)
-        return grids(found.rows, work), grids(found.rows, batch.lengths - shared)
-    counts = grids(found.rows, np.ones_like(batch.lengths))
-    widths = [np.array([batch.lengths[np.concatenate(step)].max() for step in rows]) for rows in found.rows]
-    times = [count * batch.workload(width)[:, None] for count, width in zip(counts, widths, strict=True)]
-    return times, [count * width[:, None] for count, width in zip(counts, widths, strict=True)]
+def plan_of(mini_batches: Sequence[Steps], batch: Batch, name: Published) -> Plan:
+    """Return micro-batches that a published algorithm made as a plan, which may break the batch's caps."""
+    parts = []
+    for steps in mini_batches:
+        groups = [rows for step in steps for rows in step]
+        bounds = np.cumsum([0, *map(len, groups)])
+        parts.append(MiniBatch(np.concatenate(groups), bounds, len(steps), name, tokens=0, loss_tokens=0, sequences=0))
+    arguments = {key: batch.arguments[key] for key in ("ranks", "max_tokens", "cost_model")}
+    settings = Settings(
+        **arguments, max_sequences=None, min_count=1, multiple_of=1, algorithm=name, order="descending",
+        allow_empty=True, layout="padded" if name in PADDED else "packed", length_multiple=1,
+    )  # fmt: skip
+    return Plan(tuple(parts), batch.lengths, batch.workload(batch.lengths), settings)

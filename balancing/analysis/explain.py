@@ -180,7 +180,7 @@ def _about_count(plan: Plan) -> str:
         reason = f"where the caps need at least {needed}"
     if how.order == "makespan" and part.steps > max(needed, asked):
         reason += ", because more of them fill and drain the pipeline sooner"
-    fill = np.mean([computed_tokens(sizes[rows], plan.layout) for step in part.micro_steps for rows in step.ranks])
+    fill = part.predicted_times(sizes.astype(np.float64), plan.layout).mean()
     return (
         f"Mini-batch {most} takes {_count(part.steps, 'micro-step')}, {reason}; its micro-batches fill "
         f"{fill / plan.max_tokens:.1%} of the cap on average."

@@ -46,18 +46,17 @@ def plan_statistics(plan: Plan, width: int | None = None) -> dict[str, float]:
     as many micro-steps - 1. small_ends: makespan in the published order, light micro-steps at both ends / predicted
     time - 1.
     """
-    after = [rows_of(mini_batch) for mini_batch in plan.mini_batches]
+    planned = predicted_grids(plan)
     before = [_given_rows(indices_of(mini_batch), plan) for mini_batch in plan.mini_batches]
     return {
-        **_token_spread("tokens_per_rank", after, plan.lengths),
-        **_token_spread("tokens_per_rank_before", before, plan.lengths),
-        **_waiting("", predicted_grids(plan)),
-        "over_bound": step_time(predicted_grids(plan)) / lower_bound(plan) - 1.0,
-        **_waiting("_before", grids(before, plan.workloads)),
+        **_token_spread("tokens_per_rank", [part.sums(plan.lengths) for part in plan.mini_batches]),
+        **_token_spread("tokens_per_rank_before", _grids(before, plan.lengths)),
+        **_waiting("", planned),
+        "over_bound": step_time(planned) / lower_bound(plan) - 1.0,
+        **_waiting("_before", _grids(before, plan.workloads)),
         **_imbalance("_karmarkar_karp", [_after_karmarkar_karp(part, plan) for part in plan.mini_batches]),
         "from_karmarkar_karp": float(np.mean([part.start == "karmarkar_karp" for part in plan.mini_batches])),
-        **_filling(after, plan),
-        **_padding_removed(after, plan, width),
+        **_filling(plan, width),
         **(_on_pipeline(plan, plan.settings.pipeline) if plan.settings.pipeline else {}),
     }
 
@@ -97,7 +96,12 @@ def predicted_grids(plan: Plan) -> list[Floats]:
     return [mini_batch.sums(plan.computed_workloads) for mini_batch in plan.mini_batches]
 
 
-def grids(mini_batches: Sequence[Rows], values: Integers | Floats) -> list[Floats]:
+def time_grids(plan: Plan) -> list[Floats]:
+    """float64 [steps, ranks] for each mini-batch: the time of every micro-batch, with padding."""
+    return [part.predicted_times(plan.computed_workloads, plan.layout) for part in plan.mini_batches]
+
+
+def _grids(mini_batches: Sequence[Rows], values: Integers | Floats) -> list[Floats]:
     """float64 [steps, ranks] for each mini-batch: `values` (one for each sequence) summed over each micro-batch."""
     return [np.array([[values[group].sum() for group in step] for step in rows], np.float64) for rows in mini_batches]
 
@@ -130,11 +134,6 @@ def _lower_bound(mini_batch: MiniBatch, plan: Plan) -> float:
     return step_time_bound(sizes, plan.workloads[rows], ranks=ranks, steps=steps, **limits).time
 
 
-def rows_of(mini_batch: MiniBatch) -> Rows:
-    """The micro-batches of a mini-batch as nested lists."""
-    return [list(step.ranks) for step in mini_batch.micro_steps]
-
-
 def indices_of(mini_batch: MiniBatch) -> Integers:
     """int64, ascending: the sequences of a mini-batch."""
     return np.sort(mini_batch.rows)
@@ -153,8 +152,8 @@ def _given_rows(indices: Integers, plan: Plan) -> Rows:
     return [[rows[step] if step < len(rows) else nothing for rows in local] for step in range(steps)]
 
 
-def _token_spread(name: str, mini_batches: list[Rows], lengths: Integers) -> dict[str, float]:
-    per_rank = np.sum([grid.sum(axis=0) for grid in grids(mini_batches, lengths)], axis=0)
+def _token_spread(name: str, mini_batches: list[Floats]) -> dict[str, float]:
+    per_rank = np.sum([grid.sum(axis=0) for grid in mini_batches], axis=0)
     lowest, highest = float(per_rank.min()), float(per_rank.max())
     return {
         f"{name}/min": lowest,
@@ -189,37 +188,32 @@ def _waiting(suffix: str, mini_batches: list[Floats]) -> dict[str, float]:
     }
 
 
-def _filling(mini_batches: list[Rows], plan: Plan) -> dict[str, float]:
-    taken = _taken(mini_batches, plan)
-    return {
+def _filling(plan: Plan, width: int | None) -> dict[str, float]:
+    taken, real = micro_batch_tokens(plan), float(plan.computed_lengths.sum())
+    found = {
         "cap_fill": float(taken.mean()) / plan.max_tokens,
-        "padding_share": 1.0 - float(plan.computed_lengths.sum()) / float(taken.sum()),
-        "shared_tokens": 1.0 - float(plan.computed_lengths.sum()) / float(plan.lengths.sum()),
-        "micro_batches": float(sum(len(rows) for rows in mini_batches)),
+        "padding_share": 1.0 - real / float(taken.sum()),
+        "shared_tokens": 1.0 - real / float(plan.lengths.sum()),
+        "micro_batches": float(sum(part.steps for part in plan.mini_batches)),
         "empty_micro_batches": float((taken == 0).sum()),
     }
-
-
-def _padding_removed(mini_batches: list[Rows], plan: Plan, width: int | None) -> dict[str, float]:
     # Of each sequence by itself: that some tokens are shared is another matter.
-    computed = float(_taken(mini_batches, plan).sum() + (plan.lengths - plan.computed_lengths).sum())
-    widths = {"longest_row": int(plan.lengths.max()), "width": width}
-    return {
-        f"padding_removed/{name}": 1.0 - computed / (len(plan.lengths) * cells)
-        for name, cells in widths.items()
-        if cells is not None
-    }
+    computed = float(taken.sum() + (plan.lengths - plan.computed_lengths).sum())
+    for name, cells in {"longest_row": int(plan.lengths.max()), "width": width}.items():
+        if cells is not None:
+            found[f"padding_removed/{name}"] = 1.0 - computed / (len(plan.lengths) * cells)
+    return found
 
 
 def padding_share(plan: Plan) -> float:
     """Share of the computed tokens that are not real ones."""
-    return _filling([rows_of(mini_batch) for mini_batch in plan.mini_batches], plan)["padding_share"]
+    return 1.0 - float(plan.computed_lengths.sum()) / float(micro_batch_tokens(plan).sum())
 
 
-def _taken(mini_batches: list[Rows], plan: Plan) -> Floats:
+def micro_batch_tokens(plan: Plan) -> Floats:
     """float64: the tokens of each micro-batch that count towards its cap, over all mini-batches, steps and ranks."""
-    groups, sizes = (group for rows in mini_batches for step in rows for group in step), plan.sizes
-    return np.array([computed_tokens(sizes[group], plan.layout) for group in groups], np.float64)
+    sizes = plan.sizes.astype(np.float64)
+    return np.concatenate([part.predicted_times(sizes, plan.layout).ravel() for part in plan.mini_batches])
 
 
 def computed_tokens(sizes: Integers, layout: str) -> int:
