@@ -18,8 +18,8 @@ from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.generation.fleet import RestartBudget
 from controller.hub import push_to_hub
 from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
+from controller.model_checks import check_models, numerics_lines
 from controller.observability.run_log import run_log
-from controller.parity import parity_lines
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import run_on
@@ -55,6 +55,7 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
     check(config)
     if not request.cluster:
         check_machine(config, dry_run=True)
+    check_models(config)
     dry_run(config, request)
     return None
 
@@ -76,6 +77,8 @@ def prepare(
     from controller.observability.console import Console
 
     console = Console(verbose=config.tracking.verbose)
+    with console.waiting("the models"):
+        check_models(config)
     with console.waiting("the data"):
         inputs = read_inputs(config, console.say, given)
     return locked(config, partial(run, config, inputs, console, callbacks))
@@ -102,16 +105,13 @@ def input_lines(config: Config) -> Iterator[str]:
         yield from tried_lines(config, tried)
         if read_model_files(config.model.path, "model.path").tokenizer:
             yield from prompt_lines(tokenized(config, tried))
-    yield from parity_lines(config)
+    yield from numerics_lines(config)
 
 
 def fetch_descriptions(config: Config) -> None:
     """Ask the hub for config.json of every model that is not on this machine, which is all that a page needs."""
-    models = {"model.path": config.model.path, "reference.path": config.reference.path}
-    models |= {"critic.path": config.critic.path, "reward.model.path": config.reward.model.path}
-    for key, path in models.items():
-        if path:
-            fetch_description(path, key, print)
+    for key, path in config.model_paths.items():
+        fetch_description(path, key, print)
 
 
 def run(config: Config, inputs: Inputs, console: "Console", callbacks: Sequence["Callback"] = ()) -> None:

@@ -332,7 +332,7 @@ def load_renderer(config: TrainingConfig, say: Say = print) -> Renderer:
         from workers.model.model import load_tokenizer
 
         tokenizer = load_tokenizer(config.model.path)
-    vocabulary = read_model_files(config.model.path, "model.path").vocabulary or 0
+    vocabulary = read_model_files(config.model.path, "model.path").text.get("vocab_size") or 0
     renderer = Renderer(tokenizer, vocabulary, config.resources.user_code_timeout_s)
     if tokenizer.eos_token_id is not None:
         renderer.checked([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")

@@ -17,6 +17,7 @@ from controller.actors.cluster_address import check_address, check_cluster
 from controller.checkpoint import FOLDER, checkpoints_at
 from controller.config import Config, load_as
 from controller.config.recorded import check_trusted, load_recorded
+from controller.model_checks import check_models
 from controller.observability.run_folder import RunFolder, recorded_steps
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check_layout
@@ -85,6 +86,7 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None]:
     config = prepared(given, start)
     recorded = next((row for row in RunFolder(request.folder).metrics if row["step"] == request.step), {})
     check_layout(config)
+    check_models(config)
     check_address(config)
     check_cluster(config)
     return partial(run, config, request.folder, start, recorded)

@@ -50,7 +50,7 @@ class ModelWorker(Worker):
             "temperature": temperature,
             "parallel": parallel,
             "head": self.head,
-            "check_parity": True,
+            "check_numerics": True,
         }
         self._model = model
 

@@ -1,11 +1,10 @@
-"""Facts about a model from its files, before it is loaded: reads config.json, does not import transformers.
+"""Find the files of a model, and read what needs no transformers; `controller.model_checks` does the rest.
 
-model.path --folder or hub cache--> ModelFiles(description, positions, heads, vocabulary)      weights: weight_files
+model.path --folder or hub cache--> ModelFiles(description, weights, tokenizer, chat_template, ends)
 """
 
 import json
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,6 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
-OBJECTS = ("text_config", "rope_parameters", "rope_scaling", "quantization_config")
-LAYERS = ("full_attention", "sliding_attention")  # of rope_parameters by kind of layer
-LISTS = ("architectures", "layer_types", "layers_block_type", "block_types")
-NAMES = ("model_type", "rope_type", "type", "quant_method")
-FACTORS = ("factor", "attn_logit_softcapping")
-WIDTHS = ("intermediate_size", "moe_intermediate_size")  # a number, or one a layer
-POSITIVE = ("hidden_size", "n_embd", "num_hidden_layers", "num_attention_heads", "n_head", "vocab_size")
-SIZES = (
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "n_positions", "num_experts", "num_local_experts"),
-    *("n_routed_experts", "moe_num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"),
-    *("original_max_position_embeddings", "keep_window_size", "sliding_window"),
-)
-LARGEST = 2**40
 PACKAGE = "_ray_pkg_"  # how Ray names the copies of --working-dir
 FETCH_SECONDS = 10  # until the hub must have begun to answer
 SHIPPED = Path(__file__).parent / "models"
@@ -37,20 +23,15 @@ SHIPPED = Path(__file__).parent / "models"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Facts that settings must agree with; a size is None if config.json does not give it.
+    """Facts about a model that need no transformers.
 
-    folder: the model's. description: config.json. positions: longest sequence the model takes. weights, tokenizer:
-    whether there are any. chat_template: whether the tokenizer has one. ends: eos_token_id of config.json and
-    generation_config.json, without checks of their type. end_of_sequence: whether they or the tokenizer name a token
-    that ends a response.
+    description: config.json. weights, tokenizer, chat_template: whether there are any. ends: eos_token_id of
+    config.json and generation_config.json, of any type. end_of_sequence: whether they or the tokenizer
+    name a token that ends a response.
     """
 
     folder: Path
     description: dict[str, Any]
-    positions: int | None
-    attention_heads: int | None
-    key_value_heads: int | None
-    vocabulary: int | None
     weights: bool
     tokenizer: bool
     chat_template: bool
@@ -58,14 +39,10 @@ class ModelFiles:
     end_of_sequence: bool
 
     @property
-    def head_size(self) -> int | None:
-        """Numbers of an attention head; None for multi-head latent attention, and for sizes that have other names."""
-        text = self.description.get("text_config", self.description)
-        if any(key == "kv_lora_rank" or key.endswith(("_head_dim", "_per_head")) for key in text):
-            return None
-        hidden, heads = text.get("hidden_size", text.get("n_embd")), self.attention_heads
-        size: int | None = text.get("head_dim") or (hidden // heads if hidden and heads else None)
-        return size
+    def text(self) -> dict[str, Any]:
+        """The part of config.json on the language model, of models that also see."""
+        part = self.description.get("text_config")
+        return part if isinstance(part, dict) else self.description
 
 
 def read_model_files(path: str, key: str) -> ModelFiles:
@@ -76,18 +53,15 @@ def read_model_files(path: str, key: str) -> ModelFiles:
     folder = _folder(path, key)
     content = read_json(folder / "config.json", key)
     content = {name: value for name, value in content.items() if name != "text_config" or value is not None}
-    _check_types(content, f"{key}: {folder / 'config.json'}")
-    text = content.get("text_config", content)  # models that also see keep the language model's sizes in there
-    heads = text.get("num_attention_heads", text.get("n_head"))
-    named = (text.get("eos_token_id"), _named(folder, key, "generation_config.json", "eos_token_id"))
+    part = content.get("text_config", content)
+    named = (
+        part.get("eos_token_id") if isinstance(part, dict) else None,
+        _named(folder, key, "generation_config.json", "eos_token_id"),
+    )
     ends = tuple(end for ids in named if ids is not None for end in (ids if isinstance(ids, list) else [ids]))
     return ModelFiles(
         folder=folder,
         description=content,
-        positions=_positions(text),
-        attention_heads=heads,
-        key_value_heads=text.get("num_key_value_heads") or heads,
-        vocabulary=text.get("vocab_size"),
         weights=_first(folder, WEIGHTS) is not None,
         tokenizer=_first(folder, TOKENIZERS) is not None,
         chat_template=_has_chat_template(folder, key),
@@ -97,7 +71,7 @@ def read_model_files(path: str, key: str) -> ModelFiles:
 
 
 def check_whole(model: ModelFiles, path: str, key: str) -> None:
-    """Raise ConfigError, naming `key`, if the model at `path` lacks weights or a tokenizer, or ends with no token."""
+    """Raise ConfigError, naming `key`, if the model at `path` lacks weights or a tokenizer."""
     folder = model.folder
     if folder.is_relative_to(SHIPPED):
         raise _missing(path, key)
@@ -108,12 +82,6 @@ def check_whole(model: ModelFiles, path: str, key: str) -> None:
             f"{key}={path}: {folder} has no tokenizer ({', '.join(TOKENIZERS)}). Add it: "
             f"tokenizer.save_pretrained({str(folder)!r})."
         )
-    for end in model.ends:
-        if not isinstance(end, int) or not 0 <= end < (model.vocabulary or end + 1):
-            raise ConfigError(
-                f"{key}={path}: eos_token_id {end!r} is outside the vocabulary of {model.vocabulary}; mend config.json "
-                "or generation_config.json."
-            )
 
 
 def fetch_description(path: str, key: str, say: Callable[[str], None]) -> None:
@@ -208,43 +176,6 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{key}: {path} is not a JSON object.")
     return content
-
-
-def _check_types(content: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if a value that is read here, or in a check, is not of the type that transformers writes."""
-
-    def size(value: Any) -> bool:
-        return type(value) is int and -1 <= value <= LARGEST
-
-    def names(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-    kinds: tuple[tuple[Sequence[str], str, Callable[[Any], bool]], ...] = (
-        (OBJECTS, "an object", lambda value: isinstance(value, dict)),
-        (LISTS, "a list of names", names),
-        (NAMES, "a name", lambda value: isinstance(value, str)),
-        (FACTORS, "a number above 0", lambda value: type(value) in (int, float) and 0 < value <= LARGEST),
-        (SIZES, "a whole number", size),
-        (POSITIVE, "a whole number above 0", lambda value: size(value) and value > 0),
-        (WIDTHS, "a whole number", lambda value: all(map(size, value)) if isinstance(value, list) else size(value)),
-    )
-    for known, kind, fits in kinds:
-        for name in known:
-            if content.get(name) is not None and not fits(content[name]):
-                raise ConfigError(f"{where} says {name}={reprlib.repr(content[name])}, which is not {kind}.")
-    for name, part in content.items():
-        if isinstance(part, dict) and name in (*OBJECTS, *LAYERS):
-            _check_types(part, where)
-
-
-def _positions(text: dict[str, Any]) -> int | None:
-    """max_position_embeddings, stretched where rotary scaling multiplies it; never below what the model takes."""
-    positions: int | None = text.get("max_position_embeddings", text.get("n_positions"))
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    factor = scaling.get("factor")
-    if positions is None or factor is None:
-        return positions
-    return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
 
 
 def _named(folder: Path, key: str, file: str, name: str) -> Any:

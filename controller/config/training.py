@@ -218,6 +218,13 @@ class TrainingConfig:
         )
         return replace(model, share_prefixes="always" if shares else "never")
 
+    @property
+    def model_paths(self) -> dict[str, str]:
+        """The paths of the run's models, by the settings that name them."""
+        keys = {"policy": "model.path", "reward_model": "reward.model.path"}
+        found = {keys.get(role, f"{role}.path"): self.model_of(role).path for role in self.training_roles}
+        return {"model.path": self.model.path, **found}
+
     def model_of(self, role: str) -> ModelConfig:
         """The model of a training role, such as `policy`."""
         if role == "policy":

@@ -18,6 +18,7 @@ import rich.console
 
 from controller.config import Config, load
 from controller.doctor.report import Report, fail, looking_at, ok
+from controller.model_checks import check_models
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check
 from controller.session import exit_code, ray_session
@@ -73,6 +74,8 @@ def configuration(options: Options, report: Report) -> Config | None:
         config = load(options.config, given)
         if options.config:
             check(config)
+            with looking_at("the models"):
+                check_models(config)
             report.add(ok("configuration", str(options.config)))
     except BallastError as error:
         report.add(fail("configuration", str(error).rstrip("."), advice))

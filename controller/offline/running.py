@@ -19,11 +19,11 @@ from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
 from controller.hub import push_to_hub
 from controller.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template, turn_end_warnings
+from controller.model_checks import check_models, numerics_lines
 from controller.observability.run_log import run_log
 from controller.observability.slow_work import Say
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
-from controller.parity import parity_lines
 from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.describe import describe
 from controller.preflight.machine import check_machine
@@ -65,6 +65,7 @@ class OfflineCommand(Generic[Settings]):
             return self.prepare_run(config)
         check_offline(config)
         check_machine(config, dry_run=True)
+        check_models(config)
         self.dry_run(config, everything=request.everything)
         return None
 
@@ -83,6 +84,8 @@ class OfflineCommand(Generic[Settings]):
         from controller.observability.console import Console
 
         console = Console(verbose=config.tracking.verbose)
+        with console.waiting("the models"):
+            check_models(config)
         with console.waiting("the data"):
             inputs = self.read_inputs(config, console.say)
         if done := finished(config, config.steps_over(len(inputs.train)), config.length_setting):
@@ -103,7 +106,7 @@ class OfflineCommand(Generic[Settings]):
             print("\n".join(_dataset_lines(dataset)))
         for warning in inputs.warnings:
             print(f"warning: {warning}")
-        for line in parity_lines(config):
+        for line in numerics_lines(config):
             print(line, flush=True)
 
     def read_examples(self, config: Settings) -> tuple[Examples, DataIdentity]:

@@ -9,7 +9,6 @@ What a cluster can give is known only to Ray and is checked when the placement g
 from controller.config import Config
 from controller.config.conditions import check_settings_have_effect
 from controller.config.functions import check_function
-from controller.config.model_files import ModelFiles, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.preflight.algorithm_checks import check_advantage, check_loss
 from controller.preflight.count_checks import check_counts
@@ -17,14 +16,11 @@ from controller.preflight.critic_checks import check_critic, check_reward_model
 from controller.preflight.data_checks import check_data
 from controller.preflight.engine_checks import (
     check_engine_count,
-    check_engine_model,
     check_lengths,
     check_temperatures,
     check_turns,
     response_limit,
 )
-from controller.preflight.model_sizes import check_model_sizes
-from controller.preflight.model_types import CAUSAL
 from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
@@ -32,10 +28,8 @@ from controller.preflight.training_checks import (
     check_order,
     check_replicate,
     check_run,
-    check_same_vocabulary,
 )
 from controller.preflight.validation_checks import check_validation
-from controller.preflight.weights import HEAD
 from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import fits_device
@@ -47,13 +41,11 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     given: reward functions that a call was given, which the settings only stand for.
     """
     check_settings(config)
-    model = read_model_files(config.model.path, "model.path")
-    _check_model(config, model)
     check_replicate(config)
     check_order(config)
-    _check_reference(config, model)
-    check_critic(config, model)
-    check_reward_model(config, model)
+    check_critic(config)
+    check_reward_model(config)
+    model = check_model_files(config)
     check_data(config, model)
     check_rewards(config, given)
     check_trackers(config)
@@ -78,13 +70,12 @@ def check_settings(config: Config) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """The part of `check` that depends on ranks, caps, models and the loss: for a run that was checked, to be replayed
-    with another layout."""
+    """The part of `check` that depends on ranks, caps and the loss: for a run that was checked, to be replayed with
+    another layout."""
     check_counts(config)
     check_loss(config)
     check_lengths(config)
     _check_devices(config)
-    _check_model(config, read_model_files(config.model.path, "model.path"))
     check_replicate(config)
     check_order(config)
 
@@ -134,17 +125,6 @@ def _check_devices(config: Config) -> None:
             "rollout.placement=apart."
         )
     check_attention(config)
-
-
-def _check_model(config: Config, model: ModelFiles) -> None:
-    check_model_files(config, model, "model.path", config.model.path, CAUSAL, output=HEAD)
-    check_engine_model(config, model)
-    check_model_sizes(config, model)
-
-
-def _check_reference(config: Config, model: ModelFiles) -> None:
-    if config.reference.path:
-        check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 
 
 def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:

@@ -1,23 +1,19 @@
 """Checks of a configuration with a critic or a reward model, beside those of `checks`."""
 
 from controller.config import Config
-from controller.config.model_files import ModelFiles, read_model_files
+from controller.config.model_files import read_model_files
 from controller.preflight.count_checks import OPTIMIZER_STEPS
-from controller.preflight.model_types import CAUSAL, VALUE
-from controller.preflight.training_checks import check_same_vocabulary, check_warmup
-from controller.preflight.weights import SCORE
+from controller.preflight.training_checks import check_warmup
 from workers.errors import ConfigError
 from workers.model.model_rules import check_value_head
 
 
-def check_critic(config: Config, policy: ModelFiles) -> None:
-    """Raise ConfigError at the first thing that a critic cannot do. policy: the files of model.path."""
+def check_critic(config: Config) -> None:
+    """Raise ConfigError at the first thing that a critic cannot do."""
     if not config.uses_critic:
         return
     _check_alone(config)
     _check_warmup(config)
-    if config.critic.path:
-        check_same_vocabulary(config, policy, "critic.path", config.critic.path, CAUSAL, VALUE)
 
 
 def _check_alone(config: Config) -> None:
@@ -30,17 +26,16 @@ def _check_alone(config: Config) -> None:
     check_value_head(config.policy.parallel, "critic")
 
 
-def check_reward_model(config: Config, policy: ModelFiles) -> None:
+def check_reward_model(config: Config) -> None:
     """Raise ConfigError unless reward.model.path, where it is set, can score the policy's sequences."""
     key, path = "reward.model.path", config.reward.model.path
     if not path:
         return
     check_value_head(config.policy.parallel, "reward model")
-    made = read_model_files(path, key).description.get("architectures") or []
+    made = str(read_model_files(path, key).description.get("architectures"))
     # A causal LM would be given a head of zeros, and every score would be 0.
-    if not any(name.endswith("ForSequenceClassification") for name in made):
-        raise ConfigError(f"{key}={path} is {' or '.join(made) or 'of no architecture'}, not sequence classification.")
-    check_same_vocabulary(config, policy, key, path, VALUE, output=SCORE)
+    if "ForSequenceClassification" not in made:
+        raise ConfigError(f"{key}={path}: its architecture is {made}. Take a sequence classification.")
     if config.reward.model.weight == 0:
         raise ConfigError(f"reward.model.weight={config.reward.model.weight} leaves the model without effect.")
 

@@ -1,14 +1,11 @@
-"""Checks of what engines sample: turns, lengths, and the model that they hold. For training and sampling alike."""
+"""Checks of what engines sample: turns and lengths. For training and sampling alike."""
 
 from controller.config import Config
 from controller.config.functions import check_function
-from controller.config.model_files import ModelFiles
 from controller.preflight.training_checks import check_caps, check_caps_hold
 from workers.config import SamplingConfig
 from workers.errors import ConfigError
 
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of heads that vLLM's attention on CPUs has kernels for; with others an engine dies in its first step."""
 COLDEST = 0.01
 """The lowest temperature that vLLM samples at."""
 
@@ -82,29 +79,4 @@ def check_lengths(config: Config) -> None:
             f"rollout.max_model_tokens={config.max_model_tokens} is below the {config.needed_model_tokens} tokens that "
             f"data.max_prompt_tokens and {response_limit(config)} (or that of validation.sampling) allow; raise it or "
             "leave it at 0."
-        )
-
-
-def check_engine_model(config: Config, model: ModelFiles) -> None:
-    """Raise ConfigError if the model of model.path takes shorter sequences, cannot be split over the GPUs of an
-    engine, or has heads that vLLM cannot compute on CPUs."""
-    if model.positions is not None and config.max_model_tokens > model.positions:
-        raise ConfigError(
-            f"prompt and response may reach {config.max_model_tokens} tokens, but {config.model.path} takes "
-            f"{model.positions}; lower data.max_prompt_tokens, {response_limit(config)} or rollout.max_model_tokens."
-        )
-    parallel, heads, pairs = config.rollout.tensor_parallel, model.attention_heads, model.key_value_heads
-    if heads is not None and heads % parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel={parallel} does not divide the {heads} attention heads of {config.model.path}."
-        )
-    if pairs is not None and pairs % parallel and parallel % pairs:
-        raise ConfigError(
-            f"rollout.tensor_parallel={parallel} neither divides nor is a multiple of the {pairs} key-value heads of "
-            f"{config.model.path}."
-        )
-    if not config.uses_gpus and model.head_size and model.head_size not in CPU_HEAD_SIZES:
-        raise ConfigError(
-            f"model.path={config.model.path}: vLLM on CPUs has no attention for heads of {model.head_size} numbers, "
-            f"only of {', '.join(map(str, CPU_HEAD_SIZES))}. Take another model, or GPUs."
         )

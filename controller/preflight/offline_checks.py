@@ -1,13 +1,10 @@
 """Checks of the settings of `controller.sft` and `controller.preferences`, beside those of `training_checks`."""
 
 from controller.config.conditions import check_settings_have_effect
-from controller.config.model_files import ModelFiles, read_model_files
-from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.config.offline import OfflineConfig, SftConfig
 from controller.data.hub import check_split
 from controller.preflight.count_checks import check_micro_batches
 from controller.preflight.data_checks import first_record
-from controller.preflight.model_sizes import check_model_sizes
-from controller.preflight.model_types import CAUSAL
 from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
@@ -16,10 +13,8 @@ from controller.preflight.training_checks import (
     check_order,
     check_replicate,
     check_run,
-    check_same_vocabulary,
     check_warmup,
 )
-from controller.preflight.weights import HEAD
 from workers.errors import ConfigError
 from workers.model.loss_rules import check_constant_length
 
@@ -32,11 +27,11 @@ def check_offline(config: OfflineConfig) -> None:
     _check_schedule(config)
     check_caps_hold(config, f"data.max_tokens={config.data.max_tokens} tokens")
     check_attention(config)
-    model = read_model_files(config.model.path, "model.path")
-    _check_model(config, model)
     check_replicate(config)
     check_order(config)
-    _check_loss(config, model)
+    if isinstance(config, SftConfig):
+        check_constant_length("loss.", config.loss.aggregation, config.loss.constant_length)
+    check_model_files(config)
     _check_data(config)
     check_trackers(config)
 
@@ -57,23 +52,6 @@ def _check_schedule(config: OfflineConfig) -> None:
     total = config.policy.optimizer.total_steps or config.run.steps
     if total:
         check_warmup("policy", config.policy.optimizer, total, "run.steps")
-
-
-def _check_model(config: OfflineConfig, model: ModelFiles) -> None:
-    check_model_files(config, model, "model.path", config.model.path, CAUSAL, output=HEAD)
-    if model.positions is not None and config.data.max_tokens > model.positions:
-        raise ConfigError(
-            f"data.max_tokens={config.data.max_tokens} is more than the {model.positions} tokens that "
-            f"{config.model.path} takes; lower it."
-        )
-    check_model_sizes(config, model)
-
-
-def _check_loss(config: OfflineConfig, model: ModelFiles) -> None:
-    if isinstance(config, SftConfig):
-        check_constant_length("loss.", config.loss.aggregation, config.loss.constant_length)
-    elif isinstance(config, PreferencesConfig) and config.reference.path:
-        check_same_vocabulary(config, model, "reference.path", config.reference.path, CAUSAL, output=HEAD)
 
 
 def _check_data(config: OfflineConfig) -> None:

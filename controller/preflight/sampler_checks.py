@@ -1,7 +1,6 @@
 """The checks of `preflight.checks` that concern engines, data and rewards, for commands that train nothing."""
 
 from controller.actors.cluster_address import check_address
-from controller.config.model_files import check_whole, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.config.sampler import SamplerConfig
 from controller.preflight.checks import check_rewards
@@ -9,14 +8,11 @@ from controller.preflight.critic_checks import check_reward_model
 from controller.preflight.data_checks import check_data
 from controller.preflight.engine_checks import (
     check_engine_count,
-    check_engine_model,
     check_lengths,
     check_temperatures,
     check_turns,
 )
-from controller.preflight.model_types import CAUSAL, check_model_type
-from controller.preflight.training_checks import check_writable
-from controller.preflight.weights import HEAD, check_weights
+from controller.preflight.training_checks import check_model_files, check_writable
 from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
 
@@ -33,13 +29,7 @@ def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> 
     check_temperatures(config)
     check_turns(config)
     check_lengths(config)
-    path = config.model.path
-    model = read_model_files(path, "model.path")
-    check_whole(model, path, "model.path")
-    check_model_type(model.description, "model.path", path, CAUSAL)
-    check_weights(model, "model.path", path, output=HEAD)
-    check_engine_model(config, model)
-    check_reward_model(config, model)
-    check_data(config, model)
+    check_reward_model(config)
+    check_data(config, check_model_files(config))
     if config.needs_reward or config.rewarded:
         check_rewards(config, given)

@@ -11,9 +11,6 @@ from controller.checkpoint import checkpoints_at
 from controller.config import TrainingConfig
 from controller.config.model_files import ModelFiles, check_whole, is_job_copy, read_model_files
 from controller.config.training import Limits
-from controller.preflight.model_support import check_supported_model
-from controller.preflight.model_types import check_model_type
-from controller.preflight.weights import check_weights
 from controller.run_lock import check_folder_is_free
 from workers.config import OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, clause
@@ -160,38 +157,13 @@ def check_order(config: TrainingConfig) -> None:
         )
 
 
-def check_model_files(
-    config: TrainingConfig, model: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
-) -> None:
-    """Raise ConfigError unless the training engine computes the model at `path`, which setting `key` names, and its
-    weight files are whole. kinds: see `check_model_type`. output: see `check_weights`.
+def check_model_files(config: TrainingConfig) -> ModelFiles:
+    """Raise ConfigError for a model of the run without config.json, weights or a tokenizer; returns the policy's files.
 
-    For a described cluster config.json alone is enough.
+    For a described cluster config.json alone is enough. `controller.model_checks` looks into these files.
     """
-    if not config.is_described:
-        check_whole(model, path, key)
-    check_model_type(model.description, key, path, *kinds)
-    check_supported_model(config, model.description, key)
-    if model.weights:
-        check_weights(model, key, path, output=output)
-
-
-def check_same_vocabulary(
-    config: TrainingConfig, policy: ModelFiles, key: str, path: str, *kinds: str, output: str = ""
-) -> None:
-    """Raise ConfigError unless the model at `path`, named by setting `key`, can read the policy's sequences.
-
-    kinds, output: see `check_model_files`.
-    """
-    model = read_model_files(path, key)
-    check_model_files(config, model, key, path, *kinds, output=output)
-    if model.vocabulary != policy.vocabulary:
-        raise ConfigError(
-            f"{key}={path} has {model.vocabulary} tokens and model.path={config.model.path} {policy.vocabulary}; it "
-            "must read the policy's tokens."
-        )
-    if model.positions is not None and config.longest_sequence > model.positions:
-        raise ConfigError(
-            f"sequences may reach {config.longest_sequence} tokens, but {key}={path} takes {model.positions}; lower "
-            "data.max_prompt_tokens or the limits of a response."
-        )
+    for key, path in config.model_paths.items():
+        files = read_model_files(path, key)
+        if not config.is_described:
+            check_whole(files, path, key)
+    return read_model_files(config.model.path, "model.path")

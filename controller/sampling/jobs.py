@@ -16,6 +16,7 @@ from controller.config.sampler import SamplerConfig, check_effect
 from controller.config.training import counted
 from controller.data.prompts import Prompt
 from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, try_inputs
+from controller.model_checks import check_models
 from controller.preflight.describe import warnings
 from controller.preflight.machine import check_machine
 from controller.preflight.sampler_checks import check_sampler
@@ -80,6 +81,7 @@ def checked_settings(schema: type[SamplerConfig], request: Request) -> tuple[Sam
     config, model = job_settings(schema, request)
     given = give_rewards(config.reward, request.reward)
     check_sampler(config, given)
+    check_models(config)
     return config, model, given
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from controller.config import load
+from controller.model_checks import check_models
 from controller.preflight.checks import check
 from tests.controller.tokenizer_file import write_tokenizer
 from tests.controller.weight_files import qwen2_weights, write_weight_file
@@ -68,9 +69,16 @@ def write_model(folder: Path, **changes: Any) -> None:
     write_tokenizer(folder)
 
 
+def check_everything(*overrides: str) -> None:
+    """Check the workspace's configuration, changed by `overrides`, and its models."""
+    config = load("config.yaml", overrides)
+    check(config)
+    check_models(config)
+
+
 def refusal(*overrides: str) -> str:
     """The one line with which the workspace's configuration, changed by `overrides`, is refused."""
     with pytest.raises(ConfigError) as caught:
-        check(load("config.yaml", overrides))
+        check_everything(*overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch = pytest.MonkeyPatch()
     patch.chdir(folder)
     for module in ("controller.fit", "controller.offline.running"):
-        patch.setattr(f"{module}.parity_lines", lambda config: iter(()))
+        patch.setattr(f"{module}.numerics_lines", lambda config: iter(()))
     patch.setattr("controller.inputs.find_function", lambda *_, **__: REWARD)
     patch.setattr("controller.inputs.try_rewards", lambda *_, **__: Score(0.0, ""))
     patch.setattr("controller.inputs.render_isolated", lambda *_, **__: "a chat")

@@ -45,18 +45,11 @@ from workers.model.losses import (
     rollout_mismatch,
     to_metrics,
 )
-from workers.model.model import PackedModel, compute_dtype, load_model, load_tokenizer
-from workers.model.model_rules import (
-    check_expert_parallel,
-    check_pipeline_parallel,
-    check_router_losses,
-    check_router_replay,
-    check_tensor_parallel,
-    check_value_head,
-)
+from workers.model.model import PackedModel, compute_dtype, load_tokenizer
+from workers.model.model_rules import check_model
+from workers.model.numerics_check import make_probe, own_outputs, prove
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.parallel import make_parallel, prepare_backward, reshard, shard_model
-from workers.model.parity import make_probe, own_outputs, prove
 from workers.model.passes import Passes, Work, outputs, predictions_of
 from workers.model.pipeline import Stage, clip_over_stages
 from workers.model.routing import Routing
@@ -64,10 +57,7 @@ from workers.model.skipping import SkipPolicy
 from workers.model.stage_layers import Part, Passing
 from workers.model.tensor_parallel import share_model
 from workers.model.timing import MicroStepClock
-from workers.model.values import load_value_model
-
-LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
-"""The loader of each head."""
+from workers.model.values import LOADERS
 
 
 class TrainingEngine:
@@ -76,8 +66,8 @@ class TrainingEngine:
     model_config: what to load and how to compute it. optimizer: None for a frozen model. total_steps: optimiser steps
     of the run, for the schedule. temperature: divides the logits, in log-probs and loss alike; that of the rollouts.
     parallel: how the ranks of the process group share sequences and layers; None shards parameters over all of them.
-    head: `lm` gives log-probs, `value` values, for a critic (`values.py`); losses go with it. check_parity: whether to
-    prove, before the engine is used, that it computes what the model's own forward pass does (`parity.py`).
+    head: `lm` gives log-probs, `value` values, for a critic (`values.py`); losses go with it. check_numerics:
+    whether to compare it, before it is used, with the model's own forward pass (`numerics_check.py`).
 
     Raises ConfigError or UnsupportedModelError, on every rank alike, if the model cannot be loaded or packed.
     """
@@ -94,7 +84,7 @@ class TrainingEngine:
         temperature: float = 1.0,
         parallel: ParallelConfig | None = None,
         head: str = "lm",
-        check_parity: bool = False,
+        check_numerics: bool = False,
     ) -> None:
         if head not in LOADERS:
             raise ConfigError(f"head={head} is not one of {', '.join(LOADERS)}")
@@ -123,7 +113,7 @@ class TrainingEngine:
             source.change(lambda module: add_adapters(module.model, model_config.lora))
         trained = optimizer is not None
         self.routing = Routing(self.module, model_config, self.parallel, self.device, trained=trained)
-        if check_parity:
+        if check_numerics:
             probe = make_probe(self.module, self.dtype, temperature, self.layout.shared_from)
             expected = source.ask(lambda module: own_outputs(module, probe))
         weights = {name: shard.weight for name, shard in self._shards().items()}
@@ -139,7 +129,7 @@ class TrainingEngine:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
             self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
-        if check_parity:
+        if check_numerics:
             with self.routing.without_losses():
                 prove(self, replace(probe, sequences=self.routing.with_own_choices(probe.sequences)), expected)
 
@@ -151,16 +141,9 @@ class TrainingEngine:
         return Source(partial(LOADERS[self.head], loaded, parameter_dtype))
 
     def _check_model(self) -> None:
-        """Raise ConfigError if the model does not go with the tokenizer or `parallel`."""
-        parallel, hf_config = self.parallel.config, self.module.model.config
-        if self.head == "value":
-            check_value_head(parallel, "value model")
-        family, sizes = hf_config.model_type, hf_config.to_dict()
-        check_tensor_parallel(parallel, self.model_config, self.module.name, family, sizes)
-        check_expert_parallel(parallel, self.model_config, self.module.name, hf_config.get_text_config().to_dict())
-        check_router_replay(self.model_config, self.module.name, hf_config.get_text_config().to_dict())
-        check_router_losses(self.model_config, self.module.name, family)
-        check_pipeline_parallel(parallel, self.model_config, self.module.name, len(self.module.layers))
+        """Raise ConfigError if the model does not go with the settings or the tokenizer."""
+        cuda, half = self.device.type == "cuda", self.dtype.itemsize == 2
+        check_model(self.module, self.model_config, self.parallel.config, head=self.head, cuda=cuda, half=half)
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
     def _distribute(self, cpu_offload: bool) -> None:

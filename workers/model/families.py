@@ -46,9 +46,6 @@ TENSOR_PARALLEL_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qw
 """Model types whose layers are built of the modules that `tensor_parallel` shares, and of nothing else that has
 parameters."""
 
-CONV1D_FAMILIES = ("gpt2", "openai-gpt")
-"""Model types whose matrices are transposed, in a class of their own."""
-
 ROUTER_LOSS_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types whose routers choose by a softmax over all experts, and return logits, weights and choice."""
 
@@ -171,3 +168,21 @@ def _rotary_tables(features: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _rotary_types(features: Mapping[str, Any]) -> list[str]:
     kinds = (table.get("rope_type", table.get("type")) for table in _rotary_tables(features))
     return sorted({kind for kind in kinds if isinstance(kind, str)})
+
+
+def head_size(text: Any) -> int | None:
+    """Numbers of an attention head, by a loaded configuration; None where heads of several sizes meet."""
+    if getattr(text, "kv_lora_rank", None):
+        return None
+    hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    size: int | None = getattr(text, "head_dim", None) or (hidden // heads if hidden and heads else None)
+    return size
+
+
+def kv_bytes_per_token(text: Any) -> int:
+    """Bytes of keys and values of all layers in half precision, by a loaded configuration; 0 if unknown."""
+    layers = getattr(text, "num_hidden_layers", 0)
+    if rank := getattr(text, "kv_lora_rank", None):  # one compressed vector for all heads
+        return 2 * int(layers) * int(rank + getattr(text, "qk_rope_head_dim", 0))
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None) or 0
+    return 4 * int(layers) * int(heads) * (head_size(text) or 0)

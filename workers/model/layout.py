@@ -25,7 +25,7 @@ from workers.dataproto import DataProto
 from workers.model.attention import PackedAttention, choose_backend, packed_attention
 from workers.model.context_parallel import Ulysses, cut, gather_tokens
 from workers.model.model import PackedModel
-from workers.model.model_rules import check_context_parallel, check_ring_settings, shares_prefixes
+from workers.model.model_rules import shares_prefixes
 from workers.model.packing import ModelInput, PackedRow, pack, pad
 from workers.model.parallel import Parallel
 from workers.model.ring_attention import RingAttention
@@ -72,9 +72,6 @@ class RowLayout:
         self._device, self._config, self._sharing = device, config, length_multiple(cp, tp)
         self._by_segment = config.attention_layout(shared=cp * tp > 1) == "packed"
         name, features = model.name, model.required_features
-        heads = getattr(model.model.config.get_text_config(), "num_attention_heads", None)
-        check_context_parallel(shares, name, recurrent=model.is_recurrent, heads=heads, features=features)
-        check_ring_settings(shares, config.attention, cuda=device.type == "cuda", half=compute_dtype.itemsize == 2)
         shares_prefix = shares_prefixes(
             config,
             features,

@@ -8,13 +8,13 @@ Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 # float64 is for tests of exactness; the configuration does not offer it.
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+Shapes = dict[str, tuple[int, ...]]
+"""Of weights, by name."""
 
 
 def compute_dtype(setting: str, device: torch.device) -> torch.dtype:
@@ -149,63 +152,103 @@ class PackedCausalLM(PackedModel):
         )
 
 
-def load_model(config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False) -> PackedCausalLM:
+def load_model(
+    config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False, shapes: Shapes | None = None
+) -> PackedCausalLM:
     """Load the model at `config.path` on the CPU with parameters of `dtype`. Remote code is never run.
 
-    skeleton: only modules, names and shapes, on the meta device; see `workers.model.loading`.
+    skeleton: only modules, names and shapes, on the meta device. shapes: of the weight files, to compare it with.
 
     Raises ConfigError if there is no complete model, UnsupportedModelError if packing would change what it computes.
     """
-    model, missing = read_pretrained(AutoModelForCausalLM, config, dtype, skeleton)
-    if missing:
-        raise ConfigError(f"model.path={config.path} lacks {len(missing)} weights, the first is {missing[0]}")
+    model, missing = read_pretrained(AutoModelForCausalLM, config, dtype, skeleton, shapes)
+    check_complete(config.path, missing)
     return packed_causal_lm(model, config)
 
 
-def read_pretrained(
-    auto_class: Any, config: ModelConfig, dtype: torch.dtype, skeleton: bool, **options: Any
-) -> tuple[PreTrainedModel, list[str]]:
-    """(model at `config.path` by one of transformers' auto classes, sorted names of weights that the folder lacks).
-
-    options: of the model's configuration. A skeleton lacks nothing, whatever the folder holds. Raises as `load_model`
-    does.
-    """
-    _check_path(config.path)
+def read_config(path: str, **options: Any) -> PreTrainedConfig:
+    """Read the configuration of the model at `path`. Raises ConfigError if transformers cannot."""
+    _check_path(path)
     try:
-        hf_config = AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False, **options)
-        _check_layout(hf_config, config)
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
+    except Exception as error:  # of many types, for values of another type
+        raise ConfigError(f"model.path={path} cannot be loaded: {clause(error)}.") from error
+
+
+def read_pretrained(
+    auto_class: Any, config: ModelConfig, dtype: torch.dtype, skeleton: bool, shapes: Shapes | None, **options: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """Read the model at `config.path` by one of transformers' auto classes.
+
+    skeleton, shapes: see `load_model`. options: of the model's configuration. Returns the model and the sorted names of
+    weights that its files lack; a skeleton without `shapes` lacks nothing. Raises as `load_model` does.
+    """
+    hf_config = read_config(config.path, **options)
+    try:
         if skeleton:
             with torch.device("meta"):
-                return auto_class.from_config(hf_config, dtype=dtype, trust_remote_code=False), []
-        model, info = auto_class.from_pretrained(
-            config.path,
-            config=hf_config,
-            dtype=dtype,
-            local_files_only=True,
-            # transformers does not pass it on where it looks for adapters: without a network it would try for 24 s
-            adapter_kwargs={"local_files_only": True},
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+                model = auto_class.from_config(hf_config, dtype=dtype, trust_remote_code=False)
+            if shapes is None:
+                return model, []
+            model, info = _filled_without_numbers(model, dtype, shapes)
+        else:
+            model, info = auto_class.from_pretrained(
+                config.path,
+                config=hf_config,
+                dtype=dtype,
+                local_files_only=True,
+                # transformers does not pass it on where it looks for adapters: without a network it would try for 24 s
+                adapter_kwargs={"local_files_only": True},
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except BallastError:
         raise
     except Exception as error:  # transformers raises errors of many types for values of another type
         raise ConfigError(f"model.path={config.path} cannot be loaded: {clause(error)}.") from error
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise ConfigError(
+            f"model.path={config.path}: {name} is {tuple(found)} in the weight files and {tuple(expected)} by "
+            "config.json. Put the config.json of these weights beside them."
+        )
     if left_out := [name for name in sorted(info["unexpected_keys"]) if _is_of_a_layer(model, name)]:
         raise ConfigError(
             f"model.path={config.path}: the model that config.json describes has no {left_out[0]}, which would be left "
-            "out; put the config.json of these weights beside them."
+            "out. Put the config.json of these weights beside them."
         )
     return model, sorted(info["missing_keys"])
 
 
+def check_complete(path: str, missing: Sequence[str]) -> None:
+    """Raise ConfigError if the files of the model at `path` lack weights."""
+    if missing:
+        raise ConfigError(f"model.path={path} lacks {len(missing)} weights, the first is {missing[0]}")
+
+
+def _filled_without_numbers(
+    skeleton: PreTrainedModel, dtype: torch.dtype, shapes: Shapes
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load tensors of these shapes on the meta device: transformers converts and compares them as it does files."""
+    state = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    loaded: tuple[PreTrainedModel, dict[str, Any]] = type(skeleton).from_pretrained(
+        None,
+        config=skeleton.config,
+        dtype=dtype,
+        state_dict=state,
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    return loaded
+
+
 def _is_of_a_layer(model: PreTrainedModel, weight: str) -> bool:
-    """Whether a weight that the model does not have is one more of a layer that it has; towers of images are not, nor
-    are the masks that older files hold."""
+    """Whether a weight that the model does not have belongs to its layers, or is a further layer; towers of images are
+    not, nor are the masks that older files hold."""
     if weight in dict(model.named_buffers()) or weight.endswith(".masked_bias"):
         return False
-    layers = [layer for layer in (_layers(model) or ()) if isinstance(layer, nn.Module)]
-    owners = {name for name, part in model.named_modules() if part in layers or not any(part.children())}
+    layers = _layers(model)
+    owners = {name for name, part in model.named_modules() if part is layers or not any(part.children())}
     parts = weight.split(".")
     return any(".".join(parts[:count]) in owners for count in range(1, len(parts)))
 

@@ -1,7 +1,7 @@
-"""Rules on the settings that a model can be trained with, shared by `--dry-run` and the engine.
+"""Rules on the settings that a model can be trained with, shared by the checks before a run and the engine.
 
-    settings, config.json  --rules--> refused in a second     controller.preflight, before torch is imported
-    settings, loaded model --rules--> refused                 the engine: a model may need more than its file says
+    settings, skeleton     --check_model--> refused in seconds     controller.model_checks
+    settings, loaded model --check_model--> refused                the engine
 
 `model` is the name of the model in messages. Settings have the names of a run's configuration.
 """
@@ -12,7 +12,6 @@ from typing import Any
 from workers.config import ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.families import (
-    CONV1D_FAMILIES,
     KERNEL_FEATURES,
     ROUTER_LOSS_FAMILIES,
     TENSOR_PARALLEL_FAMILIES,
@@ -24,10 +23,29 @@ from workers.model_config import CUDA_KERNELS, ModelConfig
 WITHOUT_LINEAR = "has no linear modules that take an adapter; set model.lora.rank=0."
 
 
-def check_adapters(settings: ModelConfig, model: str, family: str) -> None:
-    """Raise UnsupportedModelError for adapters of a family (`model_type`) without linear modules."""
-    if settings.lora.rank and family in CONV1D_FAMILIES:
-        raise UnsupportedModelError(f"{model} {WITHOUT_LINEAR}")
+def check_model(
+    packed: Any, settings: ModelConfig, parallel: ParallelConfig, *, head: str, cuda: bool, half: bool
+) -> None:
+    """Raise ConfigError or UnsupportedModelError unless the engine computes a model, loaded or a skeleton.
+
+    packed: a `PackedModel`. head: as in `TrainingEngine`. cuda, half: the device, and whether it computes in half
+    precision.
+    """
+    name, features, whole = packed.name, packed.required_features, packed.model.config
+    text, kernel = whole.get_text_config().to_dict(), settings.attention
+    layout = settings.attention_layout(shared=parallel.context_parallel * parallel.tensor_parallel > 1)
+    check_kernel_features(kernel, layout, features, name)
+    heads, recurrent = text.get("num_attention_heads"), packed.is_recurrent
+    check_context_parallel(parallel, name, recurrent=recurrent, heads=heads, features=features)
+    check_ring_settings(parallel, kernel, cuda=cuda, half=half)
+    shares_prefixes(settings, features, name, recurrent=recurrent, cuda=cuda, half=half)
+    if head == "value":
+        check_value_head(parallel, "value model")
+    check_pipeline_parallel(parallel, settings, name, len(packed.layers))
+    check_tensor_parallel(parallel, settings, name, whole.model_type, whole.to_dict())
+    check_expert_parallel(parallel, settings, name, text)
+    check_router_replay(settings, name, text)
+    check_router_losses(settings, name, whole.model_type)
 
 
 def check_layout(features: Mapping[str, Any], layout: str, model: str, *, shared: bool = False) -> None:

@@ -10,6 +10,7 @@ No chunks are needed: a value is one number where log-probs take V logits.
 Shapes: R rows of W cells, N predicted tokens, B sequences.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -19,9 +20,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
-from workers.errors import ConfigError, UnsupportedModelError
+from workers.errors import UnsupportedModelError
 from workers.model.attention import PackedAttention
-from workers.model.model import PackedModel, read_pretrained, read_rows
+from workers.model.model import PackedModel, Shapes, check_complete, load_model, read_pretrained, read_rows
 from workers.model.packing import ModelInput, PackedRow, PaddedRows
 from workers.model.shared_prefixes import SharedRow
 from workers.model.stage_layers import Passing
@@ -53,18 +54,18 @@ class PackedValueModel(PackedModel):
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def load_value_model(config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False) -> PackedValueModel:
+def load_value_model(
+    config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False, shapes: Shapes | None = None
+) -> PackedValueModel:
     """Load the model at `config.path` with a value head, on the CPU with parameters of `dtype`; see `load_model`.
 
     The folder may hold a reward model, with its head, or a causal LM: then the head is new and 0, so that a fresh
     critic gives 0 everywhere. Raises ConfigError if there is no complete model or its head has several labels,
     UnsupportedModelError if packing would change what it computes or the family has no such head.
     """
-    model, missing = read_pretrained(AutoModelForSequenceClassification, config, dtype, skeleton, num_labels=1)
+    model, missing = read_pretrained(AutoModelForSequenceClassification, config, dtype, skeleton, shapes, num_labels=1)
     head = f"{HEAD}.weight"
-    lacking = [name for name in missing if name != head]
-    if lacking:
-        raise ConfigError(f"model.path={config.path} lacks {len(lacking)} weights, the first is {lacking[0]}")
+    check_complete(config.path, [name for name in missing if name != head])
     packed = packed_value_model(model, config)
     if head in missing:
         torch.nn.init.zeros_(getattr(model, HEAD).weight)
@@ -77,6 +78,9 @@ def packed_value_model(model: PreTrainedModel, config: ModelConfig) -> PackedVal
         raise UnsupportedModelError(f"{type(model).__name__} has no linear head named {HEAD}")
     return read_rows(model, config, lambda: PackedValueModel(model, config.activation_offload))
 
+
+LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
+"""The loader of each head."""
 
 Rows = TypeVar("Rows", bound=ModelInput)
 

@@ -3,7 +3,7 @@
     tiny configuration --> folder --> transformers, a sequence at a time         --> log-probs, gradient --> Outcome
                                   `-> engine that checks itself, on 1 or 2 ranks --> log-probs, gradient --^
 
-The engine refuses by itself what it computes wrongly (`workers.model.parity`). This is measured a second time, with
+The engine refuses by itself what it computes wrongly (`workers.model.numerics_check`). This is measured again, with
 other sequences and another parameter's gradient: `wrong` is what that check has missed.
 """
 
@@ -112,7 +112,7 @@ def _engine(folder: Path, run: Run, settings: dict[str, Any]) -> TrainingEngine:
     parallel = ParallelConfig(context_parallel=run.ranks, context_parallel_method=run.method or "ulysses")
     config = ModelConfig(path=str(folder), dtype="float32", layout=run.layout, **settings)
     options = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "parallel": parallel}
-    return TrainingEngine(config, **options, check_parity=True)
+    return TrainingEngine(config, **options, check_numerics=True)
 
 
 def _embedding_gradient(engine: TrainingEngine) -> Tensor:

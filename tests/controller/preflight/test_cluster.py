@@ -125,7 +125,7 @@ def test_a_described_cluster_needs_config_json_alone_and_no_data(
     page = capsys.readouterr().out
     assert "== memory, estimated for" in page
     assert "train.jsonl: not on this machine, so neither read nor scored" in page
-    assert "parity: model.path has no weights on this machine" in page
+    assert "numerics: model.path has no weights on this machine" in page
     assert main(dry_run) == 2
     assert "model has no weights" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.controller.config_workspace import write_model, write_workspace
+from tests.controller.config_workspace import write_workspace
 
 REPOSITORY = Path(__file__).parents[3]
 HEAVY = ("torch", "ray", "vllm", "transformers", "tensordict")
@@ -38,17 +38,15 @@ def fit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--config", "config.yaml", "data.train=gone.jsonl"], "there is no file gone.jsonl"),
         (["--config", "config.yaml", "model.path=no/such"], "there is no folder no/such and no such model"),
         (["--config", "config.yaml", "policy.max_tokens=50", "--dry-run"], "is below the longest possible sequence"),
-        (["--config", "config.yaml", "model.path=selecting"], "with index_topk, which model.layout=packed does not"),
         (["policy.max_tokens=50"], "the following arguments are required: --config; usage: "),
         (["--config", "config.yaml", "--dryrun"], "unrecognized arguments: --dryrun; usage: "),
     ],
-    ids=["key", "type", "config", "data", "model", "combination", "unsupported model", "no config", "option"],
+    ids=["key", "type", "config", "data", "model", "combination", "no config", "option"],
 )
 def test_bad_input_ends_with_code_2_and_one_line_before_anything_heavy_is_imported(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     write_workspace(tmp_path)
-    write_model(tmp_path / "selecting", index_topk=16)
     process = fit(tmp_path, *arguments)
     assert process.returncode == 2, process.stderr
     assert message in process.stderr
@@ -71,7 +69,7 @@ def test_a_dry_run_prints_the_plan_of_the_run_and_starts_nothing(tmp_path: Path)
         process.stdout
     )
     assert "optimizer" not in process.stdout.partition("== placement")[0]  # its settings are at their defaults
-    assert "parity: packed rows of model.path match the model's own forward pass" in process.stdout
+    assert "numerics: packed rows of model.path match the model's own forward pass" in process.stdout
     assert process.stdout.endswith("heavy: ['torch', 'transformers']\n")  # to measure the model; neither Ray nor vLLM
     assert not (tmp_path / "runs").exists()
 

@@ -8,6 +8,7 @@ import pytest
 from controller import preferences, sft
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.config.schema import load_as
+from controller.model_checks import check_models
 from controller.preflight.offline_checks import check_offline
 from workers.errors import ConfigError
 
@@ -28,7 +29,7 @@ GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "re
     [
         ("sft", ["data.train=''"], "data.train must be set"),
         ("sft", ["data.train=none.jsonl"], "data.train: there is no file none.jsonl"),
-        ("sft", ["data.max_tokens=512"], "data.max_tokens=512 is more than the 128 tokens"),
+        ("sft", ["data.max_tokens=512"], "it takes 128 tokens, and sequences may reach 512. Lower data.max_tokens"),
         ("sft", ["policy.max_tokens=64"], "policy.max_tokens=64 is below the longest possible sequence"),
         ("sft", ["policy.ranks=2", "batch.sequences_per_step=1"], "policy.ranks=2 is more than the 1 sequences"),
         ("sft", ["policy.min_micro_batches=33"], "policy.min_micro_batches=33 and balance.count_multiple=1 ask for 33"),
@@ -45,7 +46,9 @@ GIVEN = ["model.path=model", "data.train=train.jsonl", "data.max_tokens=96", "re
 )
 def test_what_cannot_be_is_refused(workspace: Path, command: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_offline(load_as(SCHEMAS[command], None, [*GIVEN, *overrides]))
+        config = load_as(SCHEMAS[command], None, [*GIVEN, *overrides])
+        check_offline(config)
+        check_models(config)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

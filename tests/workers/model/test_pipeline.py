@@ -55,7 +55,7 @@ def build(path: str, parallel: ParallelConfig, head: str = "lm", rank: int = 0, 
         device="cpu",
         parallel=parallel,
         head=head,
-        check_parity=True,
+        check_numerics=True,
     )
 
 

@@ -37,8 +37,8 @@ from workers.model.layout import RowLayout
 from workers.model.merged_attention import Block
 from workers.model.model import load_model
 from workers.model.model_rules import shares_prefixes
+from workers.model.numerics_check import check_numerics
 from workers.model.packing import pack
-from workers.model.parity import check_parity
 from workers.model.ring_attention import RingAttention
 from workers.model.shared_attention import SharedAttention, ring_blocks
 from workers.model.shared_prefixes import Run, SharedRow, pack_shared
@@ -478,11 +478,11 @@ def test_a_model_that_shares_wrongly_is_refused_at_load(tmp_path, monkeypatch):
     """The proof has two sequences that begin alike."""
     config = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
     packed = load_model(config, torch.float32)
-    assert check_parity(packed, config).largest < 1e-4
+    assert check_numerics(packed, config).largest < 1e-4
     monkeypatch.setattr(shared_attention, "PRODUCTS_OF_A_CALL", 0)
     monkeypatch.setattr(shared_attention, "_level", lambda runs, level: own_only(runs))
     with pytest.raises(UnsupportedModelError, match=r"log-probs differ.*or model\.share_prefixes=never"):
-        check_parity(packed, config)
+        check_numerics(packed, config)
 
 
 def own_only(runs: tuple[Run, ...]) -> list[tuple[range, range]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from controller import parity
+from controller import model_checks
 from controller.fit import main
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.run import StandIns
@@ -18,12 +18,6 @@ from workers.model.engine import TrainingEngine
 from workers.model.parallel import make_parallel
 
 
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broken models are registered in this process alone, not in transformers' source, which a check reads."""
-    monkeypatch.setattr("controller.preflight.training_checks.check_model_type", lambda *_: None)
-
-
 def dry_run(*overrides: str) -> int:
     return main(["--config", "config.yaml", "--dry-run", *overrides])
 
@@ -33,9 +27,9 @@ def test_a_dry_run_says_how_well_each_model_is_computed(workspace: Path, capsys:
     write_tokenizer(workspace / "tiny")
     overrides = ("model.path=tiny", "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1")
     assert dry_run(*overrides) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parity")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("numerics")]
     assert len(lines) == 2, "the reference is the policy's model, the critic has a head of its own"
-    assert lines[0].startswith("parity: packed rows of model.path match the model's own forward pass within ")
+    assert lines[0].startswith("numerics: packed rows of model.path match the model's own forward pass within ")
     assert lines[0].endswith("e-06 nats") or lines[0].endswith("e-07 nats")
     assert "critic.path" in lines[1]
 
@@ -71,10 +65,10 @@ def test_a_dry_run_refuses_weights_with_nan(workspace: Path, capsys: pytest.Capt
 def test_a_dry_run_leaves_a_large_model_to_the_run(
     workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "MOST_BYTES", 1000)
+    monkeypatch.setattr(model_checks, "MOST_BYTES", 1000)
     save_broken_model(workspace / "broken", "louder")
     assert dry_run("model.path=broken") == 0
-    assert "is not loaded here (up to 0.0); the run measures it when it starts" in capsys.readouterr().out
+    assert "is not loaded here (limit 0.0)" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None
     return compare(found, expected.outputs)
 
 
-def check_parity(packed: PackedModel, config: ModelConfig) -> Difference:
+def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
     """`measure`, judged. Raises UnsupportedModelError as `prove` does."""
     shared_from = RowLayout(config, None, packed, CPU, torch.float32).shared_from
     probe, path = make_probe(packed, torch.float32, prefix=shared_from), _path(config)
@@ -171,7 +171,7 @@ def _engine_outputs(engine: "TrainingEngine", probe: Probe, forward: bool) -> Ou
     with _undisturbed(engine.device), _short_lengths(engine.module), torch.set_grad_enabled(trains):
         rounds = engine.stage.whole_rounds([(0, len(probe.sequences))])
         slices = [probe.sequences.slice(*rows) for rows in rounds]
-        engine.passes.run(Work("parity", slices, finish, trains, forward), compute)
+        engine.passes.run(Work("numerics", slices, finish, trains, forward), compute)
         if trains and engine.stage.is_first:
             summed = engine.module.get_parameter(probe.parameter).grad
             gradient = None if summed is None else full_tensor(summed.to(engine.device))

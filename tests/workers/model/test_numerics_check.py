@@ -13,7 +13,7 @@ from workers.model import attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.model import load_model
-from workers.model.parity import check_parity, make_probe, measure
+from workers.model.numerics_check import check_numerics, make_probe, measure
 from workers.model.values import load_value_model
 
 FLOAT32 = torch.float32
@@ -40,7 +40,7 @@ def build(
         device="cpu",
         temperature=0.7,
         head=head,
-        check_parity=True,
+        check_numerics=True,
     )
 
 
@@ -57,7 +57,7 @@ def test_a_value_head_is_compared_though_a_new_one_gives_0(path):
     assert 0 < measure(module, config).largest < 1e-5
     module.model.model.layers[0].mlp.__class__ = RunningMean
     with pytest.raises(UnsupportedModelError, match=r"values differ by up to .* of a hidden state's size"):
-        check_parity(module, config)
+        check_numerics(module, config)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_a_model_that_rows_would_compute_wrongly_is_refused_by_family_layout_and
 ):
     config = ModelConfig(path=broken[name], layout=layout)
     with pytest.raises(UnsupportedModelError, match=message):
-        check_parity(load_model(config, FLOAT32), config)
+        check_numerics(load_model(config, FLOAT32), config)
     with pytest.raises(UnsupportedModelError, match=message):
         build(broken[name], layout=layout)
 
 
 def test_what_leaks_between_sequences_of_a_row_does_not_leak_between_padded_rows(broken):
     config = ModelConfig(path=broken["leaking"], layout="padded")
-    assert check_parity(load_model(config, FLOAT32), config).largest < 1e-5
+    assert check_numerics(load_model(config, FLOAT32), config).largest < 1e-5
 
 
 def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
@@ -93,7 +93,7 @@ def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
 
     monkeypatch.setattr(type(packed.model), "set_attn_implementation", refuse)
     with pytest.raises(UnsupportedModelError, match="no attention of its own to compare packed rows with"):
-        check_parity(packed, ModelConfig(path=path))
+        check_numerics(packed, ModelConfig(path=path))
     assert measure(padded, ModelConfig(path=path, layout="padded")).largest < 1e-5
 
 
@@ -140,11 +140,11 @@ def test_frozen_models_and_value_heads_are_probed_without_gradients(path):
 def test_a_window_that_packed_attention_left_out_is_found_whatever_its_size(tmp_path, monkeypatch):
     config = ModelConfig(path=save_tiny_model(tmp_path, "mistral windowed", sliding_window=4096))
     packed = load_model(config, FLOAT32)
-    assert check_parity(packed, config).largest < 1e-5
+    assert check_numerics(packed, config).largest < 1e-5
     assert packed.model.config.sliding_window == 4096, "it is as it was"
     monkeypatch.delitem(attention.COMPUTED_FEATURES, "sliding_window")
     with pytest.raises(UnsupportedModelError, match="log-probs differ"):
-        check_parity(packed, config)
+        check_numerics(packed, config)
 
 
 @pytest.mark.parametrize(("window", "positions", "message"), [(30, 128, ""), (2000, 2000, ""), (2000, 2001, "=2000")])
@@ -157,9 +157,9 @@ def test_a_length_that_the_model_is_built_with_is_exceeded_or_refused(tmp_path, 
     packed = load_model(config, FLOAT32)
     if message:
         with pytest.raises(UnsupportedModelError, match=f"with window_size{message}, "):
-            check_parity(packed, config)
+            check_numerics(packed, config)
     else:
-        assert check_parity(packed, config).largest < 1e-5
+        assert check_numerics(packed, config).largest < 1e-5
         longest = int(make_probe(packed, FLOAT32).sequences.lengths.max())
         assert (longest > window) == (positions > window)
 
@@ -170,10 +170,10 @@ def test_the_probe_is_within_the_models_positions(tmp_path):
     assert probe.sequences.lengths.tolist() == [7, 10, 10]
 
 
-def trained_weights(path: str, check_parity: bool) -> dict[str, torch.Tensor]:
+def trained_weights(path: str, check_numerics: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     settings = {"optimizer": OptimizerConfig(learning_rate=1e-2), "total_steps": 2, "device": "cpu"}
-    engine = TrainingEngine(ModelConfig(path=path, dtype="float32"), check_parity=check_parity, **settings)
+    engine = TrainingEngine(ModelConfig(path=path, dtype="float32"), check_numerics=check_numerics, **settings)
     sequences = random_sequences(dtype=FLOAT32)
     for _ in range(2):
         engine.forward_backward(sequences, [(0, 11)], sft, Denominators.of(sequences))
@@ -187,7 +187,7 @@ def test_training_goes_on_to_the_bit_as_if_nothing_had_been_measured(path):
 
 
 def refusals(path: str, parallel: ParallelConfig, head: str = "lm") -> str:
-    settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "check_parity": True, "head": head}
+    settings = {"optimizer": OptimizerConfig(), "total_steps": 1, "device": "cpu", "check_numerics": True, "head": head}
     try:
         TrainingEngine(ModelConfig(path=path, dtype="float32"), parallel=parallel, **settings)
     except UnsupportedModelError as error:

@@ -1,0 +1,156 @@
+"""Build a model without its numbers, to find out in a second whether it can be trained from its files.
+
+    config.json --transformers--> modules on the meta device <--names, shapes-- headers of the weight files
+
+transformers itself says what is missing, left over or of another shape: it loads tensors that have sizes alone.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from workers.config import ModelConfig
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.model import PackedModel, Shapes, check_complete, read_config, read_pretrained
+from workers.model.values import HEAD, LOADERS
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
+CLASSES: dict[str, Any] = {
+    "lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "value": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+}
+"""Model classes by configuration, for each head."""
+
+
+def build_skeleton(settings: ModelConfig, folder: Path, head: str, *, trained: bool, weights: bool) -> PackedModel:
+    """Build the model in `folder` on the meta device, and compare it with the weight files if there are `weights`.
+
+    head: as in `TrainingEngine`. trained: whether a value head may be new, and the model a causal LM.
+    Raises ConfigError or UnsupportedModelError, naming model.path, for what the training engine cannot load.
+    """
+    check_kind(folder, (head, "lm") if trained else (head,))
+    shapes = weight_shapes(folder) if weights else None
+    with _quiet():
+        packed = LOADERS[head](replace(settings, path=str(folder)), torch.float32, skeleton=True, shapes=shapes)
+    if head == "value" and not trained and shapes is not None and f"{HEAD}.weight" not in shapes:
+        raise ConfigError(f"model.path={folder}: the weight files have no {HEAD}.weight. Take a reward model.")
+    return packed
+
+
+def build_sampled(settings: ModelConfig, folder: Path, *, weights: bool) -> PreTrainedModel:
+    """Do the same for a model that is sampled from alone, and need not go through the training engine."""
+    check_kind(folder, ("lm",))
+    shapes = weight_shapes(folder) if weights else None
+    with _quiet():
+        settings = replace(settings, path=str(folder))
+        model, missing = read_pretrained(AutoModelForCausalLM, settings, torch.float32, True, shapes)
+    check_complete(settings.path, missing)
+    return model
+
+
+def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
+    """Raise ConfigError unless config.json describes a model of transformers' own that has one of the `heads`."""
+    key = f"model.path={folder}"
+    description = _read_json(folder / "config.json", key)
+    family = description.get("model_type")
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        if "auto_map" in description:
+            problem = f"model_type={family} needs code from the model's folder, which is never run. Take another model"
+        elif family is None:
+            problem = "config.json names no model_type. Put the config.json of these weights there"
+        else:
+            problem = f"the installed transformers has no model_type={family}. Take another model, or update it"
+        raise ConfigError(f"{key}: {problem}.")
+    config = read_config(str(folder))
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise UnsupportedModelError(f"{key}: weights quantized by {method} are not trained. Take them in bfloat16.")
+    other = [name for name in config.architectures or () if _has_another_head(name, heads)]
+    if other or not any(type(config) in CLASSES[head] for head in heads):
+        kind = "a sequence classification" if heads == ("value",) else "a causal language model"
+        raise ConfigError(f"{key}: {' or '.join(other) or family} is not {kind}. Take another model.")
+
+
+def _has_another_head(architecture: str, heads: tuple[str, ...]) -> bool:
+    """Whether transformers has this class for another use than `heads`."""
+    tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
+    uses = {name for name, table in tables.items() if any(architecture in _names(found) for found in table.values())}
+    names = {"lm": "MODEL_FOR_CAUSAL_LM", "value": "MODEL_FOR_SEQUENCE_CLASSIFICATION"}
+    return bool(uses) and not uses & {f"{names[head]}_MAPPING_NAMES" for head in heads}
+
+
+def _names(classes: Any) -> tuple[str, ...]:
+    return (classes,) if isinstance(classes, str) else tuple(classes)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' report on missing weights off the console: it becomes an error."""
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def weight_shapes(folder: Path) -> Shapes:
+    """Read the shape of every weight, by name, from the headers of the model's files.
+
+    Raises ConfigError for a file that is missing, torn, or does not hold what the index says.
+    """
+    key = f"model.path={folder}"
+    if (folder / ONE_FILE).is_file():
+        return _shapes_of_file(folder / ONE_FILE, key)
+    if not (folder / INDEX).is_file():
+        raise ConfigError(f"{key}: {folder} has neither {ONE_FILE} nor {INDEX}. Save the model in that form.")
+    files = _read_json(folder / INDEX, key).get("weight_map")
+    if not isinstance(files, Mapping):
+        raise ConfigError(f"{key}: {folder / INDEX} has no weight_map. Fetch the model again.")
+    shapes: Shapes = {}
+    for file in sorted(set(map(str, files.values()))):
+        if Path(file).name != file or not (folder / file).is_file():
+            raise ConfigError(f"{key}: {folder} lacks {file[:80]}, which {INDEX} names. Fetch the model again.")
+        shapes |= _shapes_of_file(folder / file, key)
+    if missing := sorted(set(files) - set(shapes)):
+        file = files[missing[0]]
+        raise ConfigError(f"{key}: {folder / file} lacks {missing[0]}, which {INDEX} names. Fetch the model again.")
+    return shapes
+
+
+def _shapes_of_file(file: Path, key: str) -> Shapes:
+    try:
+        with safe_open(file, framework="np") as weights:
+            return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        with file.open("rb") as start:
+            is_pointer = start.read(len(LFS_POINTER)) == LFS_POINTER
+        reason = "it is a pointer of Git LFS; run `git lfs pull`" if is_pointer else f"{error}; fetch it again"
+        raise ConfigError(f"{key}: {file} is not a whole safetensors file: {reason}.") from None
+    except OSError as error:
+        raise ConfigError(f"{key}: {file} cannot be read: {error.strerror or error}.") from None
+
+
+def _read_json(path: Path, key: str) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{key}: {path} is not a JSON object.")
+    return content
