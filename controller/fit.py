@@ -22,11 +22,10 @@ from controller.model_checks import check_models, numerics_lines
 from controller.observability.run_log import run_log
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
-from controller.preflight.cluster import run_on
+from controller.preflight.cluster import check_machine, run_on
 from controller.preflight.data_checks import is_elsewhere
 from controller.preflight.describe import describe, warnings
 from controller.preflight.describe_cluster import print_cluster
-from controller.preflight.machine import check_machine
 from controller.recovery import recovering
 from controller.run_lock import locked
 from controller.session import exit_code, finished, naming_what_is_left, ray_session, report, session

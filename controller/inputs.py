@@ -36,7 +36,7 @@ from controller.data.prompts import (
 from controller.data.records import Record, check_loss_columns, read_records
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Say, told_if_slow
-from controller.preflight.validation_checks import check_keep_best
+from controller.preflight.algorithm_checks import check_keep_best
 from workers.chat_template import template_of
 from workers.dataproto import record_column
 from workers.environment import as_text

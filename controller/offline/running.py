@@ -25,8 +25,8 @@ from controller.observability.slow_work import Say
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
 from controller.preflight.arguments import Command, parse_arguments
+from controller.preflight.cluster import check_machine
 from controller.preflight.describe import describe
-from controller.preflight.machine import check_machine
 from controller.preflight.offline_checks import check_offline
 from controller.recovery import recovering
 from controller.run_lock import locked

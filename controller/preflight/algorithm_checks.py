@@ -1,10 +1,17 @@
-"""Checks of algorithm.*: advantages and losses that a combination of settings leaves without meaning."""
+"""Checks of algorithm.*, of the critic and the reward model, and of validation.*, where settings contradict."""
+
+import re
+from collections.abc import Iterable
 
 from controller.config import Config
 from controller.config.functions import check_function
+from controller.config.model_files import read_model_files
 from controller.preflight.data_checks import check_column_names
+from controller.preflight.training_checks import OPTIMIZER_STEPS, check_warmup
+from controller.validation_metrics import is_possible, possible_metrics
 from workers.errors import ConfigError
 from workers.model import loss_rules
+from workers.model.model_rules import check_value_head
 
 
 def check_advantage(config: Config) -> None:
@@ -136,4 +143,78 @@ def _check_token_returns(config: Config) -> None:
             "algorithm.loss.name=gmpo weighs a sequence by one advantage, and algorithm.gamma below 1 or "
             f"algorithm.kl_in_reward gives one to each token with algorithm.advantage={config.algorithm.advantage}; "
             "choose another loss, such as ppo_clip."
+        )
+
+
+def check_critic(config: Config) -> None:
+    """Raise ConfigError at the first thing that a critic cannot do."""
+    if not config.uses_critic:
+        return
+    _check_alone(config)
+    _check_warmup(config)
+
+
+def _check_alone(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.loss.name == "gmpo":
+        raise ConfigError(
+            "algorithm.loss.name=gmpo weighs a sequence by one advantage and algorithm.advantage=gae gives one to each "
+            "token; choose another loss, such as ppo_clip."
+        )
+    check_value_head(config.policy.parallel, "critic")
+
+
+def check_reward_model(config: Config) -> None:
+    """Raise ConfigError unless reward.model.path, where it is set, can score the policy's sequences."""
+    key, path = "reward.model.path", config.reward.model.path
+    if not path:
+        return
+    check_value_head(config.policy.parallel, "reward model")
+    made = str(read_model_files(path, key).description.get("architectures"))
+    # A causal LM would be given a head of zeros, and every score would be 0.
+    if "ForSequenceClassification" not in made:
+        raise ConfigError(f"{key}={path}: its architecture is {made}. Take a sequence classification.")
+    if config.reward.model.weight == 0:
+        raise ConfigError(f"reward.model.weight={config.reward.model.weight} leaves the model without effect.")
+
+
+def _check_warmup(config: Config) -> None:
+    critic = config.critic
+    if critic.warmup_steps >= config.run.steps:
+        raise ConfigError(
+            f"critic.warmup_steps={critic.warmup_steps} leaves the policy no step to learn in of "
+            f"run.steps={config.run.steps}; lower it."
+        )
+    check_warmup("critic", critic.optimizer, config.critic_optimizer_steps, OPTIMIZER_STEPS)
+
+
+COUNTED = re.compile(r"(?:.*/)?(?:pass|maj)@\d+")
+
+
+def check_validation(config: Config) -> None:
+    """Raise ConfigError for equal samples, or a pass@k or maj@n that validation.samples do not give."""
+    name, samples = config.validation.keep_best, config.validation.samples
+    if samples > 1 and config.validation.sampling.temperature == 0:
+        raise ConfigError(
+            f"validation.samples={samples} at validation.sampling.temperature=0 are {samples} equal responses; "
+            "set samples to 1 or the temperature above 0."
+        )
+    if COUNTED.fullmatch(name) and not is_possible(name, samples, ()):
+        raise ConfigError(
+            f"validation.keep_best={name} is no metric of validation.samples={samples}, which give "
+            f"{', '.join(possible_metrics(samples, ()))}; choose one of them, or change validation.samples."
+        )
+
+
+def check_keep_best(config: Config, parts: Iterable[str]) -> None:
+    """Raise ConfigError if rewards with these parts do not give the metric that validation.keep_best names.
+
+    Parts that an environment, a reward model or the punishment of long responses adds are known only in the run.
+    """
+    name, samples = config.validation.keep_best, config.validation.samples
+    adds = config.rollout.environment or config.uses_reward_model or config.reward.overlong_tokens
+    if name and not adds and not is_possible(name, samples, parts):
+        raise ConfigError(
+            f"validation.keep_best={name} is not a validation metric: the reward gives "
+            f"{', '.join(possible_metrics(samples, parts))}; choose one of them, or return {name} for every response."
         )

@@ -6,13 +6,19 @@ Nothing is imported or started for it: models are read by their config.json, rew
 What a cluster can give is known only to Ray and is checked when the placement groups are reserved.
 """
 
+from controller.actors.cluster_address import check_address
 from controller.config import Config
 from controller.config.conditions import check_settings_have_effect
 from controller.config.functions import check_function
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
-from controller.preflight.algorithm_checks import check_advantage, check_loss
-from controller.preflight.count_checks import check_counts
-from controller.preflight.critic_checks import check_critic, check_reward_model
+from controller.config.sampler import SamplerConfig
+from controller.preflight.algorithm_checks import (
+    check_advantage,
+    check_critic,
+    check_loss,
+    check_reward_model,
+    check_validation,
+)
 from controller.preflight.data_checks import check_data
 from controller.preflight.engine_checks import (
     check_engine_count,
@@ -24,12 +30,13 @@ from controller.preflight.engine_checks import (
 from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
+    check_counts,
     check_model_files,
     check_order,
     check_replicate,
     check_run,
+    check_writable,
 )
-from controller.preflight.validation_checks import check_validation
 from workers.errors import ConfigError
 from workers.rollout.engine_options import check_engine_options
 from workers.rollout.placement import fits_device
@@ -143,3 +150,21 @@ def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
         other = names.setdefault(function.rpartition(":")[2], function)
         if other != function:
             raise ConfigError(f"{key}: {other} and {function} have the same name in metrics; rename one of them.")
+
+
+def check_sampler(config: SamplerConfig, given: GivenFunctions = NONE_GIVEN) -> None:
+    """Raise ConfigError at the first thing that cannot work. config: narrowed. given: see `check`."""
+    check_writable(config.run_folder, "--output")
+    check_address(config)
+    check_engine_count(config)
+    samples, temperature = config.rollout.samples_per_prompt, f"{config.sampling_key}.temperature"
+    if samples > 1 and config.rollout.sampling.temperature == 0:
+        raise ConfigError(f"{temperature}=0: {samples} samples of a prompt are equal. Ask for one, or set it above 0.")
+    check_engine_options(config.rollout.engine)
+    check_temperatures(config)
+    check_turns(config)
+    check_lengths(config)
+    check_reward_model(config)
+    check_data(config, check_model_files(config))
+    if config.needs_reward or config.rewarded:
+        check_rewards(config, given)

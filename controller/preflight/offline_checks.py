@@ -3,12 +3,12 @@
 from controller.config.conditions import check_settings_have_effect
 from controller.config.offline import OfflineConfig, SftConfig
 from controller.data.hub import check_split
-from controller.preflight.count_checks import check_micro_batches
 from controller.preflight.data_checks import first_record
 from controller.preflight.tracker_checks import check_trackers
 from controller.preflight.training_checks import (
     check_attention,
     check_caps_hold,
+    check_micro_batches,
     check_model_files,
     check_order,
     check_replicate,

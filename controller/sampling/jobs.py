@@ -17,9 +17,9 @@ from controller.config.training import counted
 from controller.data.prompts import Prompt
 from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, try_inputs
 from controller.model_checks import check_models
+from controller.preflight.checks import check_sampler
+from controller.preflight.cluster import check_machine
 from controller.preflight.describe import warnings
-from controller.preflight.machine import check_machine
-from controller.preflight.sampler_checks import check_sampler
 from controller.sampling.models import OF_RUN, Model, choose_model
 from controller.sampling.output import Key, check_same_job, job_identity
 from workers.errors import ConfigError

@@ -20,7 +20,7 @@ from controller.config.training import counted
 from controller.observability.run_log import run_log
 from controller.observability.trackers.files import writing
 from controller.preflight.arguments import OneLineParser
-from controller.preflight.machine import check_machine
+from controller.preflight.cluster import check_machine
 from controller.run_lock import locked
 from controller.sampling.jobs import Job, Request, described, read_job
 from controller.sampling.output import Key, Line, SamplesFile, as_line, token_columns

@@ -7,7 +7,7 @@ import pytest
 from controller.config import load
 from controller.config import training as machine
 from controller.config.training import visible_gpus
-from controller.preflight.machine import check_machine
+from controller.preflight.cluster import check_machine
 from tests.controller.bad_inputs import BadInput, check_refused, rows
 from workers.errors import ConfigError
 

@@ -12,9 +12,9 @@ from controller.config import training as machine
 from controller.config.offline import SftConfig
 from controller.config.sampler import GenerateConfig
 from controller.preflight.arguments import parse_arguments
+from controller.preflight.checks import check_sampler
 from controller.preflight.cluster import run_on
 from controller.preflight.describe import describe
-from controller.preflight.sampler_checks import check_sampler
 from controller.replay import Request, settings
 from controller.session import ray_session
 from tests.controller.config_workspace import refusal

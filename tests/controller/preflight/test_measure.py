@@ -8,8 +8,7 @@ from transformers import Qwen3MoeConfig
 
 from controller.config import Config, load
 from controller.fit import main
-from controller.preflight.describe_cluster import other_shapes
-from controller.preflight.measure import Measured, measure, measured_lines, request, run_trace
+from controller.preflight.describe_cluster import Measured, measure, measured_lines, other_shapes, request, run_trace
 from controller.preflight.memory import Phase, phases
 from controller.preflight.model_shape import model_shape
 from tests.examples.test_launch import LAUNCH, command_of
@@ -184,4 +183,4 @@ def broken_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
     script.chmod(0o755)
-    return lambda: monkeypatch.setattr("controller.preflight.measure.sys.executable", str(script))
+    return lambda: monkeypatch.setattr("controller.preflight.describe_cluster.sys.executable", str(script))

@@ -6,7 +6,7 @@ import pytest
 
 from controller.config import load
 from controller.fit import main
-from controller.preflight.validation_checks import check_keep_best, check_validation
+from controller.preflight.algorithm_checks import check_keep_best, check_validation
 from controller.validation_metrics import ScoredResponse, is_possible, summarize
 from workers.errors import ConfigError
 
