@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace) -> None:
         record = run_step(options.lengths, options.step)
         recorded = recorded_arguments(record)
         how = "as the run planned it" if "ranks" in recorded else "whose plan was not recorded: defaults are assumed"
-        source = f"Step {record.get('step')} of {options.lengths}, {how}, except for options given here.\n"
+        source = f"Step {record.get('step')} of {options.lengths}, {how}. Options given here come first.\n"
         console.print(source, markup=False, highlight=False, soft_wrap=True)
     batch = _batch(options, recorded)
     names = list(ON_PIPELINES if batch.pipeline else STRATEGIES)

@@ -144,7 +144,7 @@ def test_a_run_is_explained_by_the_arguments_that_it_planned_with(tmp_path, caps
     assert plan_record(again) == plan_record(plan)
     assert main([str(tmp_path)]) == 0
     printed = words(capsys.readouterr().out)
-    assert f"Step 1 of {tmp_path}, as the run planned it" in printed
+    assert f"Step 1 of {tmp_path}, as the run planned it." in printed
     assert "ranks: 2, mini-batches: 2, max_tokens=1,024, max_sequences=4" in printed
     assert words(explain(plan)) in printed
 
