@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.config.sampler import EvaluateConfig
 from controller.intervals import CONFIDENCE, interval
-from controller.observability.trackers.files import finite, writing
+from controller.observability.run_folder import finite, writing
 from controller.sampling.jobs import Job
 from controller.sampling.output import Line, scored_response
 from controller.sampling.running import prepare

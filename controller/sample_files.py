@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.observability.trackers.files import writing
+from controller.observability.run_folder import writing
 from workers.dataproto import DataProto
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import PartialResponse, SampleResult

@@ -87,9 +87,9 @@ def session(
     from controller.checkpoint import resume
     from controller.observability.live_metrics import LiveMetrics
     from controller.observability.metrics import RunWriter
+    from controller.observability.ray_metrics import RayMetrics
     from controller.observability.run_record import RunRecord
-    from controller.observability.trackers.opening import open_trackers
-    from controller.observability.trackers.ray_metrics import RayMetrics
+    from controller.observability.trackers import open_trackers
 
     exported = RayMetrics(config.run.name)
     live = LiveMetrics(exported.export)

@@ -4,7 +4,7 @@
     states of engines, their queues -+--> LiveMetrics --Export--> gauges and histograms of Ray (metrics.yaml)
     samples, micro-steps of ranks ---+
 
-Decides which values are exported; the exporter (`trackers.ray_metrics`) sends them.
+Decides which values are exported; the exporter (`ray_metrics`) sends them.
 """
 
 from collections import defaultdict

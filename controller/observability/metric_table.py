@@ -1,6 +1,6 @@
 """Every metric of a run, from metrics.yaml: its unit, meaning and kind, and its name in Prometheus.
 
-name of a metric --spec_of--> MetricSpec, labels --> Ray, Prometheus (`trackers.ray_metrics`)
+name of a metric --spec_of--> MetricSpec, labels --> Ray, Prometheus (`ray_metrics`)
 SECTIONS --------------------------------------> docs/metrics.md (`metric_page`); grafana_dashboard.json (a test)
 """
 

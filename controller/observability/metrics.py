@@ -5,15 +5,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controller.observability.run_folder import recorded_steps, step_file
-from controller.observability.trackers import Tracker
-from controller.observability.trackers.files import JsonLines, finite, writing
+from controller.observability.run_folder import JsonLines, finite, recorded_steps, step_file, writing
 from controller.validation_metrics import ScoredResponse
 from workers.remote_batch import RemoteBatch
+
+if TYPE_CHECKING:
+    from controller.observability.trackers import Tracker
 
 SHOWN_RESPONSES = 32  # of a validation, in trackers
 
@@ -25,7 +26,7 @@ class RunWriter:
         self,
         folder: Path,
         config_yaml: str,
-        trackers: Sequence[Tracker],
+        trackers: Sequence["Tracker"],
         *,
         timeline: bool = True,
         after: int = 0,
@@ -40,12 +41,17 @@ class RunWriter:
                 if step > after:
                     step_file(folder, step).unlink()
         self._trackers = trackers
+        self._metrics = JsonLines(folder / "metrics.jsonl", after=after)
         self._lengths = JsonLines(folder / "lengths.jsonl", after=after)
         self._samples = JsonLines(folder / "samples.jsonl", after=after)
         self._timeline = JsonLines(folder / "timeline.jsonl", after=after) if timeline else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one step (from 1; 0 is the validation before training)."""
+        """Record the metrics of one step (from 1; 0 is the validation before training).
+
+        NaN and infinity, for which JSON has no number, become null.
+        """
+        self._metrics.write({"step": step} | {name: finite(value) for name, value in metrics.items()})
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
@@ -102,7 +108,7 @@ class RunWriter:
         with ExitStack() as closing:
             for tracker in self._trackers:
                 closing.callback(tracker.close, succeeded=failure is None)
-            for lines in (self._lengths, self._samples, self._timeline):
+            for lines in (self._metrics, self._lengths, self._samples, self._timeline):
                 if lines is not None:
                     closing.callback(lines.close)
 

@@ -1,4 +1,4 @@
-"""RunFolder: what a run has recorded, read back.
+"""The files of a run: how they are written (`metrics.RunWriter`), and `RunFolder`, which reads them back.
 
 runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
              samples/step-N.npz, of which `controller.step_samples` knows the content
@@ -6,20 +6,60 @@ runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from balancing.analysis.lengths_file import check_lengths, has_step, json_records
-from workers.errors import DataError
+from workers.errors import DataError, OutputError
 
 Row = dict[str, Any]
 LARGEST = 1e100
 """From here on, axes overflow."""
 LOG = "run.log"
 """File of what a run has said."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, what cannot be written (a full disk) is an OutputError that names `path`; the system does not name it."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path} could not be written: {error.strerror or error}; make room, or set run.dir to another disk."
+        ) from error
+
+
+class JsonLines:
+    """A file of JSON lines, each flushed at once, so that a killed run loses nothing. Raises OutputError."""
+
+    def __init__(self, path: Path, *, after: int = 0) -> None:
+        """`after`: the step that a run resumes from; later lines, and damaged ones, are removed. 0 keeps
+        nothing."""
+        self.path = path
+        with writing(path):
+            found = json_records(path, has_step) if after and path.exists() else ()
+            path.write_bytes(b"".join(line.rstrip(b"\n") + b"\n" for line, row in found if row["step"] <= after))
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any], **options: Any) -> None:
+        """Append one record; options: of `json.dumps`."""
+        with writing(self.path):
+            self._file.write(json.dumps(record, **options) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        with writing(self.path):
+            self._file.close()
+
+
+def finite(value: float) -> float | None:
+    """`value`, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
 
 
 def step_file(folder: Path, step: int) -> Path:

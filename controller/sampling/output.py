@@ -20,7 +20,7 @@ from controller.config.python_rewards import GivenFunctions
 from controller.config.sampler import SamplerConfig
 from controller.data.identity import DataIdentity
 from controller.data.prompts import Prompt
-from controller.observability.trackers.files import finite, writing
+from controller.observability.run_folder import finite, writing
 from controller.sampling.models import Model
 from controller.validation_metrics import ScoredResponse
 from workers.errors import ConfigError, DataError

@@ -17,8 +17,8 @@ from controller.actors.cluster_address import check_cluster
 from controller.config import to_yaml
 from controller.config.sampler import SamplerConfig
 from controller.config.training import counted
+from controller.observability.run_folder import writing
 from controller.observability.run_log import run_log
-from controller.observability.trackers.files import writing
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.cluster import check_machine
 from controller.run_lock import locked

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at, resume
 from controller.config import load
 from controller.observability.metrics import RunWriter
-from controller.observability.trackers.files import JsonLinesTracker
 from workers.errors import CheckpointError, ConfigError
 from workers.model.checkpoint_folder import MANIFEST, Manifest, StoredFile, commit, read_manifest, unfinished_folder
 
 
 def run_writer(folder: Path, after: int = 0) -> RunWriter:
-    return RunWriter(folder, "", [JsonLinesTracker(folder / "metrics.jsonl", after=after)], after=after)
+    return RunWriter(folder, "", [], after=after)
 
 
 def write(path: Path, step: int, **progress: Any) -> Path:

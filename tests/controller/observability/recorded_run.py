@@ -9,7 +9,6 @@ from balancing.analysis.lengths_file import plan_record
 from controller.config import Config, to_yaml
 from controller.observability.metrics import RunWriter
 from controller.observability.timeline import TimelineRecorder
-from controller.observability.trackers.files import JsonLinesTracker
 from controller.validation_metrics import ScoredResponse
 from workers.model.timing import MicroStepTime
 
@@ -31,7 +30,7 @@ def write_run(folder: Path, *, steps: int = STEPS, ranks: int = 4) -> Config:
     config.policy.ranks, config.policy.max_tokens, config.batch.mini_batches = ranks, 4096, 2
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
-    with RunWriter(folder, to_yaml(config), [JsonLinesTracker(folder / "metrics.jsonl")]) as writer:
+    with RunWriter(folder, to_yaml(config), []) as writer:
         writer.step(0, {"validation/reward": 0.2})
         for step in range(1, steps + 1):
             writer.step(step, metrics(step, steps))

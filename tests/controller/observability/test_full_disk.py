@@ -14,7 +14,7 @@ from controller.checkpoint import checkpoint_path
 from controller.config import load
 from controller.observability.console import Console
 from controller.observability.metrics import RunWriter
-from controller.observability.trackers.files import JsonLinesTracker, TensorBoardTracker
+from controller.observability.trackers import TensorBoardTracker
 from controller.validation_metrics import ScoredResponse
 from tests.controller.test_checkpoint import write
 from workers.errors import OutputError
@@ -28,7 +28,7 @@ def writer(folder: Path, full: str) -> Iterator[RunWriter]:
     """Of a run whose file `full` lies on a full disk."""
     (folder / full).parent.mkdir(parents=True, exist_ok=True)
     (folder / full).symlink_to(FULL)
-    with RunWriter(folder, "run: {}\n", [JsonLinesTracker(folder / "metrics.jsonl")]) as opened:
+    with RunWriter(folder, "run: {}\n", []) as opened:
         yield opened
 
 

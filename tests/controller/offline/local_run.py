@@ -52,7 +52,7 @@ class LocalRuns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         LocalRay({}).install(monkeypatch)
         monkeypatch.setattr("controller.actors.roles.reserve", lambda pool, timeout_s: LocalReservation([[]]))
-        monkeypatch.setattr("controller.observability.trackers.ray_metrics.RayMetrics", NoMetrics)
+        monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         start = torch.distributed.init_process_group  # policy and reference are of one process
         monkeypatch.setattr(

@@ -28,7 +28,6 @@ from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
 from controller.observability.run_record import RunRecord
-from controller.observability.trackers.files import JsonLinesTracker
 from controller.session import Session
 from controller.trainer import Trainer
 from tests.controller.test_checkpoint import write
@@ -284,7 +283,7 @@ class LocalRun:
             self.reward_model if config.uses_reward_model else None,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._writer = RunWriter(self.folder, "", [JsonLinesTracker(self.folder / "metrics.jsonl")])
+        self._writer = RunWriter(self.folder, "", [])
         console = Console(rich.console.Console(file=self._terminal, width=200))
         return Session(roles, progress, RunRecord(console, LiveMetrics(), self._writer))
 

@@ -80,7 +80,7 @@ class StandIns:
         world.ray = LocalRay({RewardWorker: StandInReward})
         world.ray.install(monkeypatch)
         monkeypatch.setattr("controller.actors.roles.reserve", self._reserve)
-        monkeypatch.setattr("controller.observability.trackers.ray_metrics.RayMetrics", NoMetrics)
+        monkeypatch.setattr("controller.observability.ray_metrics.RayMetrics", NoMetrics)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "empty_cache", world.empty_cache)
         self.collective_timeouts: list[timedelta] = []

@@ -12,8 +12,7 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
-from controller.observability.trackers.files import TensorBoardTracker
-from controller.observability.trackers.services import MlflowTracker, WandbTracker
+from controller.observability.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
 from workers.errors import ConfigError
 
 SETTINGS = {"run.name": "first", "policy.optimizer.learning_rate": 1e-6}

@@ -9,8 +9,8 @@ import wandb
 from controller.checkpoint import Progress
 from controller.config import Config
 from controller.observability.metrics import RunWriter
-from controller.observability.trackers.opening import open_trackers
-from controller.observability.trackers.ray_metrics import RayMetrics
+from controller.observability.ray_metrics import RayMetrics
+from controller.observability.trackers import open_trackers
 
 
 def record(config: Config, progress: Progress, step: int) -> dict[str, str]:

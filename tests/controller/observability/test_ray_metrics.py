@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from controller.observability.trackers.ray_metrics import RayMetrics, RayTracker, growth
+from controller.observability.ray_metrics import RayMetrics, RayTracker, growth
 
 Exported = dict[tuple[str, str], float]
 

@@ -1,0 +1,244 @@
+"""Trackers: where a run's metrics go besides its folder. `open_trackers` opens those that a run asks for.
+
+    a step's metrics --> Tracker.log of each: TensorBoard | Weights & Biases | MLflow | Ray (Prometheus)
+    some samples --> Tracker.table of each:   TensorBoard | Weights & Biases | MLflow
+
+Each is opened with the state that a resume needs, and closed with whether the run succeeded. A tracker whose service is
+unreachable does not stop a run; missing metrics are logged at the end. Keys and addresses come from the services' own
+environment variables (WANDB_*, MLFLOW_*), never from the configuration, which is written to the run's folder.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from controller.config import TrainingConfig
+from controller.config.file import settings, value_of
+from controller.observability.ray_metrics import RayMetrics, RayTracker
+from controller.observability.run_folder import finite, writing
+from workers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from controller.checkpoint import Progress
+
+
+class Tracker(Protocol):
+    """One place that metrics go to."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one step (from 1; 0 is the validation before training)."""
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show `rows`, texts and numbers by column, as the table `name` of a step, where the place can."""
+
+    def close(self, *, succeeded: bool) -> None:
+        """Write what is not written yet, and say how the run ended."""
+
+
+class TensorBoardTracker:
+    """TensorBoard events."""
+
+    def __init__(self, folder: Path, *, after: int = 0) -> None:
+        """`after`: the step that a run resumes from; TensorBoard hides later records."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        with writing(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with writing(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of the tab TEXT."""
+        with writing(self._folder):
+            self._writer.add_text(name, markdown(rows), step)
+
+    def close(self, *, succeeded: bool) -> None:
+        del succeeded
+        with writing(self._folder):
+            self._writer.close()
+
+
+class WandbTracker:
+    """A run in Weights & Biases; `id` names it. WANDB_MODE=offline writes to `folder`/wandb, for `wandb sync`."""
+
+    def __init__(self, folder: Path, project: str, name: str, shown: Mapping[str, Any], id: str = "") -> None:
+        """`shown`: settings. `id`: of the run to resume; empty begins one.
+
+        Raises ConfigError if W&B cannot begin it: no key, no such project, no connection.
+        """
+        import wandb
+
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                id=id or None,
+                resume="allow",
+                dir=str(folder),
+                config=dict(shown),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.Error as error:
+            raise ConfigError(f"tracking.wandb: {error}; WANDB_MODE=offline needs neither key nor network.") from error
+        self.id = str(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """W&B leaves out steps that it has already: those that a resumed run repeats."""
+        self._run.log(dict(metrics), step=step)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of its own for every step, under one name."""
+        import wandb
+
+        names = columns_of(rows)
+        data = [[cell(row.get(column)) for column in names] for row in rows]
+        self._run.log({name: wandb.Table(columns=list[Any](names), data=data, allow_mixed_types=True)}, step=step)
+
+    def close(self, *, succeeded: bool) -> None:
+        self._run.finish(exit_code=0 if succeeded else 1)
+
+
+MOST_IN_A_BATCH = 1000
+"""Metrics that MLflow takes in one call, and 100 parameters."""
+LONGEST_PARAMETER = 6000
+"""Characters."""
+MLFLOW_DEFAULTS = {
+    # The next step tries again anyway: MLflow's own seven tries would hold up a step for minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""Environment variables, where they are not set."""
+
+
+class MlflowTracker:
+    """A run in MLflow, at MLFLOW_TRACKING_URI; `id` names it."""
+
+    def __init__(
+        self, project: str, name: str, shown: Mapping[str, Any], log: Callable[[str], None], id: str = ""
+    ) -> None:
+        """`shown`: settings, a new run's parameters. `log`: shows a line. `id`: of the run to resume; empty begins one.
+
+        Raises ConfigError if MLflow does not answer or does not know the run.
+        """
+        for variable, value in MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(variable, value)
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        self._failure, self._client = MlflowException, MlflowClient()
+        self._log, self._waiting = log, list[Any]()
+        try:
+            self.id = id or self._begin(project, name, shown)
+            self._client.update_run(self.id, status="RUNNING")
+        except MlflowException as error:
+            raise ConfigError(f"tracking.mlflow: {_first_line(error)}; check MLFLOW_TRACKING_URI.") from error
+
+    def _begin(self, project: str, name: str, shown: Mapping[str, Any]) -> str:
+        from mlflow.entities import Param
+
+        experiment = self._client.get_experiment_by_name(project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        run = self._client.create_run(number, run_name=name).info.run_id
+        parameters = [Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in shown.items()]
+        for first in range(0, len(parameters), 100):
+            self._client.log_batch(run, params=parameters[first : first + 100])
+        return str(run)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """While the server is away metrics wait here; the next step tries again."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._waiting += [Metric(name.replace("@", "_at_"), value, now, step) for name, value in metrics.items()]
+        try:
+            self._send()
+        except self._failure as error:
+            self._log(f"MLflow: {_first_line(error)}; {len(self._waiting)} metrics wait for the next step")
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """An artifact, `samples/step-7.json`, which MLflow shows as a table."""
+        names = columns_of(rows)
+        data = {"columns": names, "data": [[cell(row.get(column)) for column in names] for row in rows]}
+        try:
+            self._client.log_dict(self.id, data, f"{name}/step-{step}.json")
+        except (self._failure, OSError) as error:
+            self._log(f"MLflow: {_first_line(error)}; the table {name} of step {step} is in the run's folder alone")
+
+    def _send(self) -> None:
+        while self._waiting:
+            self._client.log_batch(self.id, metrics=self._waiting[:MOST_IN_A_BATCH])
+            del self._waiting[:MOST_IN_A_BATCH]
+
+    def close(self, *, succeeded: bool) -> None:
+        try:
+            self._send()
+            self._client.set_terminated(self.id, "FINISHED" if succeeded else "FAILED")
+        except self._failure as error:
+            self._log(
+                f"MLflow: {_first_line(error)}; {len(self._waiting)} metrics are not there, metrics.jsonl has them all"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of rows, of which each may lack some."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def cell(value: Any) -> Any:
+    """A value for a table: a number, or a text; lists and mappings are JSON."""
+    if isinstance(value, float):
+        return finite(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table in Markdown. Texts are shown as they are: HTML in them is escaped."""
+    names = columns_of(rows)
+    lines = [names, ["---"] * len(names), *([_in_markdown(row.get(name, "")) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _in_markdown(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(cell(value))
+    return escape(text).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
+
+
+def open_trackers(
+    config: TrainingConfig, progress: "Progress", log: Callable[[str], None], exported: RayMetrics
+) -> list[Tracker]:
+    """Ray's metrics and the trackers of tracking.*; ids of the run in services go into `progress.trackers`.
+
+    A run that resumes under its own name resumes in its trackers; under a new name it is a new run there too. Raises
+    ConfigError if a service does not take the run.
+    """
+    folder, tracking = config.run_folder, config.tracking
+    folder.mkdir(parents=True, exist_ok=True)
+    known = progress.trackers if config.run.resume == "auto" else {}
+    progress.trackers = {}
+    trackers: list[Tracker] = [RayTracker(exported)]
+    if tracking.tensorboard:
+        trackers.append(TensorBoardTracker(folder / "tensorboard", after=progress.step))
+    flat = {found.key: value_of(config, found.key) for found in settings(config)}
+    shared = (tracking.project, config.run.name, flat)
+    if tracking.wandb:
+        wandb = WandbTracker(folder, *shared, id=known.get("wandb", ""))
+        trackers.append(wandb)
+        progress.trackers["wandb"] = wandb.id
+    if tracking.mlflow:
+        mlflow = MlflowTracker(*shared, log, id=known.get("mlflow", ""))
+        trackers.append(mlflow)
+        progress.trackers["mlflow"] = mlflow.id
+    return trackers
