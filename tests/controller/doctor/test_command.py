@@ -11,6 +11,7 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: object) -> None:
         raise ConnectionError("refused")
 
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
