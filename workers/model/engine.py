@@ -47,7 +47,7 @@ from workers.model.losses import (
 )
 from workers.model.model import PackedModel, compute_dtype, load_tokenizer
 from workers.model.model_rules import check_model
-from workers.model.numerics_check import make_probe, own_outputs, prove
+from workers.model.numerics_check import check_against_reference, make_probe, own_outputs
 from workers.model.optimizer import make_optimizer, make_schedule
 from workers.model.parallel import make_parallel, prepare_backward, reshard, shard_model
 from workers.model.passes import Passes, Work, outputs, predictions_of
@@ -131,7 +131,9 @@ class TrainingEngine:
             self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
         if check_numerics:
             with self.routing.without_losses():
-                prove(self, replace(probe, sequences=self.routing.with_own_choices(probe.sequences)), expected)
+                check_against_reference(
+                    self, replace(probe, sequences=self.routing.with_own_choices(probe.sequences)), expected
+                )
 
     def _source(self, parameter_dtype: torch.dtype) -> Source[PackedModel]:
         """The model to load, with the attention of the layout that all passes can use."""

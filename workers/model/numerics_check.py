@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from workers.model.passes import Work
 from workers.model.stage_layers import Passing
 from workers.model.values import HEAD, PackedValueModel
 from workers.tolerance import TOLERANCE
-
-if TYPE_CHECKING:
-    from workers.model.engine import TrainingEngine
 
 LENGTHS = (7, 19, 12)
 LONGEST_PREFIX = 512  # longer ones are not shared by the probe
@@ -58,6 +55,20 @@ absolute difference that is always allowed, since kernels sum in another order."
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
+
+
+class Engine(Protocol):
+    """The parts of `TrainingEngine` that compute the probe; the engine imports this module."""
+
+    module: Any
+    model_config: ModelConfig
+    parallel: Any
+    device: torch.device
+    layout: Any
+    stage: Any
+    passes: Any
+    clock: Any
+    routing: Any
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ def measure(packed: PackedModel, config: ModelConfig, probe: Probe | None = None
 
 
 def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
-    """`measure`, judged. Raises UnsupportedModelError as `prove` does."""
+    """`measure`, judged. Raises UnsupportedModelError as `check_against_reference` does."""
     shared_from = RowLayout(config, None, packed, CPU, torch.float32).shared_from
     probe, path = make_probe(packed, torch.float32, prefix=shared_from), _path(config)
     found = _translated(packed, path, lambda: measure(packed, config, probe))
@@ -129,20 +140,20 @@ def check_numerics(packed: PackedModel, config: ModelConfig) -> Difference:
     return found
 
 
-def prove(engine: "TrainingEngine", probe: Probe, expected: Expected) -> Difference:
+def check_against_reference(engine: Engine, probe: Probe, expected: Expected) -> Difference:
     """Compute the probe as `engine` computes its micro-batches, and compare; collective, the engine is not changed.
 
     Raises UnsupportedModelError on every rank, naming family, layout and largest difference, if the difference is more
     than rounding or a pass raises.
     """
-    found = _prove_pass(engine, probe, expected, forward=False)
+    found = _check_pass(engine, probe, expected, forward=False)
     config = engine.model_config
     if config.rows(forward=True)[0] != config.layout:
-        _prove_pass(engine, probe, expected, forward=True)
+        _check_pass(engine, probe, expected, forward=True)
     return found
 
 
-def _prove_pass(engine: "TrainingEngine", probe: Probe, expected: Expected, forward: bool) -> Difference:
+def _check_pass(engine: Engine, probe: Probe, expected: Expected, forward: bool) -> Difference:
     """Prove the layout of training, or with `forward` that of forward-only passes."""
     config = replace(engine.model_config, layout=engine.model_config.rows(forward=forward)[0])
     parallel = engine.parallel
@@ -156,7 +167,7 @@ def _prove_pass(engine: "TrainingEngine", probe: Probe, expected: Expected, forw
     return found
 
 
-def _engine_outputs(engine: "TrainingEngine", probe: Probe, forward: bool) -> Outputs:
+def _engine_outputs(engine: Engine, probe: Probe, forward: bool) -> Outputs:
     trains, gradient = bool(probe.parameter), None
     found: list[Tensor] = []
 
