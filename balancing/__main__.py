@@ -25,11 +25,10 @@ from balancing.analysis.explain import explain
 from balancing.analysis.gantt import Chart, chart_of_ranks, chart_of_stages, figure_of
 from balancing.analysis.lengths_file import PREFIXES, read_column, read_json, read_lengths, recorded_arguments, run_step
 from balancing.analysis.statistics import time_grids
+from balancing.cost_model import SEVEN_BILLION, CostModel
 from balancing.errors import BalancingError, LengthFileError, OptionError
-from balancing.model_config import SEVEN_BILLION
 from balancing.pipeline import Pipeline
 from balancing.plan import plan_batch
-from balancing.workload import CostModel
 
 RANKS, MINI_BATCHES = 8, 4
 NOTE = (

@@ -3,7 +3,6 @@
     fill_lightest    the lightest bin with room; stops at the first sequence that fits nowhere
     best_fit         the fullest bin with room; opens as many bins as it needs
     fill_to_level    the lightest bin with room that stays within a load; leaves out what fits nowhere
-    fill_exactly     depth-first search with a limit; all sequences or none
 
 `order` is int64, indices into `sizes` (int64 [n], tokens, each at most `max_tokens`) and `weights` (float64 [n]).
 Each function returns int64 [n], the bin of every sequence, -1 for none.
@@ -15,9 +14,6 @@ import numpy as np
 
 from balancing.compiled import compiled
 from balancing.grouping import Floats, Integers
-
-EXACT_SEARCH_NODES = 20_000
-"""`fill_exactly` gives up after this many placements."""
 
 
 @compiled
@@ -102,53 +98,4 @@ def fill_to_level(
             loads[lightest] += weight
             room[lightest] -= size
             places[lightest] -= 1
-    return assignment
-
-
-@compiled
-def fill_exactly(order: Integers, sizes: Integers, bins: int, max_tokens: int, max_sequences: int) -> Integers:
-    """Depth-first search: place each in the fullest bin with room, and backtrack when one fits nowhere.
-
-    Of bins with equal room and equal numbers of sequences it tries one. It prunes a branch when the room of all bins
-    that may grow is less than the tokens left. All are -1 if it finds nothing within `EXACT_SEARCH_NODES`.
-    """
-    count, nodes = len(order), EXACT_SEARCH_NODES
-    room, places = np.full(bins, max_tokens, np.int64), np.full(bins, max_sequences, np.int64)
-    chosen = np.full(count, -1, np.int64)
-    tried_room, tried_places = np.full(count + 1, -1, np.int64), np.full(count + 1, -1, np.int64)
-    left = np.zeros(count + 1, np.int64)
-    for depth in range(count - 1, -1, -1):
-        left[depth] = left[depth + 1] + sizes[order[depth]]
-    depth = 0
-    while 0 <= depth < count and nodes > 0:
-        size, best, free = sizes[order[depth]], -1, 0
-        for position in range(bins):
-            if places[position] == 0:
-                continue
-            free += room[position]
-            later = room[position] > tried_room[depth] or (
-                room[position] == tried_room[depth] and places[position] > tried_places[depth]
-            )
-            fuller = (
-                best < 0
-                or room[position] < room[best]
-                or (room[position] == room[best] and places[position] < places[best])
-            )
-            if room[position] >= size and later and fuller:
-                best = position
-        if best >= 0 and free >= left[depth]:
-            nodes -= 1
-            tried_room[depth], tried_places[depth], chosen[depth] = room[best], places[best], best
-            room[best] -= size
-            places[best] -= 1
-            depth += 1
-            tried_room[depth], tried_places[depth] = -1, -1
-        else:
-            depth -= 1
-            if depth >= 0:
-                room[chosen[depth]] += sizes[order[depth]]
-                places[chosen[depth]] += 1
-    assignment = np.full(len(sizes), -1, np.int64)
-    if depth == count:
-        assignment[order] = chosen
     return assignment

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from balancing.alignment import round_up
 from balancing.errors import CountError
 from balancing.exchange import Limits, even_out_arrays
-from balancing.filling import best_fit, fill_exactly, fill_lightest
+from balancing.filling import best_fit, fill_lightest
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.lower_bounds import fewest_bins
 from balancing.padded import Runs, equal_counts, pack_padded, split_most_tokens, take_in_order
@@ -26,8 +26,6 @@ from balancing.validation import check_fits, one_of, positive_integer, sequence_
 Layout = Literal["packed", "padded"]
 PackAlgorithm = Literal["load_balance", "none"]
 
-EXACT_LIMIT = 64
-"""Batches of at most this many sequences are searched exhaustively if heuristics miss the lower bound."""
 EFFORT = 1_000_000
 """Limit of one search for exchanges, about 5 ms of compiled code; see `exchange.even_out_arrays`."""
 
@@ -162,10 +160,9 @@ def fewest_by_best_fit(sizes: Integers, caps: Caps) -> int:
 def pack_into(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
     """`count` non-empty micro-batches of the packed layout, balanced by load; None if every method of filling fails.
 
-    The methods, from the most even loads to the most thorough search: heaviest first, longest first, exchanges
-    without a cap, best-fit-decreasing, and exhaustive search.
+    The methods, from the most even loads to the tightest: heaviest first, exchanges without a cap, best-fit-decreasing.
     """
-    for fill in (_by_load, _by_tokens, _by_exchanges, _by_best_fit, _by_search):
+    for fill in (_by_load, _by_exchanges, _by_best_fit):
         grouping = fill(sizes, loads, caps, count)
         if grouping is not None:
             return even_out(grouping, loads, sizes, caps)
@@ -205,10 +202,6 @@ def _by_load(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping
     return _complete(fill_lightest(order, sizes, loads, count, caps.max_tokens, caps.max_sequences), count)
 
 
-def _by_tokens(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
-    return _by_load(sizes, sizes.astype(np.float64), caps, count)
-
-
 def _by_best_fit(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
     tight = _best_fit_decreasing(sizes, caps)
     return spread(tight.members(), sizes, count) if tight.count <= count else None
@@ -225,14 +218,6 @@ def _by_exchanges(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Gro
     )
     grouping = Grouping(group_of, count)
     return grouping if grouping.sums(sizes).max() <= caps.max_tokens else None
-
-
-def _by_search(sizes: Integers, loads: Floats, caps: Caps, count: int) -> Grouping | None:
-    if len(sizes) > EXACT_LIMIT:
-        return None
-    order = np.argsort(-sizes, kind="stable")
-    found = _complete(fill_exactly(order, sizes, count, caps.max_tokens, caps.max_sequences), count)
-    return None if found is None else spread([group for group in found.members() if len(group)], sizes, count)
 
 
 def _best_fit_decreasing(sizes: Integers, caps: Caps) -> Grouping:

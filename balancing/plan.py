@@ -25,7 +25,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from balancing.alignment import round_up
-from balancing.dealing import Order, Request, Schedule, Start
+from balancing.assignment import Order, Request, Schedule, Start
+from balancing.baselines import PUBLISHED, schedule_rank_locally
+from balancing.cost_model import CostModel
 from balancing.errors import LengthError, OptionError
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.packing import Caps, CountRule, Layout
@@ -34,7 +36,6 @@ from balancing.pipeline_plan import Work, computed_alone, schedule_on_pipeline
 from balancing.pipeline_time import makespan
 from balancing.prefix_packing import schedule_with_prefixes
 from balancing.prefixes import PrefixTree, SharedPrefixes
-from balancing.published import PUBLISHED, schedule_rank_locally
 from balancing.schedule import schedule_evenly, schedule_in_order
 from balancing.validation import (
     check_fits,
@@ -45,7 +46,6 @@ from balancing.validation import (
     positive_integer,
     sequence_lengths,
 )
-from balancing.workload import CostModel
 
 PlanAlgorithm = Literal["karmarkar_karp", "load_balance", "none", "verl", "roll", "mindspeed_rl"]
 """`load_balance` is another name of `karmarkar_karp`."""
@@ -301,7 +301,7 @@ def plan_batch(
     in each mini-batch. multiple_of: a divisor of that number. cost_model: the workload to balance; None is tokens.
     algorithm: `karmarkar_karp` (or `load_balance`) is largest differencing over ranks and micro-batches, refined under
     the caps (schedule.py). `none` keeps the given order, with equal counts of sequences for all ranks, cut at the caps.
-    `verl`, `roll` and `mindspeed_rl` plan rank by rank as these systems do, but keep the caps (published.py).
+    `verl`, `roll` and `mindspeed_rl` plan rank by rank as these systems do, but keep the caps (baselines.py).
     order: micro-steps of `karmarkar_karp` by `descending` workload, or with small ones at both ends (`small_ends`), or,
     with a pipeline, so that its `makespan` is short: then their number and weights are chosen for it too
     (pipeline_plan.py). None is `makespan` with a pipeline, else `descending`.

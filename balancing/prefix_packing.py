@@ -1,6 +1,6 @@
 """Schedules of sequences that share prefixes: each micro-batch computes a prefix once.
 
-    whole groups --> Karmarkar-Karp (dealing.py) --> near the lower bound? done
+    whole groups --> Karmarkar-Karp (assignment.py) --> near the lower bound? done
     groups, largest remainders first --> the lowest level up to which they fill all micro-batches   (fill_groups)
       --> exchanges between micro-batches --> sorted, dealt into micro-steps                         (exchange_prefixes)
 
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from balancing.assignment import Request, Schedule, checked_steps, deal, deal_into_steps
 from balancing.compiled import compiled
-from balancing.dealing import Request, Schedule, checked_steps, deal, deal_into_steps
 from balancing.errors import CountError
+from balancing.exchange import LinkedGroups, link, members_of, next_lightest, relink
 from balancing.grouping import Floats, Grouping, Integers
-from balancing.linked_lists import LinkedGroups, link, members_of, next_lightest, relink
 from balancing.lower_bounds import fewest_parts, prefix_step_time_bound, prefix_step_times
 from balancing.prefixes import Groups, SharedPrefixes, subtrees
 from balancing.schedule import arranged, schedule_evenly

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from balancing.analysis.statistics import micro_batch_tokens, padding_share, plan_statistics, step_time, time_grids
+from balancing.baselines import PADDED, Published, Steps, published_steps
 from balancing.grouping import Floats, Integers
 from balancing.pipeline import Pipeline
 from balancing.plan import MiniBatch, Plan, Settings, plan_batch
-from balancing.published import PADDED, Published, Steps, published_steps
 
 GIVEN, SMALL_ENDS, OURS, SHARED = "given order", "small ends", "Ballast", "Ballast, shared"
 PUBLISHED_TITLES: dict[str, Published] = {"verl": "verl", "ROLL": "roll", "MindSpeed-RL": "mindspeed_rl"}

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from balancing.cost_model import CostModel
 from balancing.errors import LengthFileError
 from balancing.pipeline import Pipeline
 from balancing.plan import Plan, Settings
 from balancing.validation import whole_numbers
-from balancing.workload import CostModel
 
 log = logging.getLogger(__name__)
 

@@ -5,16 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from balancing.alignment import round_up
+from balancing.assignment import karmarkar_karp_twice
 from balancing.grouping import Floats, Integers
-from balancing.initial_assignment import karmarkar_karp_twice
 from balancing.lower_bounds import minimum_step_times, prefix_step_time_bound, step_time_bound
+from balancing.micro_step_targets import least_makespan
 from balancing.packing import Caps
 from balancing.padded import take_in_order
 from balancing.pipeline import Pipeline
-from balancing.pipeline_order import small_ends
 from balancing.pipeline_plan import most_in_a_step
-from balancing.pipeline_shape import least_makespan
-from balancing.pipeline_time import makespan
+from balancing.pipeline_time import makespan, small_ends
 from balancing.plan import MiniBatch, Plan
 
 # A grid is float64 [steps, ranks] of one mini-batch: a sum over each micro-batch, 0 for an empty one.

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.compiled import COMPILED
-from balancing.filling import best_fit, fill_exactly, fill_lightest, fill_to_level
+from balancing.filling import best_fit, fill_lightest, fill_to_level
 from balancing.padded import run_starts
 
 
@@ -98,26 +98,6 @@ def test_level_counts_what_is_placed_already():
     weights, placed = np.array([5.0, 4.0, 3.0]), np.array([0, -1, -1])
     assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 2, 7.0, 10, 9).tolist() == [0, 1, 1]
     assert fill_to_level(np.arange(1, 3), np.array([1] * 3), weights, placed, 1, 9.0, 10, 9).tolist() == [0, 0, -1]
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=9).map(np.array), bins, caps, sequences)
-def test_search_keeps_caps_and_is_the_same_interpreted(sizes, count, cap, most):
-    assignment = placed(fill_exactly, order_of(sizes), sizes, count, cap, most)
-    if assignment.min() >= 0:
-        check_caps(assignment, sizes, cap, most)
-        assert assignment.max() < count
-    else:
-        assert (assignment == -1).all()
-
-
-def test_search_finds_what_the_fullest_bin_first_misses():
-    # 9 and 3 look better than 9 and twice 2, but then 7 and 5 cannot be completed.
-    sizes = np.array([9, 8, 7, 5, 3, 3, 2, 2])
-    assert best_fit(np.arange(8), sizes, 13, 9).max() == 3
-    assignment = fill_exactly(np.arange(8), sizes, 3, 13, 9)
-    assert np.bincount(assignment, sizes).tolist() == [13, 13, 13]
-    assert fill_exactly(np.arange(3), np.array([6, 6, 6]), 2, 10, 9).tolist() == [-1, -1, -1]
 
 
 @settings(deadline=None)

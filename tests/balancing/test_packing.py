@@ -158,11 +158,6 @@ def test_v6_full_micro_batches_are_found_and_even():
     assert loads.max() / loads.mean() <= 1.04
 
 
-def test_v6_exact_search_finds_what_heuristics_miss():
-    # Neither longest-first nor best-fit-decreasing nor exchanges find {9,2,2} {8,5} {7,3,3}.
-    assert len(pack([9, 8, 7, 5, 3, 3, 2, 2], 13)) == 3
-
-
 def test_workload_is_even_on_a_long_tailed_batch():
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(600), 1, 512), 16, 8192).astype(int)
     workloads = lengths * (7e4 + lengths.astype(float))

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing.errors import CountError, WeightError
+from balancing.micro_step_targets import best_shape, least_makespan
 from balancing.pipeline import Pipeline
-from balancing.pipeline_order import fastest_order, small_ends
-from balancing.pipeline_shape import best_shape, least_makespan
-from balancing.pipeline_time import bubble, makespan, timeline
+from balancing.pipeline_time import bubble, fastest_order, makespan, small_ends, timeline
 
 TIMES = st.floats(0.0, 10.0)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from balancing import CostModel, Plan, explain, plan_batch, plan_statistics
 from balancing.analysis.explain import replan
 from balancing.analysis.statistics import lower_bound, predicted_grids, step_time
+from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CountError, LengthError, OptionError
-from balancing.model_config import SEVEN_BILLION
 from balancing.prefix_packing import exchange_prefixes
 from balancing.prefixes import Groups
 from tests.benchmarks.balancing.shared_prompts import Batch

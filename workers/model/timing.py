@@ -28,7 +28,7 @@ class MicroStepTime:
     name: the pass it belongs to, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock.
     tokens: sum of the lengths L of its sequences, squared_tokens: sum of L**2; 0 for a micro-batch without work. Tokens
     that several sequences share, S at the beginning of one, count once: S and S**2 less for each of the others. These
-    are the regressors of `balancing.fitting`, and with a cost model they give the time that was predicted.
+    are the regressors of `balancing.cost_model`, and with a cost model they give the time that was predicted.
     """
 
     name: str

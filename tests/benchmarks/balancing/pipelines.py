@@ -45,8 +45,8 @@ def _table(count: int, mini_batches: int, virtual: int) -> Table:
         ["lengths", "plan", "micro-steps", "over ideal", "bubble", "over bound", "plan_batch"],
         rows,
         "Over ideal: predicted makespans / (workload / ranks / stages), - 1. Bubble: share of their time that stages "
-        "wait. Over bound: above the lower bound for all plans with as many micro-steps of the same mini-batches "
-        "(pipeline_shape.py), which need not be reachable. Small ends: the published order, of micro-steps of equal "
+        "wait. Over bound: above the lower bound for all plans with as many micro-steps of the same mini-batches. It "
+        "need not be reachable (micro_step_targets.py). Small ends: the published order, of micro-steps of equal "
         f"weight. plan_batch: CPU time of its one thread, median of {REPETITIONS}.",
     )
 

@@ -13,9 +13,9 @@ from balancing import CostModel, Plan, pack, plan_batch
 from balancing.alignment import round_up
 from balancing.analysis.distributions import DEFAULT_CAP, DISTRIBUTIONS, draw
 from balancing.analysis.statistics import computed_tokens
+from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CountError
 from balancing.lower_bounds import fewest_bins, step_time_bound
-from balancing.model_config import SEVEN_BILLION
 from tests.benchmarks.balancing.table import Table
 
 COST_MODEL = CostModel.from_model_config(SEVEN_BILLION)

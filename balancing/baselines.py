@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from balancing.dealing import Request, Schedule, checked_steps
+from balancing.assignment import Request, Schedule, checked_steps
 from balancing.grouping import Floats, Grouping, Integers
 from balancing.packing import Caps, heaviest_first, keeps_caps, spread
 from balancing.padded import deal_padded, split_most_tokens, take_in_order

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import CostModel, plan_batch
+from balancing.baselines import PUBLISHED, published_steps
 from balancing.errors import CountError, OptionError, OverCapError
-from balancing.published import PUBLISHED, published_steps
 
 
 def steps_of(name, lengths, **changes):

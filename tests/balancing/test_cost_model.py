@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from balancing import BalancingError, CostModel
+from balancing.cost_model import SEVEN_BILLION
 from balancing.errors import CostModelError, LengthError, OptionError
-from balancing.model_config import SEVEN_BILLION
 
 DENSE = {
     "hidden_size": 8,

@@ -1,10 +1,16 @@
-"""Dealing: the micro-batches of a mini-batch, sorted by weight, `ranks` of them to each micro-step.
+"""Assigns sequences to micro-batches, and these, sorted by weight, to micro-steps, `ranks` to each.
 
-    sequences --+-- Karmarkar-Karp (initial_assignment.py) --+--> exchanges --> sorted, dealt --> exchanges
-                +-- longest first (packing.py) --------------+    of all        into steps        within each step
+    sequences --+-- Karmarkar-Karp, repaired -------+--> exchanges --> sorted, dealt --> exchanges
+                +-- longest first (packing.py) -----+    of all        into steps        within each step
 
 Longest first is the fallback if Karmarkar-Karp's micro-batches cannot be brought under the caps. Micro-batches are
 sorted because all ranks of a step wait for the heaviest, and sorted neighbours differ least.
+
+Karmarkar-Karp runs over ranks, then over each rank's micro-batches.
+
+    sequences -> ranks -> micro-batches of each rank -> repair: sequences above a cap move to micro-batches with room
+
+Karmarkar-Karp balances workload and knows no caps, so its micro-batches may exceed them until they are repaired.
 """
 
 from collections.abc import Iterator
@@ -13,10 +19,11 @@ from typing import Literal
 
 import numpy as np
 
+from balancing.compiled import compiled
 from balancing.errors import CountError
 from balancing.exchange import TOLERANCE
+from balancing.filling import fill_to_level
 from balancing.grouping import Floats, Grouping, Integers
-from balancing.initial_assignment import karmarkar_karp_twice, repair_caps
 from balancing.packing import (
     Caps,
     CountRule,
@@ -27,6 +34,7 @@ from balancing.packing import (
     pack_evenly,
     pack_into,
 )
+from balancing.partition import karmarkar_karp, largest_differencing
 
 Order = Literal["descending", "small_ends", "makespan"]
 Start = Literal[
@@ -160,3 +168,80 @@ def _places(groups: int, steps: int, ranks: int) -> Integers:
     step = np.repeat(np.arange(steps), in_step)
     places: Integers = step * ranks + np.arange(groups) - before[step]
     return places
+
+
+def karmarkar_karp_twice(weights: Floats, ranks: int, steps: int) -> Grouping:
+    """`steps` micro-batches for each of `ranks` ranks by Karmarkar-Karp alone, without caps.
+
+    weights: float64 [n], descending. Micro-batch `step * ranks + rank` belongs to that rank, its heaviest first.
+    A rank with fewer sequences than steps has empty micro-batches.
+    """
+    rank_of = karmarkar_karp(weights, ranks)
+    return Grouping(split_ranks(weights, rank_of, ranks, steps), steps * ranks)
+
+
+@compiled
+def split_ranks(weights: Floats, rank_of: Integers, ranks: int, steps: int) -> Integers:
+    """Split each rank's sequences into `steps` sets; int64 [n], `step * ranks + rank` of each sequence."""
+    group_of = np.empty(len(weights), np.int64)
+    for rank in range(ranks):
+        rows = np.flatnonzero(rank_of == rank)
+        if steps == 1 or len(rows) <= steps:
+            set_of = np.arange(len(rows)) % steps
+        else:
+            set_of = largest_differencing(weights[rows], steps, False)
+        heaviest_first = np.argsort(-np.bincount(set_of, weights[rows], steps), kind="mergesort")
+        group_of[rows] = np.argsort(heaviest_first, kind="mergesort")[set_of] * ranks + rank
+    return group_of
+
+
+@compiled
+def repair_caps(
+    sizes: Integers, weights: Floats, group_of: Integers, count: int, max_tokens: int, max_sequences: int
+) -> Integers:
+    """Groups within the caps, none of them empty; int64 [n], -1 for a sequence that fits nowhere.
+
+    sizes: int64 [n], tokens. weights: float64 [n], descending. group_of: int64 [n], in 0..count; n >= count.
+    Sequences taken out of groups above a cap go, longest first, to the lightest group with room. An empty group takes
+    the lightest sequence of the group with most sequences.
+    """
+    kept = group_of.copy()
+    tokens, counts = np.bincount(group_of, sizes, count), np.bincount(group_of, minlength=count)
+    for group in range(count):
+        if tokens[group] > max_tokens or counts[group] > max_sequences:
+            _take_out_excess(kept, group, sizes, max_tokens, max_sequences)
+    loose = np.flatnonzero(kept < 0)
+    loose = loose[np.argsort(-sizes[loose], kind="mergesort")]
+    repaired = fill_to_level(loose, sizes, weights, kept, count, np.inf, max_tokens, max_sequences)
+    if (repaired < 0).any():
+        return repaired
+    counts = np.bincount(repaired, minlength=count)
+    for group in np.flatnonzero(counts == 0):
+        largest = np.argmax(counts)
+        repaired[np.flatnonzero(repaired == largest)[-1]] = group
+        counts[largest] -= 1
+        counts[group] = 1
+    return repaired
+
+
+@compiled
+def _take_out_excess(group_of: Integers, group: int, sizes: Integers, max_tokens: int, max_sequences: int) -> None:
+    """Take out (-1) the shortest sequence that brings the group within its caps, else the longest, until it is."""
+    members = np.flatnonzero(group_of == group)
+    excess, count = sizes[members].sum() - max_tokens, len(members)
+    while excess > 0 or count > max_sequences:
+        leaving = -1
+        for sequence in members:
+            if group_of[sequence] < 0:
+                continue
+            if leaving < 0:
+                better = True
+            elif sizes[leaving] >= excess:
+                better = excess <= sizes[sequence] < sizes[leaving]
+            else:
+                better = sizes[sequence] > sizes[leaving]
+            if better:
+                leaving = sequence
+        group_of[leaving] = -1
+        excess -= sizes[leaving]
+        count -= 1

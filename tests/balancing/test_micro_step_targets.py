@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from balancing import CostModel, plan_batch, plan_statistics
 from balancing.analysis.distributions import draw
+from balancing.micro_step_targets import Levels, best_shape, covered_shape, levels_of
 from balancing.packing import Caps
 from balancing.pipeline import Pipeline
-from balancing.pipeline_levels import Levels, covered_shape, levels_of
-from balancing.pipeline_shape import best_shape
 
 COSTS = CostModel(4.2e10, 6e5)
 CAP = 400

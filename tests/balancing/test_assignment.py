@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balancing.initial_assignment import karmarkar_karp_twice, repair_caps
+from balancing.assignment import karmarkar_karp_twice, repair_caps
 from balancing.partition import karmarkar_karp
 
 

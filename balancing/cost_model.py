@@ -1,0 +1,313 @@
+"""Cost models: computing a sequence of L tokens costs `linear * L + quadratic * L**2`.
+
+model config ----- counted ---+
+                              +--> CostModel --> workload of each sequence --> balanced by plans
+measured seconds -- fitted ---+
+
+`CostModel.fit` fits coefficients to measured micro-batches by non-negative least squares:
+
+    seconds_i ~ overhead + linear * sum(L) + quadratic * sum(L**2)        L: lengths in micro-batch i
+
+It minimises relative errors (each equation is divided by its seconds), because timing noise is proportional to the
+time; with absolute errors, one micro-batch of a minute would outweigh a hundred of a second.
+
+`CostModel.from_model_config` counts the FLOPs of a forward pass from a Hugging Face model config:
+
+config --> weights that a token passes through, over all layers and the output head --> 2 FLOPs each, per token
+       --> widths of attention scores and weighted sums                              --> FLOPs per squared token
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from balancing.errors import CostModelError
+from balancing.grouping import Floats
+from balancing.validation import one_of, weight_array, whole_numbers
+
+FEWEST_MEASUREMENTS = 4
+"""One more than there are terms; with fewer there is no residual to estimate the error."""
+HIGHEST_CONDITION = 1_000.0
+"""Above this condition number, 1 % of noise in the times exceeds the coefficients."""
+
+
+@dataclass(frozen=True)
+class FitQuality:
+    """relative_error: root mean square of `predicted / measured - 1`. measurements: their number. condition: condition
+    number of the design matrix with normalised columns, about the factor by which noise of the times is amplified in
+    the coefficients."""
+
+    relative_error: float
+    measurements: int
+    condition: float
+
+
+def fit_terms(terms: Floats, seconds: ArrayLike) -> tuple[Floats, FitQuality]:
+    """The non-negative coefficients of least squared relative error: float64 [3], overhead, linear and quadratic.
+
+    terms: float64 [m, 3], 1, sum(L) and sum(L**2) of each micro-batch. seconds: m times, positive.
+    Raises CostModelError if the data do not suffice.
+    """
+    times = _positive_times(seconds)
+    if len(times) < FEWEST_MEASUREMENTS:
+        raise CostModelError(
+            f"{len(times)} measurements are too few to fit three terms and estimate the error; "
+            f"pass at least {FEWEST_MEASUREMENTS}"
+        )
+    relative = terms / times[:, None]
+    condition = _condition(relative)
+    if not condition <= HIGHEST_CONDITION:
+        raise CostModelError(
+            f"the measured micro-batches are too similar to separate overhead, linear and quadratic cost (condition "
+            f"{condition:.3g}, at most {HIGHEST_CONDITION:g}); measure small and large micro-batches, "
+            "of short sequences and of long ones"
+        )
+    coefficients = _non_negative_least_squares(relative, np.ones(len(times)))
+    if not coefficients[1:].any():
+        raise CostModelError("the measured seconds do not grow with tokens; measure micro-batches of more tokens")
+    predicted = terms @ coefficients
+    relative_error = float(np.sqrt(np.mean((predicted / times - 1.0) ** 2)))
+    return coefficients, FitQuality(relative_error, len(times), condition)
+
+
+def regressors(micro_batches: Sequence[ArrayLike]) -> Floats:
+    """float64 [m, 3]: 1, sum of lengths, sum of squared lengths of each micro-batch; LengthError for bad lengths."""
+    rows = []
+    for number, lengths in enumerate(micro_batches):
+        tokens = whole_numbers(lengths, f"micro_batches[{number}]", minimum=1).astype(np.float64)
+        rows.append((1.0, tokens.sum(), np.square(tokens).sum()))
+    return np.array(rows, np.float64).reshape(len(rows), 3)
+
+
+def _positive_times(seconds: ArrayLike) -> Floats:
+    times = weight_array(seconds, "seconds")
+    if (times == 0).any():
+        raise CostModelError(f"seconds[{int(np.argmax(times == 0))}] is 0; a measured time is positive")
+    return times
+
+
+def _condition(design: Floats) -> float:
+    norms = np.linalg.norm(design, axis=0)
+    return float(np.linalg.cond(design / norms)) if (norms > 0).all() else float("inf")
+
+
+def _non_negative_least_squares(design: Floats, target: Floats) -> Floats:
+    """The exact minimiser over coefficients >= 0, which is the unconstrained one of some subset of the columns.
+
+    Three columns have only seven subsets, so it solves all and takes the best without a negative coefficient, instead
+    of the active-set method of Lawson and Hanson (1974).
+    """
+    columns = design.shape[1]
+    norms = np.linalg.norm(design, axis=0)
+    best, lowest = np.zeros(columns), float(target @ target)
+    for count in range(columns, 0, -1):
+        for subset in combinations(range(columns), count):
+            chosen = list(subset)
+            solution = np.linalg.lstsq(design[:, chosen] / norms[chosen], target, rcond=None)[0] / norms[chosen]
+            residual = target - design[:, chosen] @ solution
+            if (solution >= 0).all() and residual @ residual < lowest:
+                best, lowest = np.zeros(columns), float(residual @ residual)
+                best[chosen] = solution
+    return best
+
+
+UNGATED_MODELS = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "falcon"})
+"""Model types whose feed-forward block has two matrices; all others count as gated, with three."""
+
+SEVEN_BILLION = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+"""The shape of a dense grouped-query model of 7.6 billion weights (Qwen2.5-7B); the default of the command."""
+
+
+def forward_flops(config: Mapping[str, Any] | object) -> tuple[float, float]:
+    """FLOPs per token and per squared token of one forward pass; CostModelError that names a missing key."""
+    fields = _Fields(config)
+    layers = fields.integer("num_hidden_layers")
+    weights_attention, width_attention = _attention(fields)
+    weights = layers * weights_attention + _feed_forward_weights(fields, layers)
+    weights += fields.integer("hidden_size") * fields.integer("vocab_size")
+    return 2.0 * weights, float(layers * width_attention)
+
+
+class _Fields:
+    """Reads a config, a mapping or an object; the text part of a multi-modal one."""
+
+    def __init__(self, config: Mapping[str, Any] | object) -> None:
+        self._config = config
+        nested = self.get("text_config")
+        if nested is not None:
+            self._config = nested
+
+    def get(self, *names: str) -> Any:
+        """The value of the first of `names` that is set and not None, else None."""
+        for name in names:
+            config = self._config
+            value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+            if value is not None:
+                return value
+        return None
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        value = self.get(*names)
+        if value is None and default is None:
+            raise CostModelError(f"the model config has no {' or '.join(names)}; give CostModel(linear, quadratic)")
+        return int(default if value is None else value)  # type: ignore[arg-type]
+
+
+def _attention(fields: _Fields) -> tuple[int, int]:
+    """Weights of one layer's projections, and its FLOPs per squared token.
+
+    Scores and weighted sums take 2 * L**2 * width FLOPs each over all pairs; half of that, causal, is L**2 * width.
+    """
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if fields.get("kv_lora_rank") is not None:
+        return _latent_attention(fields, hidden, heads)
+    head = fields.integer("head_dim", default=hidden // heads)
+    kv_heads = fields.integer("num_key_value_heads", default=heads)
+    return 2 * hidden * head * (heads + kv_heads), 2 * heads * head
+
+
+def _latent_attention(fields: _Fields, hidden: int, heads: int) -> tuple[int, int]:
+    """Multi-head latent attention (DeepSeek-V2, 2024): low-rank keys, values and optionally queries."""
+    rope, nope = fields.integer("qk_rope_head_dim"), fields.integer("qk_nope_head_dim")
+    value, kv_rank = fields.integer("v_head_dim"), fields.integer("kv_lora_rank")
+    query_rank = fields.integer("q_lora_rank", default=0)
+    query = heads * (rope + nope)
+    query_weights = query_rank * (hidden + query) if query_rank else hidden * query
+    kv_weights = hidden * (kv_rank + rope) + kv_rank * heads * (nope + value)
+    return query_weights + kv_weights + heads * value * hidden, query + heads * value
+
+
+def _feed_forward_weights(fields: _Fields, layers: int) -> int:
+    """Weights that a token passes through in the feed-forward blocks of all layers."""
+    hidden = fields.integer("hidden_size")
+    matrices = 2 if fields.get("model_type") in UNGATED_MODELS else 3
+    experts = fields.integer("num_experts", "n_routed_experts", "num_local_experts", default=0)
+    sparse_layers = _sparse_layers(fields, layers) if experts else 0
+    weights = 0
+    if sparse_layers < layers:
+        weights += (layers - sparse_layers) * matrices * hidden * fields.integer("intermediate_size")
+    if sparse_layers:
+        active = fields.integer("num_experts_per_tok", "moe_topk")
+        width = fields.integer("moe_intermediate_size", "intermediate_size")
+        shared = fields.integer("n_shared_experts", default=0) * width
+        shared += fields.integer("shared_expert_intermediate_size", default=0)
+        weights += sparse_layers * hidden * (matrices * (active * width + shared) + experts)
+    return weights
+
+
+def _sparse_layers(fields: _Fields, layers: int) -> int:
+    """The number of layers with a mixture of experts, by the config keys of DeepSeek and Qwen."""
+    first = fields.integer("first_k_dense_replace", default=0)
+    frequency = fields.integer("moe_layer_freq", default=1)
+    dense = set(fields.get("mlp_only_layers") or [])
+    step = fields.integer("decoder_sparse_step", default=1)
+    return sum(
+        1 for layer in range(first, layers) if layer not in dense and (layer + 1) % step == 0 and layer % frequency == 0
+    )
+
+
+TRAINING_FACTOR = 3.0
+"""Cost of forward and backward / forward: the backward pass has two matrix products for each of the forward pass."""
+
+Unit = Literal["FLOP", "token", "second"]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The cost of a sequence of L tokens is `linear * L + quadratic * L**2`, in `unit`.
+
+    linear: cost per token (matrix products with weights). quadratic: cost per squared token (causal attention).
+    Plans depend on their ratio only; a common factor scales the predicted times.
+    Raises CostModelError if a coefficient is negative, not finite, or both are 0; OptionError for an unknown unit.
+    """
+
+    linear: float
+    quadratic: float
+    unit: Unit = "FLOP"
+
+    def __post_init__(self) -> None:
+        for name in ("linear", "quadratic"):
+            value = getattr(self, name)
+            if not np.isfinite(value) or value < 0:
+                raise CostModelError(f"{name}={value!r} of a CostModel must be finite and >= 0")
+        if self.linear == 0 and self.quadratic == 0:
+            raise CostModelError("linear and quadratic of a CostModel are both 0; one must be positive")
+        one_of(self.unit, "unit", ("FLOP", "token", "second"))
+
+    def workload(self, lengths: ArrayLike) -> Floats:
+        """float64 [n], the cost of each sequence in `unit`; LengthError unless `lengths` are whole numbers >= 0."""
+        tokens = whole_numbers(lengths, "lengths", minimum=0).astype(np.float64)
+        return tokens * (self.linear + self.quadratic * tokens)
+
+    def scaled(self, factor: float) -> "CostModel":
+        """The model times `factor`; `1 / TRAINING_FACTOR` turns costs of training into those of a forward pass."""
+        return CostModel(self.linear * factor, self.quadratic * factor, self.unit)
+
+    @classmethod
+    def tokens(cls) -> "CostModel":
+        """One unit per token; balances token counts."""
+        return cls(1.0, 0.0, "token")
+
+    @classmethod
+    def from_model_config(cls, config: Mapping[str, Any] | object, *, training: bool = True) -> "CostModel":
+        """FLOPs, from a Hugging Face model config: a mapping (`config.json`) or an object with attributes.
+
+        A product [m, k] x [k, n] counts 2*m*k*n FLOPs, causal attention L**2 / 2 pairs, a mixture of experts only the
+        active experts, and embedding look-ups nothing. Supports dense, grouped-query and latent (`kv_lora_rank`)
+        attention and mixtures of experts; sliding windows count as full attention.
+        training: forward and backward (`TRAINING_FACTOR`) instead of forward only.
+        Raises CostModelError that names a missing key.
+        """
+        forward = cls(*forward_flops(config))
+        return forward.scaled(TRAINING_FACTOR) if training else forward
+
+    @classmethod
+    def fit(cls, micro_batches: Sequence[ArrayLike], seconds: ArrayLike) -> "CostFit":
+        """Seconds, from measurements: `overhead + linear * sum(L) + quadratic * sum(L**2)` for each micro-batch.
+
+        micro_batches: the lengths of the sequences that ran together, one array for each measurement. seconds: their
+        times, positive. Training steps and forward passes need a fit each.
+        Raises CostModelError for fewer than `fitting.FEWEST_MEASUREMENTS`, for micro-batches too similar to separate
+        the terms, and for times that do not grow with tokens; LengthError for bad lengths.
+        """
+        if len(micro_batches) != np.size(seconds):
+            raise CostModelError(
+                f"{len(micro_batches)} micro-batches with {np.size(seconds)} seconds; pass one time for each"
+            )
+        return _cost_fit(regressors(micro_batches), seconds)
+
+    @classmethod
+    def fit_sums(cls, tokens: ArrayLike, squared_tokens: ArrayLike, seconds: ArrayLike) -> "CostFit":
+        """As `fit`, from sum(L) and sum(L**2) of each of m micro-batches, the form in which a run records them."""
+        columns = [weight_array(tokens, "tokens"), weight_array(squared_tokens, "squared_tokens")]
+        if not len(columns[0]) == len(columns[1]) == np.size(seconds):
+            raise CostModelError("tokens, squared_tokens and seconds differ in length; pass one of each a micro-batch")
+        return _cost_fit(np.column_stack([np.ones(len(columns[0])), *columns]), seconds)
+
+
+@dataclass(frozen=True)
+class CostFit(FitQuality):
+    """A cost model fitted to measurements, and the quality of the fit.
+
+    model: in seconds. overhead_seconds: fixed cost of a micro-batch, which plans do not consider.
+    """
+
+    model: CostModel
+    overhead_seconds: float
+
+
+def _cost_fit(terms: Floats, seconds: ArrayLike) -> CostFit:
+    coefficients, quality = fit_terms(terms, seconds)
+    overhead, linear, quadratic = coefficients.tolist()
+    return CostFit(model=CostModel(linear, quadratic, "second"), overhead_seconds=overhead, **asdict(quality))
