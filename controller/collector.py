@@ -6,7 +6,7 @@ prompts -> requests -> engines --sample by sample--> rewards -> baseline, shapin
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +25,6 @@ from workers.config import SamplingConfig
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
 from workers.score import Score
-
-
-@dataclass(frozen=True)
-class Collected:
-    """rollout: all samples of a step. batch: those to train on."""
-
-    rollout: Rollout
-    batch: RemoteBatch
 
 
 class Collector:
@@ -71,7 +63,7 @@ class Collector:
     def save(self, path: Path, numbers: Sequence[int]) -> None:
         """Write the samples of the prompts at these places, where a checkpoint says that they are `active`."""
 
-    def collect(self, step: int) -> Collected:
+    def collect(self, step: int) -> Rollout:
         """The samples of a step, from prompts at `position` on; in several rounds where `replace` needs more groups."""
         settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
         limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
@@ -88,7 +80,7 @@ class Collector:
         if limit > 1:
             self.log_missing(step, wanted)
         batch = with_record_columns(RemoteBatch.concat(kept), by_uid, self.config.loss_columns)
-        return Collected(Rollout.concat(rounds), batch)
+        return replace(Rollout.concat(rounds), trained=batch)
 
     def _next(self, count: int) -> list[Prompt]:
         """The next prompts: those left over, then those from `position` on."""

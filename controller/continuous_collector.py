@@ -20,7 +20,7 @@ from ray import ObjectRef
 from controller import advantages
 from controller.actors.roles import Roles
 from controller.checkpoint import Progress
-from controller.collector import Collected, Collector, sample_requests
+from controller.collector import Collector, sample_requests
 from controller.config import Config
 from controller.data.prompts import Prompt, Prompts
 from controller.generation.engines import POLL_SECONDS
@@ -108,7 +108,7 @@ class ContinuousCollector(Collector):
         found = {request.seed: now.get(request.seed, request.begun) for request in requests}
         return {seed: response for seed, response in found.items() if response is not None}
 
-    def collect(self, step: int) -> Collected:
+    def collect(self, step: int) -> Rollout:
         """The samples of the groups that the step takes; waits until there are enough of them."""
         wanted = self.config.batch.prompts_per_step
         with self.record.console.samples(wanted) as advance:
@@ -125,7 +125,7 @@ class ContinuousCollector(Collector):
         batch = self.keep_groups_with_signal(batch)
         if self.config.algorithm.groups_without_signal == "replace":
             self.log_missing(step, wanted - len(np.unique(batch["uid"])))
-        return Collected(rollout, with_record_columns(batch, by_uid, self.config.loss_columns))
+        return replace(rollout, trained=with_record_columns(batch, by_uid, self.config.loss_columns))
 
     def read(self) -> None:
         """Read all that engines and reward workers have finished, without waiting."""

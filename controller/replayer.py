@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import ray
-
 from balancing import CostModel
 from controller.actors.roles import Roles, start_roles_without_engines
 from controller.checkpoint import resume
@@ -22,8 +20,8 @@ from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
 from controller.observability.run_folder import step_file
 from controller.observability.run_record import RunRecord
+from controller.sample_files import read_step
 from controller.session import Session
-from controller.step_samples import read_step
 from controller.trainer import Trainer
 from workers.errors import DataError, MismatchError
 from workers.metrics import Metric
@@ -50,12 +48,11 @@ class Replayer(Trainer):
 
         Raises DataError as `read_step` does, and what a step raises.
         """
-        samples = read_step(path)
-        collected = samples.collected(ray.put(samples.tokens))
+        rollout = read_step(path)
         metrics: dict[str, float] = {}
-        if len(collected.batch):
+        if len(rollout.trained):
             with self.record.step(step, self.last_step):
-                metrics = self.learn(collected.rollout, collected.batch, step)
+                metrics = self.learn(rollout, rollout.trained, step)
             self.record.console.step(step, self.last_step, metrics)
         self.progress.step = step
         return metrics

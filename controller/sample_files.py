@@ -1,20 +1,28 @@
-"""Samples in a file: their tokens, log-probs, versions of weights, results and scores.
+"""Samples in files: those of a checkpoint that no step has trained on, and those of a recorded step.
 
-step-30.npz    finished.NAME, partial.NAME: rows one after another, with offsets | records: JSON of results and scores
+    checkpoint   StoredSamples <--read_samples, write_samples--> step-30.npz
+    step         Rollout <--read_step, write_step--> runs/NAME/samples/step-3.npz, which `controller.replay` trains
 
-Compressed, and read without pickle: what a file holds is numbers and text.
+Tokens are rows one after another with offsets, results and scores JSON. Compressed, and read without pickle: what a
+file holds is numbers and text.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
+import ray
 
 from controller.observability.run_folder import writing
-from workers.dataproto import DataProto
+from controller.samples import SAMPLED_COLUMNS, Rollout
+from workers.dataproto import DataProto, object_column
+from workers.errors import DataError
+from workers.remote_batch import RemoteBatch
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import PartialResponse, SampleResult
 from workers.score import Score
@@ -59,6 +67,62 @@ def read_samples(path: Path) -> StoredSamples:
         finished = [_finished(record, rows) for record in records["finished"]]
         partial = [PartialResponse(**row) for row in _rows(unpacked("partial", arrays))]
         return StoredSamples(finished, dict(zip(records["partial"], partial, strict=True)))
+
+
+def write_step(path: Path, rollout: Rollout) -> None:
+    """Write a step's samples and the rows that it trains on, as a file that replaces `path` when it is complete.
+
+    Raises OutputError, and DataError for a value of a record that JSON does not have.
+    """
+    samples, trained = rollout.samples, rollout.trained
+    row_of = {key: row for row, key in enumerate(_keys(samples))}
+    added = {name: column for name, column in trained.columns.items() if name not in rollout.batch.columns}
+    objects = {name: column.tolist() for name, column in added.items() if column.dtype.kind == "O"}
+    arrays = {f"added.{name}": column for name, column in added.items() if name not in objects}
+    # Hashes of prefixes follow from the tokens.
+    arrays |= {f"columns.{name}": column for name, column in samples.columns.items() if name != "prefix_hashes"}
+    arrays["trained"] = np.array([row_of[key] for key in _keys(trained)], dtype=np.int64)
+    try:
+        arrays["scores"] = as_bytes([asdict(score) for score in rollout.by_sample.values()])
+        arrays["objects"] = as_bytes(objects)
+    except TypeError as error:
+        raise DataError(
+            f"run.record_samples cannot keep a column of algorithm.loss.columns={','.join(objects)}: {error}; give it "
+            "as numbers or text."
+        ) from None
+    write_arrays(path, arrays | packed("tokens", _fetched(samples.tokens["input_ids"])))
+
+
+def read_step(path: Path, put: Callable[[DataProto], Any] | None = None) -> Rollout:
+    """Read the samples of a step. put: stores their tokens and returns a reference; None is `ray.put`.
+
+    Raises DataError for a file that is missing or broken.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            tokens, columns, trained = unpacked("tokens", arrays), named("columns", arrays), arrays["trained"]
+            objects = {name: object_column(values) for name, values in from_bytes(arrays["objects"]).items()}
+            scores = [Score(**values) for values in from_bytes(arrays["scores"])]
+            added = named("added", arrays) | objects
+            prompts = columns["prompt_tokens"].tolist()
+    except (OSError, ValueError, KeyError, TypeError, BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} cannot be read as the samples of a step: {error}") from None
+    hashes = [prefix_hashes(tokens.row(row)["input_ids"], prompts[row]) for row in range(len(tokens))]
+    kept = [name for name in SAMPLED_COLUMNS if name in tokens.tokens]
+    samples = RemoteBatch.of_block((put or ray.put)(tokens), columns | {"prefix_hashes": object_column(hashes)}, kept)
+    rollout = Rollout(samples, dict(zip(_keys(samples), scores, strict=True)), dropped=0, retried=0)
+    return replace(rollout, trained=rollout.batch.select(trained).with_columns(**added))
+
+
+def _keys(samples: RemoteBatch) -> list[tuple[str, int]]:
+    return list(zip(samples["uid"].tolist(), samples["sample"].tolist(), strict=True))
+
+
+def _fetched(places: np.ndarray) -> DataProto:
+    """All token columns of the rows at these places."""
+    refs = list(dict.fromkeys(ref for ref, _, _ in places))
+    blocks = dict(zip(refs, ray.get(refs), strict=True))
+    return DataProto.from_rows([blocks[ref].row(row) for ref, _, row in places])
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

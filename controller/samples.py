@@ -38,7 +38,8 @@ class Rollout:
     of generation); tokens input_ids, loss_mask, rollout_log_probs and, with model.router_replay, routed_experts.
     by_sample: scores with their rewards, in the order
     of `samples`. failures: why samples have no score of their own. rounds: rounds of generation that it joins.
-    version_tokens: by version of the weights, the number of tokens that they sampled.
+    version_tokens: by version of the weights, the number of tokens that they sampled. trained: the rows that a step
+    trains on, in its order, with columns of their records; empty until the collector has chosen them.
     """
 
     samples: RemoteBatch
@@ -48,6 +49,7 @@ class Rollout:
     failures: tuple[str, ...] = ()
     rounds: int = 1
     version_tokens: Mapping[int, int] = field(default_factory=dict)
+    trained: RemoteBatch = field(default_factory=lambda: RemoteBatch({}, {}))
 
     @cached_property
     def batch(self) -> RemoteBatch:
@@ -125,7 +127,7 @@ class Rollout:
 
     def without_tokens(self) -> "Rollout":
         """The light columns and scores alone, which keep nothing in the object store."""
-        return replace(self, samples=RemoteBatch(self.samples.columns, {}))
+        return replace(self, samples=RemoteBatch(self.samples.columns, {}), trained=RemoteBatch({}, {}))
 
     def examples(
         self, count: int, asked: Callable[[str], dict[str, str]], characters: int = LONGEST_TEXT

@@ -32,9 +32,9 @@ from controller.observability.metrics import staleness, throughput, waiting
 from controller.observability.run_folder import step_file
 from controller.observability.shown_text import other_columns, shown_prompt
 from controller.planner import group_numbers, with_group_tokens
+from controller.sample_files import write_step
 from controller.samples import Rollout
 from controller.session import Session
-from controller.step_samples import step_samples, write_step
 from controller.training_loop import TrainingLoop, prefixed
 from controller.validation_metrics import summarize
 from workers.config import LossConfig, ValueLossConfig
@@ -105,14 +105,14 @@ class Trainer(TrainingLoop):
         record = self.record
         with record.step(step, self.config.run.steps):
             with record.phase("rollout"):
-                collected = self.collector.collect(step)
-                rollout, batch = collected.rollout, collected.batch
+                rollout = self.collector.collect(step)
+                batch = rollout.trained
             metrics = rollout.metrics() | self.staleness(rollout)
             record.samples(step, rollout, self.asked)
             self._sampled = rollout.without_tokens()
             if self.config.run.record_samples:
                 with record.phase("record"):
-                    write_step(step_file(self.folder, step), step_samples(collected))
+                    write_step(step_file(self.folder, step), rollout)
             metrics["rollout/samples_left_out"] = float(len(rollout.batch) - len(batch))
             metrics |= self.signal(rollout)
             if len(batch):

@@ -6,14 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from controller.collector import Collected, Collector, overlong_penalty
+from controller.collector import Collector, overlong_penalty
+from controller.samples import Rollout
 from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import RolloutError
 
 Run = Callable[..., LocalRun]
 
 
-def collected(run: LocalRun, step: int = 1, position: int = 0) -> Collected:
+def collected(run: LocalRun, step: int = 1, position: int = 0) -> Rollout:
     run.trainer.collector.position = position
     return run.trainer.collector.collect(step)
 
@@ -23,8 +24,8 @@ def signal_in(*uids: str) -> Callable[[str, int, bool], float]:
     return lambda uid, sample, greedy: float(sample if uid in uids else 1)
 
 
-def uids(collected: Collected) -> list[str]:
-    return sorted(set(collected.batch["uid"].tolist()), key=int)
+def uids(rollout: Rollout) -> list[str]:
+    return sorted(set(rollout.trained["uid"].tolist()), key=int)
 
 
 def test_every_prompt_is_sampled_several_times_with_seeds_of_their_own(local_run: Run) -> None:
@@ -64,7 +65,7 @@ def test_groups_of_equal_rewards_are_kept_or_dropped(local_run: Run, rule: str, 
     found.rewards.reward = signal_in("1")
     result = collected(found)
     assert uids(result) == kept
-    assert len(result.rollout.batch) == 4  # metrics are of all samples
+    assert len(result.batch) == 4  # metrics are of all samples
     assert found.trainer.collector.position == 2
 
 
@@ -74,7 +75,7 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run
     result = collected(found)
     assert [[r.uid for r in requests[::2]] for requests, _ in found.engines.rounds] == [["0", "1"], ["2"], ["3"]]
     assert (uids(result), found.trainer.collector.position) == (["1", "3"], 4)
-    assert result.rollout.metrics()["rollout/sampling_rounds"] == 3
+    assert result.metrics()["rollout/sampling_rounds"] == 3
     assert "without signal" not in found.said
 
 
@@ -97,15 +98,15 @@ def test_remax_samples_each_prompt_once_more_greedily(local_run: Run) -> None:
     assert [request.key for request in greedy] == [("0", 0), ("1", 0)]
     assert (greedy_sampling.temperature, greedy_sampling.top_p, greedy_sampling.top_k) == (0, 1, 0)
     assert sampling.temperature == 1
-    assert result.batch["greedy_reward"].tolist() == [10, 10, 11, 11]
-    assert result.batch["reward"].tolist() == [0, 1, 0, 1]
+    assert result.trained["greedy_reward"].tolist() == [10, 10, 11, 11]
+    assert result.trained["reward"].tolist() == [0, 1, 0, 1]
 
 
 def test_other_estimators_sample_nothing_more(local_run: Run) -> None:
     found = local_run("algorithm.advantage=rloo")
     result = collected(found)
     assert len(found.engines.rounds) == 1
-    assert "greedy_reward" not in result.batch.columns
+    assert "greedy_reward" not in result.trained.columns
 
 
 # Rewards
@@ -118,14 +119,14 @@ def test_the_penalty_falls_linearly_over_the_last_tokens() -> None:
 
 def test_long_responses_and_their_greedy_baseline_are_punished_alike(local_run: Run) -> None:
     found = local_run("algorithm.advantage=remax", "reward.overlong_tokens=2", "reward.overlong_penalty=0.5")
-    batch = collected(found).batch  # all responses are as long as they may be
+    batch = collected(found).trained  # all responses are as long as they may be
     assert batch["reward"].tolist() == [-0.5, 0.5, -0.5, 0.5]
     assert batch["greedy_reward"].tolist() == [-0.5] * 4
 
 
 def test_a_reward_model_adds_its_scores_by_weight_while_the_engines_sleep(local_run: Run) -> None:
     found = local_run("reward.model.path=judge", "reward.model.weight=0.25")
-    batch = collected(found).batch
+    batch = collected(found).trained
     assert batch["reward"].tolist() == [0, 1.25, 0.5, 1.75]
     assert found.log == ["generate", "sleep", "reward_model.score"]
 
@@ -136,7 +137,7 @@ def test_a_sample_whose_reward_failed_counts_zero_or_is_dropped_and_is_said(
 ) -> None:
     found = local_run(f"reward.on_failure={rule}")
     found.rewards.reward = lambda uid, sample, greedy: None if (uid, sample) == ("1", 1) else float(sample)
-    assert collected(found).batch["reward"].tolist() == rewards
+    assert collected(found).trained["reward"].tolist() == rewards
     assert "1 rewards failed, the first: no reward" in found.said
 
 
@@ -151,4 +152,4 @@ def test_columns_of_the_records_travel_to_the_loss(local_run: Run) -> None:
     found = local_run(
         "algorithm.loss.name=custom", "algorithm.loss.function=losses.py:loss", "algorithm.loss.columns=level"
     )
-    assert collected(found, position=4).batch["level"].tolist() == [4, 4, 5, 5]
+    assert collected(found, position=4).trained["level"].tolist() == [4, 4, 5, 5]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from controller import continuous_collector
-from controller.collector import Collected
 from controller.continuous_collector import ContinuousCollector
 from controller.sample_files import read_samples
+from controller.samples import Rollout
 from tests.controller.stand_ins.roles import LocalRun
 from workers.dataproto import DataProto
 from workers.errors import RolloutError
@@ -43,8 +43,8 @@ class ObjectStore:
         return f"put {len(self.blocks) - 1}"
 
 
-def uids(collected: Collected) -> list[str]:
-    return sorted(set(collected.batch["uid"].tolist()), key=int)
+def uids(rollout: Rollout) -> list[str]:
+    return sorted(set(rollout.trained["uid"].tolist()), key=int)
 
 
 def test_groups_of_two_steps_are_under_way_and_more_follow_when_weights_are_published(local_run: Run) -> None:
@@ -109,7 +109,7 @@ def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
     found.rewards.reward = lambda uid, sample, greedy: float(sample if uid in ("1", "5", "6") else 1)
     collected = collector_of(found).collect(1)
     assert uids(collected) == ["1", "5"]
-    assert {"0", "2", "3", "4"} <= set(collected.rollout.batch["uid"].tolist())  # metrics are of all samples
+    assert {"0", "2", "3", "4"} <= set(collected.batch["uid"].tolist())  # metrics are of all samples
 
 
 def test_engines_have_the_requests_of_a_replacement_when_its_group_is_found_without_signal(local_run: Run) -> None:
@@ -135,7 +135,7 @@ def test_samples_that_fail_are_counted_and_their_group_is_trained_without_them(l
     found = local_run(*AHEAD)
     found.engines.failing = {"1"}
     collected = collector_of(found).collect(1)
-    assert (uids(collected), collected.rollout.dropped) == (["0"], 2)
+    assert (uids(collected), collected.dropped) == (["0"], 2)
 
 
 def test_a_step_of_failed_samples_alone_is_an_error(local_run: Run) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from controller.observability.run_folder import RunFolder, step_file
-from controller.sample_files import read_samples
-from controller.step_samples import read_step
+from controller.sample_files import read_samples, read_step
 from tests.end_to_end.processes import ROOT, Stopped, marked_environment, settings_file, stopped
 from workers.model.checkpoint_folder import complete
 
@@ -124,6 +123,6 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
 
 def rows(folder: Path, step: int) -> Iterator[tuple[tuple[str, int], dict[str, np.ndarray]]]:
     """The tokens of a step's samples, by (uid, sample)."""
-    samples = read_step(step_file(folder, step))
-    for row, key in enumerate(zip(samples.columns["uid"].tolist(), samples.columns["sample"].tolist(), strict=True)):
-        yield key, samples.tokens.row(row)
+    rollout = read_step(step_file(folder, step), put=lambda block: block)
+    for key, (block, _, row) in zip(rollout.by_sample, rollout.samples.tokens["input_ids"], strict=True):
+        yield key, block.row(row)

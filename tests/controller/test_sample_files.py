@@ -1,5 +1,6 @@
 """The samples of a step in a file."""
 
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import pytest
 
 from controller.observability.metrics import RunWriter
 from controller.observability.run_folder import recorded_steps, step_file
-from controller.step_samples import StepSamples, read_step, write_step
+from controller.sample_files import read_step, write_step
+from controller.samples import Rollout
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError, OutputError
+from workers.remote_batch import RemoteBatch
+from workers.rollout.prefix_hashes import prefix_hashes
 from workers.score import Score
 
 ROWS = [
@@ -19,31 +23,48 @@ ROWS = [
 ]
 
 
-def samples(**added: np.ndarray) -> StepSamples:
-    return StepSamples(
-        DataProto.from_rows(ROWS),
-        {"uid": np.array(["a", "ü"]), "sample": np.array([0, 1]), "seconds": np.array([0.1, 1 / 3])},
-        [Score(1 / 3, "yes", {"exact": 1.0}, answer="4"), Score(0.0, "", failure="f: raised")],
-        np.array([1, 0]),
-        added,
-    )
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References are the blocks themselves."""
+    monkeypatch.setattr("controller.sample_files.ray.get", lambda refs: refs)
+
+
+class Block(DataProto):
+    """Stands for its own reference."""
+
+    __hash__ = object.__hash__
+
+
+def samples(**added: np.ndarray) -> Rollout:
+    """Two samples, of which both are trained, the second first."""
+    rows = DataProto.from_rows(ROWS)
+    columns = {"uid": np.array(["a", "ü"]), "sample": np.array([0, 1]), "seconds": np.array([0.1, 1 / 3])}
+    columns["prompt_tokens"] = np.array([2, 0])
+    scores = [Score(1 / 3, "yes", {"exact": 1.0}, answer="4"), Score(0.0, "", failure="f: raised")]
+    batch = RemoteBatch.of_block(Block(rows.lengths, rows.tokens), columns, ["input_ids", "loss_mask"])
+    rollout = Rollout(batch, {("a", 0): scores[0], ("ü", 1): scores[1]}, dropped=0, retried=0)
+    return replace(rollout, trained=rollout.batch.select([1, 0]).with_columns(**added))
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     """To the last bit and in the same types, also records' values that are neither numbers nor text."""
     path = tmp_path / "samples" / "step-3.npz"
-    added = {"level": np.array([2.0, 1.0]), "tests": object_column([["a"], [{"b": None}]])}
-    before = samples(**added)
+    before = samples(level=np.array([2.0, 1.0]), tests=object_column([["a"], [{"b": None}]]))
     write_step(path, before)
-    found = read_step(path)
+    found = read_step(path, put=lambda block: block)
     assert [path.name for path in path.parent.iterdir()] == ["step-3.npz"]
-    assert (found.scores, found.trained.tolist()) == (before.scores, [1, 0])
-    pairs = [(found.columns, before.columns), (found.added, added), (found.tokens.columns, before.tokens.columns)]
-    for columns, expected in pairs:
+    assert found.by_sample == before.by_sample
+    assert list(found.by_sample) == list(before.by_sample)
+    hashes = found.samples.columns.pop("prefix_hashes")
+    assert hashes.tolist() == [prefix_hashes(row["input_ids"], n) for row, n in zip(ROWS, (2, 0), strict=True)]
+    found.trained.columns.pop("prefix_hashes")
+    block, written = (rollout.samples.tokens["input_ids"][0][0] for rollout in (found, before))
+    pairs = [(found.samples.columns, before.samples.columns), (found.trained.columns, before.trained.columns)]
+    for columns, expected in [*pairs, (block.tokens, written.tokens)]:
         assert columns.keys() == expected.keys()
         for name, column in expected.items():
             assert (columns[name].tolist(), columns[name].dtype) == (column.tolist(), column.dtype)
-    assert found.tokens.offsets.tolist() == [0, 4, 5]
+    assert block.offsets.tolist() == [0, 4, 5]
 
 
 def test_a_value_that_json_does_not_have_is_refused_by_its_column(tmp_path: Path) -> None:
