@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import ballast
 from controller.config import Config, to_yaml
 from controller.config.python_rewards import GivenFunctions
+from controller.config.sampler import SamplerConfig
 from controller.inputs import try_inputs
 from controller.intervals import Interval
 from controller.preflight.checks import check
-from controller.sampling.jobs import Kind, Request, described
+from controller.sampling.jobs import Request, described
 
 METRICS = {"step": 1, "reward/mean": 0.0, "validation/reward": 0.0}
 SUMMARY = {"steps": 1, "validation": {"before": {"reward": 0.0}, "after": {"reward": 0.5}}}
@@ -34,18 +37,18 @@ def tried(config: Config, given: GivenFunctions, callbacks: Sequence[Callable[..
     return start
 
 
-def sampled(kind: Kind, finish: object, request: Request) -> Path:
-    """In place of `ballast.sampling._run`."""
+def sampled(schema: type[SamplerConfig], finish: object, request: Request) -> tuple[Any, Callable[[], object]]:
+    """In place of `controller.sampling.running.prepare_job`."""
     del finish
-    described(kind, request)
-    Path("samples.jsonl").write_text('{"response_tokens": 3}\n')
-    return Path()
+    described(schema, request)
+    job = SimpleNamespace(config=SimpleNamespace(run_folder=Path()))
+    return job, lambda: Path("samples.jsonl").write_text('{"response_tokens": 3}\n')
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put these in their places."""
     monkeypatch.setattr("controller.fit.prepare", tried)
     monkeypatch.setattr("ballast.training.Result.read", lambda folder: ballast.Result(folder, SUMMARY, [METRICS]))
-    monkeypatch.setattr("ballast.sampling._run", sampled)
+    monkeypatch.setattr("ballast.sampling.prepare_job", sampled)
     found = ballast.Evaluation(Path(), {"pass@8": 0.5}, {"pass@8": Interval(0.4, 0.6, "wilson")}, {})
     monkeypatch.setattr("ballast.sampling.Evaluation.read", lambda folder: found)
