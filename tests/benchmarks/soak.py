@@ -9,6 +9,7 @@ An engine on a CPU is a thread of its actor. With --engine-processes it is a pro
 """
 
 import argparse
+import json
 import os
 import random
 import re
@@ -142,7 +143,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = soak(Path(folder), arguments, watch)
         lines, last = RunFolder(run.config.run_folder).metrics, run.last
-        trained = [columns["prompts"] for _, columns in sorted(RunFolder(run.config.run_folder).columns.items())]
+        lengths = (run.config.run_folder / "lengths.jsonl").read_text().splitlines()
+        trained = [json.loads(line)["prompts"] for line in lengths]
     left = {"named actors": ray.util.list_named_actors()}
     ray.shutdown()
     _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller.observability.run_folder import RunFolder, step_file
+from controller.observability.run_folder import step_file
 from controller.sample_files import read_samples, read_step
 from tests.end_to_end.processes import ROOT, Stopped, marked_environment, settings_file, stopped
 from workers.model.checkpoint_folder import complete
@@ -109,8 +109,8 @@ def test_a_killed_run_that_generates_ahead_trains_every_prompt_once_on_the_token
     assert resumed.returncode == 0, resumed.stderr
     assert "going on from" in resumed.stdout
 
-    recorded = RunFolder(folder)
-    trained = Counter(place for columns in recorded.columns.values() for place in columns["prompts"])
+    recorded = [json.loads(line) for line in (folder / "lengths.jsonl").read_text().splitlines()]
+    trained = Counter(place for row in recorded for place in row["prompts"])
     assert trained == dict.fromkeys(range(6 * PROMPTS), SAMPLES)
     later = {key: row for step in (4, 5, 6) for key, row in rows(folder, step)}
     for sample in cut.finished:
