@@ -3,16 +3,17 @@
     fit                    command line in, exit code out (`replay`, `report` and `timeline` are commands too)
      |--> config/          what a user can set
      |--> preflight/       checks and the pages of `--dry-run`, before anything starts
-     '--> trainer          a step, from top to bottom; its parts are the modules beside it:
+     '--> training_loop     for each step: make it, validate, record, save
+           |--> step       a step, from top to bottom, and its parts
            |--> prompts in, scored samples out: collector (or continuous_collector), samples; data/
            |     '--> generation/    engines, and the routing of requests
            |--> plans: planner, cost_model_fitting
-           |--> advantages: advantage_computer, advantages; validation_metrics
+           |--> numbers: advantages, logprob_check, validation_metrics
            |--> actors/    the roles of a run, and where they are placed
-           |--> resuming: checkpoint, checkpoint_writer, recovery, interrupts
+           |--> resuming: checkpoint, checkpoint_writer, session, interrupts
            '--> observability/    RunRecord: console, files, trackers; report, timeline
 
-Read `trainer` first. Which module may import which stands in pyproject.toml, `[tool.importlinter]`.
+Read `step` first. Which module may import which stands in pyproject.toml, `[tool.importlinter]`.
 """
 
 from controller.packages import check_packages

@@ -17,8 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from controller.config.sections import AlgorithmConfig
+from workers.config import KlInRewardConfig
 from workers.errors import ConfigError, DataError
+from workers.metrics import Metrics, results
+from workers.model.losses import explained_variance
+from workers.remote_batch import RemoteBatch
 
+LARGEST_KL_ERROR = 0.2  # errors are clipped here, so that one outlier step does not derail the weight
 EPSILON = 1e-6  # keeps the advantages of a group with equal rewards at 0
 
 
@@ -248,6 +254,34 @@ def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
 def share_without_signal(rewards: np.ndarray, uids: np.ndarray) -> float:
     """Share of the groups whose rewards are all equal, as TRL's `frac_reward_zero_std`."""
     return len(np.unique(uids[~has_signal(rewards, uids)])) / len(np.unique(uids))
+
+
+def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: KlInRewardConfig) -> float:
+    """Weight of the next step's KL (Ziegler et al. 2019, section 2.2), with a gain of `sequences / horizon`:
+
+        e = clip((KL - target) / target, -0.2, 0.2)        beta' = beta (1 + e sequences / horizon)
+
+    kl: mean over the step's sequences, nats. Without a target the weight does not change.
+    """
+    if not settings.target:
+        return coefficient
+    error = (kl - settings.target) / settings.target
+    error = min(max(error, -LARGEST_KL_ERROR), LARGEST_KL_ERROR)
+    return coefficient * (1 + error * sequences / settings.horizon)
+
+
+def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+    """One advantage a sequence by the estimator that `algorithm.advantage` names, float32 [B]. rewards: float64 [B]."""
+    columns = batch.columns | {"reward": rewards, "tokens": batch["response_tokens"]}
+    options = {"normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k}
+    return estimate(algorithm.advantage, columns, **options).astype(np.float32)
+
+
+def value_metrics(metrics: Metrics) -> dict[str, float]:
+    """Metrics of a critic's values before its update, from the merged metrics of `value_statistics`."""
+    measured = results(metrics)
+    explained = {"explained_variance": explained_variance(metrics)}
+    return {name: measured[name] for name in ("values", "returns")} | explained
 
 
 class _Groups:

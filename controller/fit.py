@@ -16,26 +16,23 @@ from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
 from controller.generation.fleet import RestartBudget
-from controller.hub import push_to_hub
 from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
 from controller.model_checks import check_models, numerics_lines
-from controller.observability.run_log import run_log
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import check_machine, run_on
 from controller.preflight.data_checks import is_elsewhere
 from controller.preflight.describe import describe, warnings
 from controller.preflight.describe_cluster import print_cluster
-from controller.recovery import recovering
 from controller.run_lock import locked
-from controller.session import exit_code, finished, naming_what_is_left, ray_session, report, session
+from controller.session import exit_code, finished, run_training, session
 
 if TYPE_CHECKING:
     from controller.actors.roles import Roles
     from controller.observability.console import Console
     from controller.observability.live_metrics import LiveMetrics
-    from controller.trainer import Trainer
-    from controller.training_loop import Callback
+    from controller.run import Run
+    from controller.training_loop import Callback, Step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +61,7 @@ def prepare(
 ) -> Callable[[], None] | None:
     """Check everything, and return what starts the run; None, with a line, for a run to resume that has ended.
 
-    given: reward functions that the settings only stand for. callbacks: see `TrainingLoop.fit`. Raises ConfigError,
+    given: reward functions that the settings only stand for. callbacks: see `training_loop.train`. Raises ConfigError,
     DataError or ResourceError for what cannot work.
     """
     check(config, given)
@@ -113,41 +110,40 @@ def fetch_descriptions(config: Config) -> None:
         fetch_description(path, key, print)
 
 
-def run(config: Config, inputs: Inputs, console: "Console", callbacks: Sequence["Callback"] = ()) -> None:
-    """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
-    with run_log(config.run_folder, console):
-        _run(config, inputs, console, callbacks)
-
-
-def _run(config: Config, inputs: Inputs, console: "Console", callbacks: Sequence["Callback"]) -> None:
-    console.log(f"the run is written to {config.run_folder}")
-    for warning in [*warnings(config), *inputs.warnings]:
-        console.log(f"warning: {warning}")
-    for dataset in [*inputs.sources, *([inputs.validation] if inputs.validation else [])]:
+def run(
+    config: Config,
+    inputs: Inputs,
+    console: "Console",
+    callbacks: Sequence["Callback"] = (),
+    step: "Step | None" = None,
+) -> None:
+    """Start Ray and the roles, train, write `runs/NAME/`, end what was started. step: None is that of the algorithm."""
+    lines = [f"warning: {warning}" for warning in (*warnings(config), *inputs.warnings)]
+    for dataset in filter(None, (*inputs.sources, inputs.validation)):
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
             if count:
-                console.log(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
+                lines.append(f"{dataset.name}: {count} prompts above data.max_prompt_tokens were {what}")
 
     def attempt(config: Config, budget: RestartBudget) -> None:
-        with training(config, inputs, console, budget) as trainer:
-            trainer.fit(callbacks)
+        with training(config, inputs, console, budget) as run:
+            from controller import step as usual
+            from controller.training_loop import train
 
-    with ray_session(config, console), naming_what_is_left(config):
-        recovering(attempt, config, console.log)
-    report(config, console)
-    push_to_hub(config, console.log)
+            train(run, step or usual.step, callbacks)
+
+    run_training(config, console, lines, attempt)
 
 
 @contextmanager
 def training(
     config: Config, inputs: Inputs, console: "Console", budget: RestartBudget | None = None
-) -> Iterator["Trainer"]:
-    """Start the roles of a run on a connected Ray and yield its trainer, resumed as run.resume says; then end them.
+) -> Iterator["Run"]:
+    """Start the roles of a run on a connected Ray and yield it, resumed as run.resume says; then end them.
 
     budget: restarts of the run so far; None is a fresh budget.
     """
     from controller.actors.roles import start_roles
-    from controller.trainer import Trainer
+    from controller.run import Run
 
     budget = budget or RestartBudget(config.run.max_restarts)
 
@@ -156,7 +152,7 @@ def training(
         return start_roles(config, functions, console, budget, live=live, environment=inputs.environment)
 
     with session(config, start, console, inputs.identity) as started:
-        yield Trainer(config, started, inputs.prompts, inputs.validation, cost_model=inputs.cost_model)
+        yield Run(config, started, inputs.prompts, inputs.validation, cost_model=inputs.cost_model)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Exit codes are those of `controller.fit`.
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from controller.config.offline import PreferencesConfig
 from controller.data.records import Record
@@ -21,17 +20,10 @@ def _examples(config: PreferencesConfig, record: Record, where: str) -> tuple[Ex
     return preference_examples(record, (data.prompt_key, data.chosen_key, data.rejected_key), where)
 
 
-def _trainer() -> Any:
-    from controller.offline.trainers import PreferencesTrainer
-
-    return PreferencesTrainer
-
-
 PREFERENCES = OfflineCommand(
     Command("controller.preferences", "Train a policy on pairs of responses.", PreferencesConfig),
     PreferencesConfig,
     _examples,
-    _trainer,
 )
 
 

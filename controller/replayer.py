@@ -1,12 +1,13 @@
-"""Replayer: the trainer of a run whose samples are there already. `controller.replay` is its command.
+"""Replayer: a run whose samples are there already. `controller.replay` is its command.
 
-checkpoint --resume--> Replayer --read_step, learn--> metrics of the step
+checkpoint --resume--> Replayer --read_step, step--> metrics of the step
 """
 
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from balancing import CostModel
 from controller.actors.roles import Roles, start_roles_without_engines
@@ -14,51 +15,66 @@ from controller.checkpoint import resume
 from controller.collector import Collector
 from controller.config import Config, to_yaml
 from controller.data.prompts import Prompt, Prompts
-from controller.mismatch import MismatchWatch, Proof
+from controller.logprob_check import LogProbCheck, Proof
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
 from controller.observability.run_folder import step_file
 from controller.observability.run_record import RunRecord
+from controller.run import Run
 from controller.sample_files import read_step
+from controller.samples import Rollout
 from controller.session import Session
-from controller.trainer import Trainer
+from controller.step import step
+from controller.training_loop import advance
 from workers.errors import DataError, MismatchError
 from workers.metrics import Metric
 
 
-class Replayer(Trainer):
+class Replayer(Run):
     """Trains steps on recorded samples. No engine samples, receives weights or proves them."""
 
-    def __init__(self, config: Config, session: Session[Roles], *, cost_model: CostModel) -> None:
-        """cost_model: see `TrainingLoop`."""
+    def __init__(self, config: Config, session: Session[Roles], folder: Path, *, cost_model: CostModel) -> None:
+        """folder: of the recorded run. cost_model: see `TrainingRun`."""
+        self.recorded = folder
         super().__init__(config, session, NoPrompts(), None, cost_model=cost_model)
-        self.mismatch = ToldMismatch(config, session.record)
+        self.logprob_check = ToldMismatch(config, session.record)
 
     def new_collector(self, prompts: Prompts) -> Collector:
-        """One that makes nothing ahead, and is asked for nothing."""
-        return Collector(self.config, self.roles, prompts, self.planner, self.record, self.progress)
+        """Return one that reads files."""
+        arguments = self.config, self.roles, prompts, self.planner, self.record, self.progress
+        return RecordedSamples(self.recorded, *arguments)
 
     def asked(self, uid: str) -> dict[str, str]:
         """The uid alone: the prompts are not read again."""
         return {"prompt": uid}
 
-    def replay(self, path: Path, step: int) -> dict[str, float]:
-        """Train `step` on the samples in the file; returns its metrics, none where the step trained on nothing.
+    def replay(self, number: int) -> dict[str, float]:
+        """Train step `number`; returns its metrics.
 
         Raises DataError as `read_step` does, and what a step raises.
         """
-        rollout = read_step(path)
-        metrics: dict[str, float] = {}
-        if len(rollout.trained):
-            with self.record.step(step, self.last_step):
-                metrics = self.learn(rollout, rollout.trained, step)
-            self.record.console.step(step, self.last_step, metrics)
-        self.progress.step = step
-        return metrics
+        with self.record.step(number, self.last_step):
+            step(self)
+            self.step_finished()
+        self.record.console.step(number, self.last_step, self.record.metrics)
+        advance(self, number, self.progress.latest)
+        return self.record.metrics
 
 
-class ToldMismatch(MismatchWatch):
+class RecordedSamples(Collector):
+    """The samples that a run has recorded. folder: of the run."""
+
+    def __init__(self, folder: Path, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.folder = folder
+
+    def collect(self, step: int) -> Rollout:
+        """Read the samples of a step. Raises DataError as `read_step` does."""
+        return read_step(step_file(self.folder, step))
+
+
+class ToldMismatch(LogProbCheck):
     """Says where engines and trainer differ by more than they may, and goes on: a replay is to find out why."""
 
     def __init__(self, config: Config, record: RunRecord) -> None:
@@ -67,7 +83,7 @@ class ToldMismatch(MismatchWatch):
         self._log = record.console.log
 
     def judge(self, step: int, metrics: Mapping[str, Metric], proof: Proof = Proof.NONE) -> None:
-        """As `MismatchWatch.judge`, but that it does not raise."""
+        """As `LogProbCheck.judge`, but that it does not raise."""
         try:
             super().judge(step, metrics, proof)
         except MismatchError as error:
@@ -88,17 +104,17 @@ def replay(config: Config, folder: Path, steps: range, console: Console) -> dict
     folder: of the run. Ray is connected. Raises as `Replayer.replay` and `start_roles` do.
     """
     metrics: dict[str, float] = {}
-    with replaying(config, console) as replayer:
-        for step in steps:
-            metrics = replayer.replay(step_file(folder, step), step)
+    with replaying(config, folder, console) as replayer:
+        for number in steps:
+            metrics = replayer.replay(number)
     return metrics
 
 
 @contextmanager
-def replaying(config: Config, console: Console) -> Iterator[Replayer]:
-    """Start the training roles on a connected Ray and yield a trainer with the state of run.resume; then end them.
+def replaying(config: Config, recorded: Path, console: Console) -> Iterator[Replayer]:
+    """Start the training roles on a connected Ray and yield a run with the state of run.resume; then end them.
 
-    What the trainer writes goes to a folder that ends with it.
+    recorded: folder of the recorded run. What the replay writes goes to a folder that ends with it.
     """
     cost_model = CostModel.from_model_config(config.model_description())
     with (
@@ -108,4 +124,4 @@ def replaying(config: Config, console: Console) -> Iterator[Replayer]:
     ):
         progress = resume(config, roles, console, {})
         session = Session(roles, progress, RunRecord(console, LiveMetrics(), writer))
-        yield Replayer(config, session, cost_model=cost_model)
+        yield Replayer(config, session, recorded, cost_model=cost_model)

@@ -1,6 +1,12 @@
-"""The parts of every training command around its training: exit codes, Ray, the run's folder.
+"""The parts of every training command around its training: exit codes, Ray, the run's folder, recovery.
 
-read, check --wrong: 2--> Ray --> roles, trackers, folder --> train --failed, stopped: 1--> 0
+    read, check --wrong: 2--> Ray --> roles, trackers, folder --> train --failed, stopped: 1--> report, hub --> 0
+                                  ^                                 |
+                                  '-- run.resume=auto <--LostError--'
+
+A run that loses an actor resumes from its last checkpoint, in the same process. All roles restart, because the
+surviving ranks cannot use a process group that lost a member. Prompts, samples and mini-batches follow from the seed,
+so the repeated steps equal the lost ones.
 """
 
 import math
@@ -8,24 +14,28 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from balancing import BalancingError
 from controller.actors.cluster_address import cluster_address
 from controller.actors.layout import idle_gpus, reserved
+from controller.checkpoint import checkpoints_at, resume
 from controller.config import TrainingConfig, to_yaml
+from controller.generation.fleet import RestartBudget
 from controller.interrupts import heeded, in_main_thread
 from controller.observability.run_folder import RunFolder
-from controller.observability.run_log import rays_logging_in
-from controller.recovery import what_is_left
+from controller.observability.run_log import rays_logging_in, run_log
+from controller.observability.slow_work import told_if_slow
 from workers.errors import (
     BallastError,
     ConfigError,
     DataError,
+    LostError,
     OutputError,
     ResourceError,
     UnsupportedModelError,
@@ -40,6 +50,10 @@ if TYPE_CHECKING:
     from controller.observability.run_record import RunRecord
 
 Roles = TypeVar("Roles", bound="TrainingRoles")
+Result = TypeVar("Result")
+Settings = TypeVar("Settings", bound=TrainingConfig)
+
+BESIDE = ("adapters", "critic")  # the model, in a repository of the hub
 
 
 def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
@@ -84,7 +98,6 @@ def session(
 
     start: starts the roles. data: identity of the training data, see `controller.data.identity`.
     """
-    from controller.checkpoint import resume
     from controller.observability.live_metrics import LiveMetrics
     from controller.observability.metrics import RunWriter
     from controller.observability.ray_metrics import RayMetrics
@@ -115,6 +128,65 @@ def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
     return f"{config.run_folder} has ended after step {steps}; raise {setting} to go on with it"
 
 
+def run_training(
+    config: Settings,
+    console: "Console",
+    lines: Iterable[str],
+    attempt: Callable[[Settings, RestartBudget], object],
+) -> None:
+    """Start Ray, train, write `runs/NAME/` with its log and report, push the model, end what was started.
+
+    lines: for the user, at the start. attempt: see `recovering`.
+    """
+    with run_log(config.run_folder, console):
+        for line in (f"the run is written to {config.run_folder}", *lines):
+            console.log(line)
+        with ray_session(config, console), naming_what_is_left(config):
+            recovering(attempt, config, console.log)
+        report(config, console)
+        push_to_hub(config, console.log)
+
+
+def recovering(
+    attempt: Callable[[Settings, RestartBudget], Result], config: Settings, log: Callable[[str], None]
+) -> Result:
+    """Return `attempt(config, budget)`; after a LostError it is called again, with a config that resumes.
+
+    Raises LostError, the cause first, where run.checkpoint_every is 0 or run.max_restarts are used up.
+    """
+    budget = RestartBudget(config.run.max_restarts)
+    while True:
+        try:
+            return attempt(config, budget)
+        except LostError as error:
+            if not config.run.checkpoint_every:
+                raise LostError(f"{clause(error)}; a run with run.checkpoint_every above 0 would go on.") from error
+            if budget.left <= 0:
+                raise LostError(f"{clause(error)}; all of run.max_restarts={budget.limit} are used up.") from error
+            budget.recoveries += 1
+            config = resuming(config)
+            log(f"{clause(error)}; starting all roles anew")
+
+
+def resuming(config: Settings) -> Settings:
+    """Return the configuration to resume with: from the run's own last checkpoint or, without one, as it started."""
+    if not checkpoints_at(config.run_folder):
+        return config
+    going_on = copy(config)
+    going_on.run = replace(config.run, resume="auto")
+    return going_on
+
+
+def what_is_left(config: TrainingConfig) -> str:
+    """Describe the last checkpoint and the saved models of a run that stopped."""
+    checkpoints = checkpoints_at(config.run_folder)
+    models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))
+    kept = f"saved are {', '.join(models)}" if models else "no model is saved"
+    if not checkpoints:
+        return f"there is no checkpoint to go on from, and {kept}"
+    return f"run.resume=auto goes on from {checkpoints[0]}, and {kept}"
+
+
 @contextmanager
 def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
     """Add to an OutputError of the block, and to an interrupt, what the run leaves behind."""
@@ -137,6 +209,35 @@ def report(config: TrainingConfig, console: "Console") -> None:
         console.log(f"no report was written: {error}")
     adapters = ", adapters" if (config.run_folder / "adapters").exists() else ""
     console.log(f"{config.run_folder}: model{adapters}, report.html, metrics.jsonl, summary.json, run.log, tensorboard")
+
+
+def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
+    """Upload the run's model, and its adapters and critic where there are any; nothing without run.push_to_hub.
+
+    A repository that does not exist is made, private. Raises OutputError, with the command that uploads it later.
+    """
+    repository = config.run.push_to_hub
+    if not repository:
+        return
+    from huggingface_hub import HfApi
+
+    api, folder = HfApi(), config.run_folder
+    try:
+        with told_if_slow(log, f"pushing {folder / 'model'} to {repository}"):
+            address = api.create_repo(repository, private=True, exist_ok=True)
+            message = f"{config.run.name}: {config.headline}"
+            api.upload_folder(repo_id=repository, folder_path=folder / "model", commit_message=message)
+            for name in BESIDE:
+                if (folder / name).is_dir():
+                    api.upload_folder(
+                        repo_id=repository, folder_path=folder / name, path_in_repo=name, commit_message=message
+                    )
+    except Exception as error:  # the hub's, and those of the client beneath it, which differ by version
+        raise OutputError(
+            f"run.push_to_hub={repository}: {type(error).__name__}: {clause(error)}; the model is in {folder}, and "
+            f"`hf upload {repository} {folder / 'model'} .` uploads it."
+        ) from error
+    log(f"pushed to {address}")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Exit codes are those of `controller.fit`.
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from controller.config.offline import SftConfig
 from controller.data.records import Record
@@ -21,15 +20,7 @@ def _examples(config: SftConfig, record: Record, where: str) -> tuple[Example, .
     return sft_examples(record, (data.messages_key, data.prompt_key, data.response_key), where)
 
 
-def _trainer() -> Any:
-    from controller.offline.trainers import SftTrainer
-
-    return SftTrainer
-
-
-SFT = OfflineCommand(
-    Command("controller.sft", "Train a policy on given responses.", SftConfig), SftConfig, _examples, _trainer
-)
+SFT = OfflineCommand(Command("controller.sft", "Train a policy on given responses.", SftConfig), SftConfig, _examples)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

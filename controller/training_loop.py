@@ -1,7 +1,8 @@
-"""The loop that all training commands share: everything before, between and after steps.
+"""The loop of all training commands, and what every run has.
 
-weights to who samples | validate --> step, step, ... --> model
-                                       each: metrics --> console, trackers --> what is due: validation, checkpoint
+begin --> validate --> step --> validate, callbacks, records, checkpoint, each when due --> ... --> save the model
+                        ^                                                        |
+                        '--------------------- next step <----------------------'
 """
 
 import inspect
@@ -12,20 +13,29 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from balancing import CostModel
 from balancing.compiled import telling_of_compilation
 from controller.checkpoint import Progress
 from controller.checkpoint_writer import CheckpointWriter
-from controller.config import TrainingConfig
+from controller.config import Config
+from controller.config.offline import OfflineConfig
 from controller.cost_model_fitting import CostModelFitter, over_stages, seconds_of_stages
 from controller.interrupts import Interrupts
 from controller.model_card import write_card
 from controller.planner import Planner
 from controller.session import Session
 from workers.errors import ConfigError
-from workers.model.timing import MicroStepTime
+
+if TYPE_CHECKING:
+    from controller.actors.roles import TrainingRoles
+
+Settings = TypeVar("Settings", bound=Config | OfflineConfig)
+RolesOf = TypeVar("RolesOf", bound="TrainingRoles")
+
+Step = Callable[[Any], None]
+"""Makes one step of the run that it gets, a `TrainingRun`."""
 
 Callback = Callable[..., None]
 """Called as `f(step, metrics)` or `f(step, metrics, view)` after every step, and with step 0 after a validation before
@@ -58,7 +68,7 @@ class Outcome:
     last_step: int
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of summary.json; seconds and tokens/s are medians over steps."""
+        """Return the numbers of summary.json; seconds and tokens/s are medians over steps."""
         speed = {}
         if self.steps:
             speed = {
@@ -69,27 +79,17 @@ class Outcome:
         return {"steps": self.last_step, "validation": validation} | speed
 
 
-class TrainingLoop(ABC):
-    """Steps, and around them interrupts, checkpoints, the timeline and the cost model that plans follow."""
+class TrainingRun(ABC, Generic[Settings, RolesOf]):
+    """A run in progress. Steps read it, and change its models through their parts.
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        session: Session[Any],
-        *,
-        steps: int,
-        validate_every: int,
-        validate_at_start: bool,
-        cost_model: CostModel,
-    ) -> None:
-        """steps: of the whole run. validate_every: 0 validates before and after training alone, or after it, without
-        validate_at_start. cost_model: FLOPs of a sequence, which the plan balances."""
-        self._config, self._run, self.last_step = config, config.run, steps
-        self._validate_every, self._validate_at_start = validate_every, validate_at_start
-        self._policy, self._lora = session.roles.policy, bool(config.model.lora.rank)
-        self._model = Path(config.model.path)
-        self.record, self.progress = session.record, session.progress
-        self.complete = replace(self.progress)  # as it was after the last complete step
+    record: receives what happens, and cannot change it. planner: assigns sequences to ranks. progress: the state after
+    the last complete step, which `advance` alone replaces. last_step: the number of steps.
+    """
+
+    def __init__(self, config: Settings, session: Session[RolesOf], *, steps: int, cost_model: CostModel) -> None:
+        """cost_model: FLOPs of a sequence, which plans balance until measured times replace it."""
+        self.config, self.roles, self.record, self.progress = config, session.roles, session.record, session.progress
+        self.last_step, self.model = steps, Path(config.model.path)
         self.cost_fitter = CostModelFitter(cost_model, enabled=config.refits_cost_model)
         self.cost_fitter.load_state(self.progress.refit)
         self.planner = Planner(config, self.cost_fitter.cost_model, self.cost_fitter.stages)
@@ -97,145 +97,150 @@ class TrainingLoop(ABC):
         self.interrupts = Interrupts(log)
         self.checkpoints = CheckpointWriter(session.roles, self.folder, config.run.keep_checkpoints, log)
 
-    @abstractmethod
-    def step(self, step: int) -> dict[str, float]:
-        """Make one step and return its metrics. Calls `interrupts.hold` before the first change of a model."""
+    @property
+    def number(self) -> int:
+        """The step in progress, from 1."""
+        return self.progress.step + 1
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
-        """Measure the policy on held-out data, record and show it; empty where there is none."""
+        """Measure the policy on held-out data, record and show it; empty without held-out data."""
 
-    def fit(self, callbacks: Sequence[Callback] = ()) -> Outcome:
-        """Validate, train for all steps, validate, write summary.json; or do what is left of that.
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return the fields of `Progress` that steps of this kind change."""
 
-        An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any.
-        callbacks: see `Callback`. What one raises ends the run when the step is recorded and saved, see `StopTraining`.
-        """
-        tell = partial(self.record.console.say, "compiling the planner, once")
-        with self.interrupts, telling_of_compilation(tell):
-            try:
-                outcome = self._train(callbacks)
-            except KeyboardInterrupt:
-                if self._run.checkpoint_every and not self.interrupts.held:
-                    self.checkpoints.at_stop(self.complete, self.save_beside)
-                raise
-        self.record.writer.summary(outcome.summary())
-        return outcome
+    @abstractmethod
+    def measure(self) -> dict[str, float]:
+        """Return the metrics of a complete step beside those that its parts reported."""
 
-    def _train(self, callbacks: Sequence[Callback]) -> Outcome:
-        """All steps of `fit`, which adds the handling of interrupts."""
-        progress, steps = self.progress, list[dict[str, float]]()
-        self.begin()
-        try:
-            if not progress.step:
-                self._validate_before(callbacks)
-            for step in range(progress.step + 1, self.last_step + 1):
-                raised = self._complete_step(step, steps, callbacks)
-                if raised is not None:
-                    raise raised
-        except StopTraining:
-            self.record.console.log(f"a callback has ended the run after step {progress.step}")
-        self.save_models()
-        if self._run.checkpoint_every:
-            self.checkpoints.finish()
-        self.record.write_timeline(progress.step)
-        return Outcome(progress.before, progress.latest, tuple(steps), progress.step)
+    def begin(self) -> None:
+        """Prepare for the first validation, or for the first step of a run that resumes."""
 
-    def _validate_before(self, callbacks: Sequence[Callback]) -> None:
-        """The validation before the first step."""
-        progress = self.progress
-        progress.before = progress.latest = self.validate(0) if self._validate_at_start else {}
-        metrics = prefixed("validation", progress.before)
-        raised = self._call(callbacks, 0, metrics) if metrics else None
-        self.record.writer.step(0, metrics)
-        self.record.write_timeline(0)
-        if raised is not None:
-            raise raised
-
-    def _complete_step(
-        self, step: int, steps: list[dict[str, float]], callbacks: Sequence[Callback]
-    ) -> Exception | None:
-        """Make a step and what is due after it, add its metrics to `steps`, and return what a callback raised."""
-        progress, last = self.progress, self.last_step
-        metrics = self.step(step)
-        if step == last or (self._validate_every and step % self._validate_every == 0):
-            progress.latest = self.validate(step)
-            metrics |= prefixed("validation", progress.latest)
-        progress.step = step
-        raised = self._call(callbacks, step, metrics)
-        steps.append(metrics)
-        self.record.end_step(step, last, metrics)
-        self.complete = replace(progress)
-        self.save_what_is_due(step)
-        self.record.write_timeline(step)
-        self.interrupts.release()
-        return raised
-
-    def _call(self, callbacks: Sequence[Callback], step: int, metrics: dict[str, float]) -> Exception | None:
-        """Call the callbacks, add their numbers to `metrics`, and return what one raised.
-
-        Called before the step is recorded, so that its record has their numbers.
-        """
-        view = None
-        try:
-            for callback in callbacks:
-                given: dict[str, Any] = dict(metrics)
-                try:
-                    if takes_run(callback):
-                        view = view or RunView(self.folder, self._model, self.samples())
-                        callback(step, given, view)
-                    else:
-                        callback(step, given)
-                finally:
-                    metrics |= {name: as_metric(name, value) for name, value in given.items()}
-        except Exception as error:
-            return error
-        return None
-
-    def samples(self) -> list[dict[str, Any]]:
-        """The samples of the last step, for callbacks."""
-        return []
-
-    def begin(self) -> None:  # noqa: B027 - optional
-        """Called before the first validation, or before the first step of a run that resumes."""
-
-    def save_beside(self, checkpoint: Path, progress: Progress) -> None:  # noqa: B027 - optional
-        """Called before a checkpoint of the policy is begun: write what else the run needs to go on from it."""
-
-    def save_models(self) -> None:
-        """Called after the last step."""
-        self.save("model")
-
-    def compare_with_plan(self, times: Mapping[str, Sequence[MicroStepTime]]) -> dict[str, float]:
-        """Record the times of micro-steps, by actor, and fit the cost model of the next plans to them."""
+    def step_finished(self) -> None:
+        """Fit the cost model of the next plans to the times of this step's micro-steps."""
+        times, fitter = self.roles.take_micro_step_times(), self.cost_fitter
         self.record.micro_steps(times, self.planner.cost_model)
         policy = {actor: found for actor, found in times.items() if actor.startswith("policy")}
-        fitter = self.cost_fitter
-        error = fitter.observe(over_stages(policy), seconds_of_stages(policy))
-        self.planner.cost_model, self.planner.stages, self.progress.refit = (
-            fitter.cost_model,
-            fitter.stages,
-            fitter.state(),
-        )
-        return prefixed("balance", error)
+        self.record.add(prefixed("balance", fitter.observe(over_stages(policy), seconds_of_stages(policy))))
+        self.planner.cost_model, self.planner.stages = fitter.cost_model, fitter.stages
 
-    def save_what_is_due(self, step: int) -> None:
-        """Save a model or a checkpoint if one is due after this step."""
-        if self._run.save_every and step % self._run.save_every == 0:
-            self.save(f"model-{step}")
-        if self._run.checkpoint_every and step % self._run.checkpoint_every == 0:
-            with self.record.phase("checkpoint"):
-                self.checkpoints.begin(self.complete, self.save_beside)
+    def save_beside(self, checkpoint: Path, progress: Progress) -> None:
+        """Write what a checkpoint needs besides models and `progress`; called before the models are saved."""
+
+    def save_models(self) -> None:
+        """Save the result of the run."""
+        self.save("model")
 
     def save(self, name: str) -> None:
         """Save model and tokenizer in Hugging Face format as `name` in the run's folder, and LoRA adapters beside it:
         `model-30`, `adapters-30`."""
         with self.record.phase("save"):
-            self._model = self.folder / name
-            self._policy.save_pretrained(str(self._model))
-            write_card(self._config, self._model)
-            if self._lora:
-                self._policy.save_adapters(str(self.folder / name.replace("model", "adapters", 1)))
+            self.model = self.folder / name
+            self.roles.policy.save_pretrained(str(self.model))
+            write_card(self.config, self.model)
+            if self.config.model.lora.rank:
+                self.roles.policy.save_adapters(str(self.folder / name.replace("model", "adapters", 1)))
+
+
+def train(run: TrainingRun[Any, Any], step: Step, callbacks: Sequence[Callback] = ()) -> Outcome:
+    """Validate, make all steps that are left, validate, save the model and write summary.json.
+
+    An interrupt leaves a checkpoint of the last complete step, where run.checkpoint_every writes any. callbacks: see
+    `Callback`. What one raises ends the run when the step is recorded and saved, see `StopTraining`.
+    """
+    tell = partial(run.record.console.say, "compiling the planner, once")
+    rows = list[dict[str, float]]()
+    with run.interrupts, telling_of_compilation(tell):
+        try:
+            run.begin()
+            try:
+                if not run.progress.step:
+                    _before_first_step(run, callbacks)
+                for number in range(run.number, run.last_step + 1):
+                    with run.record.step(number, run.last_step):
+                        step(run)
+                        run.step_finished()
+                    _complete_step(run, number, rows, callbacks)
+            except StopTraining:
+                run.record.console.log(f"a callback has ended the run after step {run.progress.step}")
+            run.save_models()
+            if run.config.run.checkpoint_every:
+                run.checkpoints.finish()
+        except KeyboardInterrupt:
+            if run.config.run.checkpoint_every and not run.interrupts.held:
+                run.checkpoints.at_stop(run.progress, run.save_beside)
+            raise
+    run.record.write_timeline(run.progress.step)
+    outcome = Outcome(run.progress.before, run.progress.latest, tuple(rows), run.progress.step)
+    run.record.writer.summary(outcome.summary())
+    return outcome
+
+
+def _before_first_step(run: TrainingRun[Any, Any], callbacks: Sequence[Callback]) -> None:
+    scores = run.validate(0) if run.config.validation.at_start else {}
+    run.record.add(prefixed("validation", scores))
+    raised = _call(run, 0, callbacks) if scores else None
+    advance(run, 0, scores)
+    run.record.writer.step(0, run.record.metrics)
+    run.record.write_timeline(0)
+    if raised is not None:
+        raise raised
+
+
+def _complete_step(
+    run: TrainingRun[Any, Any], number: int, rows: list[dict[str, float]], callbacks: Sequence[Callback]
+) -> None:
+    """Do what is due after a step, and raise what a callback raised."""
+    run.record.add(run.measure() | {"checkpoint/failures": float(run.checkpoints.failures)})
+    every, scores = run.config.validation.every, run.progress.latest
+    if number == run.last_step or (every and number % every == 0):
+        scores = run.validate(number)
+        run.record.add(prefixed("validation", scores))
+    raised = _call(run, number, callbacks)
+    rows.append(run.record.metrics)
+    run.record.end_step(number, run.last_step)
+    advance(run, number, scores)
+    _save_what_is_due(run, number)
+    run.record.write_timeline(number)
+    run.interrupts.release()
+    if raised is not None:
+        raise raised
+
+
+def advance(run: TrainingRun[Any, Any], step: int, scores: dict[str, float]) -> None:
+    """Make `run.progress` the state after `step`. Nothing else writes it. scores: of the last validation."""
+    before = run.progress.before if step else scores
+    state, refit = run.state(), run.cost_fitter.state()
+    run.progress = replace(run.progress, step=step, before=before, latest=scores, refit=refit, **state)
+
+
+def _save_what_is_due(run: TrainingRun[Any, Any], step: int) -> None:
+    settings = run.config.run
+    if settings.save_every and step % settings.save_every == 0:
+        run.save(f"model-{step}")
+    if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+        with run.record.phase("checkpoint"):
+            run.checkpoints.begin(run.progress, run.save_beside)
+
+
+def _call(run: TrainingRun[Any, Any], step: int, callbacks: Sequence[Callback]) -> Exception | None:
+    """Call the callbacks before the step is recorded, record their numbers with it, and return what one raised."""
+    view = None
+    try:
+        for callback in callbacks:
+            given: dict[str, Any] = dict(run.record.metrics)
+            try:
+                if takes_run(callback):
+                    view = view or RunView(run.folder, run.model, run.record.all_samples())
+                    callback(step, given, view)
+                else:
+                    callback(step, given)
+            finally:
+                run.record.add({name: as_metric(name, value) for name, value in given.items()})
+    except Exception as error:
+        return error
+    return None
 
 
 def takes_run(callback: Callback) -> bool:
@@ -249,7 +254,7 @@ def takes_run(callback: Callback) -> bool:
 
 
 def as_metric(name: str, value: Any) -> float:
-    """The value of a metric. Raises ConfigError for what is not a number."""
+    """Return the value of a metric. Raises ConfigError for what is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -257,5 +262,5 @@ def as_metric(name: str, value: Any) -> float:
 
 
 def prefixed(role: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under `role/`."""
+    """Return the metrics under `role/`."""
     return {f"{role}/{name}": value for name, value in metrics.items()}

@@ -407,7 +407,7 @@ class RewardModelConfig:
 class KlInRewardConfig:
     """A penalty on the KL to the reference, subtracted from the rewards: per token with algorithm.advantage=gae or
     reinforce_plus_plus (with baseline or not), per sequence otherwise. Formulas: `workers.model.credit` and
-    `controller.advantage_computer`."""
+    `controller.advantages`."""
 
     only_with = ((".target above 0", "horizon"),)
 

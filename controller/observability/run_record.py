@@ -1,22 +1,30 @@
-"""RunRecord: where a training loop reports what it does; everything that shows or keeps a run gets it from here.
+"""RunRecord: the listener of a run, from which terminal, files, trackers and Prometheus get what happens.
 
 with record.phase("update"):   terminal, Prometheus, timeline.jsonl, and the seconds in `time/update_s`
-record.samples(step, ...)      samples.jsonl, Prometheus
+record.add(metrics)            metrics of the step
+record.samples(rollout, ...)    samples.jsonl, Prometheus, completions on the terminal
+record.plans(plans, ...)       lengths.jsonl, `balance/`
 record.micro_steps(times)      timeline.jsonl, Prometheus
 record.end_step(step, ...)     trackers, terminal
 """
 
+import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from balancing import CostModel
+import numpy as np
+
+from balancing import CostModel, Plan, plan_statistics
+from balancing.analysis.lengths_file import plan_record
 from controller.observability.console import Console
 from controller.observability.health import Health
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
 from controller.observability.timeline import TimelineRecorder
+from workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
     from controller.samples import Rollout
@@ -28,20 +36,26 @@ RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
 class RunRecord:
     """Reports to several places at once; what concerns one place alone goes to `console`, `writer` or `timeline`.
 
-    samples: whether engines sample from the policy while it learns.
+    samples: whether engines sample from the policy while it learns. metrics: of the step. seconds: by phase since the
+    step began, in the order in which phases ended. rollout, trained: the step's samples and those that it trains on,
+    without their tokens.
     """
 
     def __init__(self, console: Console, live: LiveMetrics, writer: RunWriter, *, samples: bool = True) -> None:
         self.console, self.live, self.writer = console, live, writer
         self.timeline = TimelineRecorder()
         self._health = Health(samples=samples)
+        self._step, self._planned = 0, False
+        self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
-        """Seconds by phase since the step began, in the order in which phases ended."""
+        self.rollout: Rollout | None = None
+        self.trained = RemoteBatch({}, {})
 
     @contextmanager
     def step(self, step: int, steps: int) -> Iterator[None]:
         """The block is step `step` of `steps`."""
-        self.seconds = {}
+        self.metrics, self.seconds, self.rollout = {}, {}, None
+        self._step, self._planned = step, False
         self.console.begin_step(step, steps)
         with self.phase("step"):
             yield
@@ -62,21 +76,52 @@ class RunRecord:
         """`seconds` under the names that a run logs."""
         return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
 
-    def samples(self, step: int, rollout: "Rollout", asked: Callable[[str], dict[str, str]]) -> None:
-        """The samples of a step. asked: the texts of what a prompt's uid asks."""
-        self.writer.samples(step, rollout.examples(RECORDED_SAMPLES, asked))
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics of the step; of one name, the last counts."""
+        self.metrics |= metrics
+
+    def samples(self, rollout: "Rollout", trained: RemoteBatch, asked: Callable[[str], dict[str, str]]) -> None:
+        """Record the samples of a step. asked: the texts of what a prompt's uid asks."""
+        self.writer.samples(self._step, rollout.examples(RECORDED_SAMPLES, asked))
         self.live.samples(rollout.batch)
+        self.rollout, self._asked = rollout.without_tokens(), asked
+        self.trains_on(trained)
+
+    def trains_on(self, batch: RemoteBatch) -> None:
+        """Record the light columns of what the step trains on."""
+        self.trained = RemoteBatch(batch.columns, {})
+
+    def completions(self, count: int) -> None:
+        """Show the first `count` samples of the step, with their rewards and advantages."""
+        if self.rollout is not None:
+            self.console.completions(self.rollout, count, self.trained, self._asked)
+
+    def all_samples(self) -> list[dict[str, Any]]:
+        """All samples of the step, with their whole texts."""
+        return [] if self.rollout is None else self.rollout.examples(len(self.rollout.batch), self._asked, sys.maxsize)
+
+    def plans(self, plans: Sequence[Plan], width: int | None = None, **columns: np.ndarray) -> None:
+        """Record the plans of a step's updates, one for each epoch; of several calls in a step the first counts.
+
+        width: tokens of the longest possible sequence. columns: see `RunWriter.lengths`.
+        """
+        if self._planned:
+            return
+        self._planned = True
+        self.writer.lengths(self._step, plan_record(plans[0]), **columns)
+        found = [plan_statistics(plan, width) for plan in plans]
+        self.add({f"balance/{name}": statistics.fmean(each[name] for each in found) for name in found[0]})
 
     def micro_steps(self, times: Mapping[str, Sequence["MicroStepTime"]], cost_model: CostModel) -> None:
         """The micro-steps of a step, by the name of the rank's actor, and the cost model of their plan."""
         self.timeline.micro_steps(times, cost_model)
         self.live.micro_steps(times, cost_model)
 
-    def end_step(self, step: int, steps: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step. They are written before they are shown: what the terminal showed is in the file."""
-        self.writer.step(step, metrics)
-        self.console.step(step, steps, metrics)
-        for told in self._health.see(step, metrics):
+    def end_step(self, step: int, steps: int) -> None:
+        """Write the metrics of a step, then show them: what the terminal showed is in the file."""
+        self.writer.step(step, self.metrics)
+        self.console.step(step, steps, self.metrics)
+        for told in self._health.see(step, self.metrics):
             self.console.log(told)
 
     def write_timeline(self, step: int) -> None:

@@ -17,10 +17,8 @@ from controller.config.offline import OfflineConfig
 from controller.config.training import counted
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
-from controller.hub import push_to_hub
 from controller.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template, turn_end_warnings
 from controller.model_checks import check_models, numerics_lines
-from controller.observability.run_log import run_log
 from controller.observability.slow_work import Say
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
@@ -28,16 +26,15 @@ from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.cluster import check_machine
 from controller.preflight.describe import describe
 from controller.preflight.offline_checks import check_offline
-from controller.recovery import recovering
 from controller.run_lock import locked
-from controller.session import finished, naming_what_is_left, ray_session, report, session
+from controller.session import finished, run_training, session
 
 if TYPE_CHECKING:
     from controller.actors.roles import TrainingRoles
     from controller.observability.console import Console
     from controller.observability.live_metrics import LiveMetrics
-    from controller.offline.trainers import OfflineTrainer
-    from controller.training_loop import Callback
+    from controller.offline.steps import OfflineRun
+    from controller.training_loop import Callback, Outcome
 
 Settings = TypeVar("Settings", bound=OfflineConfig)
 Examples = dict[str, list[tuple[Example, ...]]]
@@ -46,13 +43,11 @@ Examples = dict[str, list[tuple[Example, ...]]]
 
 @dataclass(frozen=True)
 class OfflineCommand(Generic[Settings]):
-    """One of the commands. examples: (settings, record, the record's name) -> examples of the record. trainer: returns
-    the class of its trainer, which is imported when it is needed."""
+    """One of the commands. examples: (settings, record, the record's name) -> examples of the record."""
 
     arguments: Command
     schema: type[Settings]
     examples: Callable[[Settings, Record, str], tuple[Example, ...]]
-    trainer: Callable[[], type["OfflineTrainer[Settings]"]]
 
     def prepare(self, arguments: Sequence[str] | None) -> Callable[[], None] | None:
         """Returns the function that starts the run; None after a dry run, or if the run has ended already.
@@ -72,7 +67,7 @@ class OfflineCommand(Generic[Settings]):
     def prepare_run(self, config: Settings, callbacks: Sequence["Callback"] = ()) -> Callable[[], None] | None:
         """Check everything, and return what starts the run; None, with a line, if it has ended already.
 
-        callbacks: see `TrainingLoop.fit`. Raises as `prepare`, and ResourceError.
+        callbacks: see `training_loop.train`. Raises as `prepare`, and ResourceError.
         """
         check_offline(config)
         check_machine(config, dry_run=False)
@@ -146,31 +141,30 @@ class OfflineCommand(Generic[Settings]):
 
     def run(self, config: Settings, inputs: "Inputs", console: "Console", callbacks: Sequence["Callback"] = ()) -> None:
         """Start Ray and the roles, train, write `runs/NAME/`, end what was started."""
-        with run_log(config.run_folder, console):
-            self._run(config, inputs, console, callbacks)
-
-    def _run(self, config: Settings, inputs: "Inputs", console: "Console", callbacks: Sequence["Callback"]) -> None:
-        console.log(f"the run is written to {config.run_folder}")
-        for warning in inputs.warnings:
-            console.log(f"warning: {warning}")
-        for dataset in (inputs.train, inputs.validation):
-            if dataset is not None and dataset.dropped:
-                console.log(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
+        lines = [f"warning: {warning}" for warning in inputs.warnings]
+        for dataset in filter(None, (inputs.train, inputs.validation)):
+            if dataset.dropped:
+                lines.append(f"{dataset.name}: {dataset.dropped} records above data.max_tokens were dropped")
 
         def attempt(config: Settings, budget: object) -> None:
             del budget  # of engines: there are none
-            with self.training(config, inputs, console) as trainer:
-                trainer.fit(callbacks)
+            with self.training(config, inputs, console) as run:
+                self.train(run, callbacks)
 
-        with ray_session(config, console), naming_what_is_left(config):
-            recovering(attempt, config, console.log)
-        report(config, console)
-        push_to_hub(config, console.log)
+        run_training(config, console, lines, attempt)
+
+    def train(self, run: "OfflineRun[Settings]", callbacks: Sequence["Callback"] = ()) -> "Outcome":
+        """See `controller.training_loop.train`."""
+        from controller.offline.steps import STEPS
+        from controller.training_loop import train
+
+        return train(run, STEPS[self.schema], callbacks)
 
     @contextmanager
-    def training(self, config: Settings, inputs: "Inputs", console: "Console") -> Iterator["OfflineTrainer[Settings]"]:
-        """Start the roles on a connected Ray and yield a trainer, loaded from the checkpoint of run.resume."""
+    def training(self, config: Settings, inputs: "Inputs", console: "Console") -> Iterator["OfflineRun[Settings]"]:
+        """Start the roles on a connected Ray and yield a run of them, loaded from the checkpoint of run.resume."""
         from controller.actors.roles import start_training_roles
+        from controller.offline.steps import OfflineRun
         from workers.offline_policy import OfflinePolicyWorker
 
         total_steps = config.optimizer_steps_over(len(inputs.train))
@@ -180,7 +174,7 @@ class OfflineCommand(Generic[Settings]):
             return start_training_roles(config, OfflinePolicyWorker, console, total_steps=total_steps)
 
         with session(config, start, console, inputs.identity) as started:
-            yield self.trainer()(config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model)
+            yield OfflineRun(config, started, inputs.train, inputs.validation, cost_model=inputs.cost_model)
 
 
 def _dataset_lines(dataset: SequenceDataset) -> list[str]:

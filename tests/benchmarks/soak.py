@@ -70,8 +70,8 @@ class Watch:
     shared_files: set[str] = field(default_factory=set)
     most_actors: int = 0
 
-    def look(self, trainer: Any) -> None:
-        step = trainer.progress.step + 1
+    def look(self, run: Any) -> None:
+        step = run.number
         self.most_actors = max(self.most_actors, len(ray.util.list_named_actors()))
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             try:
@@ -84,9 +84,9 @@ class Watch:
             except (psutil.Error, OSError):
                 continue
 
-    def look_and_kill(self, trainer: Any) -> None:
+    def look_and_kill(self, run: Any) -> None:
         """Kill a process in a moment, whatever the run then does."""
-        self.look(trainer)
+        self.look(run)
         threading.Timer(self.rng.uniform(0.0, MOMENTS_S), self.kill).start()
 
     def kill(self) -> None:

@@ -49,7 +49,7 @@ def run_on_stand_ins(
 
 @pytest.fixture
 def local_run(tmp_path: Path) -> "Iterator[Callable[..., LocalRun]]":
-    """A trainer over roles that answer at once, from overrides."""
+    """A run over roles that answer at once, from overrides."""
     from tests.controller.stand_ins.roles import LocalRun
 
     with ExitStack() as stack:

@@ -15,8 +15,8 @@ Run = Callable[..., LocalRun]
 
 
 def collected(run: LocalRun, step: int = 1, position: int = 0) -> Rollout:
-    run.trainer.collector.position = position
-    return run.trainer.collector.collect(step)
+    run.run.collector.position = position
+    return run.run.collector.collect(step)
 
 
 def signal_in(*uids: str) -> Callable[[str, int, bool], float]:
@@ -35,7 +35,7 @@ def test_every_prompt_is_sampled_several_times_with_seeds_of_their_own(local_run
     assert [request.key for request in requests] == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]
     assert len({request.seed for request in requests}) == 4
     assert sampling == found.config.rollout.sampling
-    assert found.trainer.collector.position == 2
+    assert found.run.collector.position == 2
     again = local_run()
     collected(again)
     assert [r.seed for r in again.engines.rounds[0][0]] == [r.seed for r in requests]
@@ -45,11 +45,9 @@ def test_every_prompt_is_sampled_several_times_with_seeds_of_their_own(local_run
 
 def test_prompts_that_a_run_had_begun_ahead_come_first(local_run: Run) -> None:
     found = local_run()
-    trainer = found.trainer
-    progress = replace(trainer.progress, position=9, active=[3, 5, 6])
-    collector = Collector(
-        found.config, trainer.roles, trainer.collector.prompts, trainer.planner, trainer.record, progress
-    )
+    run = found.run
+    progress = replace(run.progress, position=9, active=[3, 5, 6])
+    collector = Collector(found.config, run.roles, run.collector.prompts, run.planner, run.record, progress)
     assert uids(collector.collect(1)) == ["3", "5"]
     assert (collector.position, collector.active) == (9, [6])
     assert uids(collector.collect(2)) == ["6", "9"]
@@ -66,7 +64,7 @@ def test_groups_of_equal_rewards_are_kept_or_dropped(local_run: Run, rule: str, 
     result = collected(found)
     assert uids(result) == kept
     assert len(result.batch) == 4  # metrics are of all samples
-    assert found.trainer.collector.position == 2
+    assert found.run.collector.position == 2
 
 
 def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run) -> None:
@@ -74,7 +72,7 @@ def test_groups_of_equal_rewards_are_replaced_by_the_next_prompts(local_run: Run
     found.rewards.reward = signal_in("1", "3")
     result = collected(found)
     assert [[r.uid for r in requests[::2]] for requests, _ in found.engines.rounds] == [["0", "1"], ["2"], ["3"]]
-    assert (uids(result), found.trainer.collector.position) == (["1", "3"], 4)
+    assert (uids(result), found.run.collector.position) == (["1", "3"], 4)
     assert result.metrics()["rollout/sampling_rounds"] == 3
     assert "without signal" not in found.said
 
@@ -83,7 +81,7 @@ def test_replacing_ends_after_the_rounds_allowed_and_says_so(local_run: Run) -> 
     found = local_run("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2")
     found.rewards.reward = signal_in("1")
     result = collected(found)
-    assert (len(found.engines.rounds), uids(result), found.trainer.collector.position) == (2, ["1"], 3)
+    assert (len(found.engines.rounds), uids(result), found.run.collector.position) == (2, ["1"], 3)
     assert "step 1: 1 of 2 groups are still without signal after algorithm.max_sampling_rounds=2" in found.said
 
 

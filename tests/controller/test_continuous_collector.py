@@ -21,7 +21,7 @@ AHEAD = ("rollout.max_staleness=1", "rollout.staleness_window=1", "run.steps=4")
 
 
 def collector_of(run: LocalRun) -> ContinuousCollector:
-    collector = run.trainer.collector
+    collector = run.run.collector
     assert isinstance(collector, ContinuousCollector)
     collector.begin()
     collector.read()
@@ -90,18 +90,18 @@ def test_seeds_are_those_of_a_run_without_staleness(local_run: Run) -> None:
     submit = ahead.engines._generation.router.submit
     ahead.engines._generation.router.submit = lambda new: (requests.extend(new), submit(new))  # type: ignore[func-returns-value, method-assign]
     collector_of(ahead)
-    now.trainer.collector.collect(1)
-    now.trainer.collector.collect(2)
+    now.run.collector.collect(1)
+    now.run.collector.collect(2)
     assert [r.seed for r in requests] == [r.seed for found, _ in now.engines.rounds for r in found]
 
 
 def test_every_prompt_is_trained_once_and_none_beyond_the_last_step(local_run: Run) -> None:
     found = local_run(*AHEAD)
     found.engines.slow = {"1", "4"}
-    found.trainer.fit()
+    found.fit()
     trained = [uid for batch, _ in found.policy.updates for uid in batch["uid"].tolist()[::2]]
     assert sorted(map(int, trained)) == list(range(8))
-    assert found.trainer.collector.position == 8
+    assert found.run.collector.position == 8
 
 
 def test_groups_without_signal_are_replaced_at_once(local_run: Run) -> None:
@@ -175,10 +175,10 @@ def interrupted(run: LocalRun) -> ContinuousCollector:
 
 def resumed(run: LocalRun, old: ContinuousCollector, samples: str) -> ContinuousCollector:
     """The collector of another run, from the old one's place."""
-    trainer = run.trainer
-    progress = replace(trainer.progress, position=old.position, active=old.active, samples=samples, step=1)
+    inner = run.run
+    progress = replace(inner.progress, position=old.position, active=old.active, samples=samples, step=1)
     collector = ContinuousCollector(
-        run.config, trainer.roles, trainer.collector.prompts, trainer.planner, trainer.record, progress
+        run.config, inner.roles, inner.collector.prompts, inner.planner, inner.record, progress
     )
     collector.begin()
     return collector

@@ -1,18 +1,20 @@
 """The KL in the reward: its weight, what it does to advantages, and where it is refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.advantage_computer import AdvantageComputer, adapted_kl_weight
-from controller.advantages import rloo
+from controller.advantages import adapted_kl_weight, rloo
 from controller.checkpoint import Progress
 from controller.config import Config, load
 from controller.preflight.checks import check
+from controller.step import with_advantages
 from tests.controller.config_workspace import refusal
 from workers.config import KlInRewardConfig
 from workers.remote_batch import RemoteBatch
@@ -37,28 +39,38 @@ def test_the_weight_moves_towards_the_target_and_stays_positive(kl: float, seque
     assert np.sign(weight - 0.5) == np.sign(kl - 4.0) or abs(kl - 4.0) < 1e-9
 
 
-def advantages_by(kl: np.ndarray, progress: Progress, **settings: float) -> AdvantageComputer:
-    """AdvantageComputer by RLOO over a reference that answers `kl`."""
+def run_with(kl: np.ndarray, kl_coefficient: float | None, **settings: float) -> Any:
+    """A run by RLOO over a reference that answers `kl`."""
     config = Config()
     config.algorithm.advantage = "rloo"
     config.algorithm.kl_in_reward = KlInRewardConfig(**settings)
     reference = SimpleNamespace(kl=lambda batch, plan, estimator: kl)
-    roles = SimpleNamespace(critic=None, reference=reference)
-    return AdvantageComputer(config, roles, SimpleNamespace(whole=lambda *arguments: None), progress)
+    metrics: dict[str, float] = {}
+    return SimpleNamespace(
+        config=config,
+        roles=SimpleNamespace(critic=None, reference=reference, sleep_engines=lambda: None),
+        planner=SimpleNamespace(whole=lambda *arguments: None),
+        progress=Progress(kl_coefficient=kl_coefficient),
+        record=SimpleNamespace(
+            phase=lambda name: nullcontext(), add=metrics.update, trains_on=lambda batch: None, metrics=metrics
+        ),
+    )
 
 
 def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
     columns = {"reward": np.array([1.0, 0.0, 1.0, 1.0]), "uid": np.array(["a", "a", "b", "b"])}
     batch = RemoteBatch(columns | {"response_tokens": np.array([3, 1, 2, 2])}, {})
-    kl, progress = np.array([2.0, 0.0, 1.0, 5.0]), Progress()
-    credited, metrics = advantages_by(kl, progress, coefficient=0.1, target=1.0, horizon=10).compute(batch)
+    kl = np.array([2.0, 0.0, 1.0, 5.0])
+    run = run_with(kl, None, coefficient=0.1, target=1.0, horizon=10)
+    credited = with_advantages(run, batch)
     expected = rloo(np.array([0.8, 0.0, 0.9, 0.5]), columns["uid"])
     assert credited["advantages"] == pytest.approx(expected)
     assert credited["reward"].tolist() == columns["reward"].tolist()
-    assert metrics == {"reward/kl": 2.0, "reward/kl_coefficient": 0.1}
-    assert progress.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.4))
-    _, metrics = advantages_by(kl, progress, coefficient=0.1).compute(batch)
-    assert metrics["reward/kl_coefficient"] == progress.kl_coefficient  # also after a resume, from the progress
+    assert run.record.metrics == {"reward/kl": 2.0, "reward/kl_coefficient": 0.1}
+    assert run.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 0.4))
+    resumed = run_with(kl, run.kl_coefficient, coefficient=0.1)
+    with_advantages(resumed, batch)
+    assert resumed.record.metrics["reward/kl_coefficient"] == run.kl_coefficient
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from controller.config import Config
 from controller.config.sections import RunConfig
 from controller.generation.fleet import RestartBudget
-from controller.recovery import recovering, resuming
+from controller.session import recovering, resuming
 from workers.errors import LostError, WorkerError
 from workers.model.checkpoint_folder import Manifest, commit
 

@@ -19,7 +19,6 @@ from controller.observability.run_folder import recorded_steps, step_file
 from controller.preflight.checks import check_layout
 from controller.replay import Request, Start, comparison, main, prepared, settings, start_before
 from controller.replayer import Replayer, replay
-from controller.trainer import Trainer
 from tests.controller.stand_ins.roles import TOKENS, LocalRun
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from tests.controller.test_checkpoint import write
@@ -61,16 +60,17 @@ def block(number: int) -> DataProto:
 class LocalReplay(LocalRun):
     """A replayer on roles that answer at once."""
 
-    def _trainer(self, config: Config) -> Trainer:
+    def _run(self, config: Config) -> Replayer:
         config = prepared(config, Start(None, range(1, 2)))
         session = self._session(config, RolesWithoutEngines, Progress())
-        self.replayer = Replayer(config, session, cost_model=CostModel(1.0, 0.0))
-        return self.replayer
+        return Replayer(config, session, self.folder, cost_model=CostModel(1.0, 0.0))
 
     def all_of(self, run: LocalRun) -> None:
         """Every step that the run has recorded."""
+        assert isinstance(self.run, Replayer)
+        self.run.collector.folder = run.folder
         for step in recorded_steps(run.folder):
-            self.replayer.replay(step_file(run.folder, step), step)
+            self.run.replay(step)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
 ) -> None:
     found = local_run(*RECORDED, *overrides)
     found.rewards.reward = lambda uid, sample, greedy: float(sample * (int(uid) % 3))  # some groups have no signal
-    found.trainer.fit()
+    found.fit()
     again = local_replay(*RECORDED, *overrides)
     again.all_of(found)
     assert len(again.policy.updates) == len(found.policy.updates) > 0
@@ -119,7 +119,7 @@ def test_every_step_gets_the_rows_columns_and_mini_batches_that_it_had(
         assert batch.meta == before.meta
         assert store.ids(batch) == store.ids(before)
         assert plan.for_rank(0).rows.tolist() == its_plan.for_rank(0).rows.tolist()
-    assert again.trainer.progress.weight_version == found.trainer.progress.weight_version
+    assert again.run.progress.weight_version == found.run.progress.weight_version
     assert again.of("generate", "weights") == []
 
 
@@ -127,7 +127,7 @@ def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(local_run: Run, local_
     found = local_run(*RECORDED)
     found.policy.mismatch = 9.0
     with pytest.raises(MismatchError):
-        found.trainer.fit()
+        found.fit()
     again = local_replay(*RECORDED)
     again.policy.mismatch = 9.0
     again.all_of(found)
@@ -137,7 +137,7 @@ def test_a_mismatch_stops_a_run_and_is_told_by_its_replay(local_run: Run, local_
 
 def test_a_run_keeps_no_samples_unless_it_is_asked_to(local_run: Run) -> None:
     found = local_run("run.steps=1")
-    found.trainer.fit()
+    found.fit()
     assert not (found.folder / "samples").exists()
 
 

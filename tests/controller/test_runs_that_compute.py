@@ -12,7 +12,8 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from controller.advantage_computer import sequence_advantages
+from controller import step
+from controller.advantages import sequence_advantages
 from controller.data.records import read_records
 from controller.inputs import loss_trial
 from controller.observability.console import Console
@@ -21,7 +22,6 @@ from controller.preflight.data_checks import OF_A_BATCH
 from controller.replay import Request, Start, prepared, start_before
 from controller.replay import settings as settings_of
 from controller.replayer import replay
-from controller.trainer import Trainer
 from examples.addition.warm_start import tokenizer
 from tests.controller.stand_ins.run import StandInRun, StandIns, write_stand_in_workspace
 from tests.workers.model.tiny import files_beside, tiny_config, unpacked_log_probs
@@ -78,13 +78,13 @@ def run(stand_ins: StandIns, tmp_path: Path) -> Run:
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[RemoteBatch]:
     """The batch of every step, as the driver holds it."""
     found: list[RemoteBatch] = []
-    learn = Trainer.learn
+    learn = step.learn
 
-    def look(trainer, rollout, batch, *rest):
+    def look(run, batch):
         found.append(batch)
-        return learn(trainer, rollout, batch, *rest)
+        learn(run, batch)
 
-    monkeypatch.setattr(Trainer, "learn", look)
+    monkeypatch.setattr(step, "learn", look)
     return found
 
 

@@ -6,18 +6,20 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import pytest
 import ray
 
+from controller import step as parts
 from controller.config import Config, load
 from controller.fit import read_inputs, training
 from controller.generation.fleet import RestartBudget
 from controller.observability.console import Console
 from controller.preflight.checks import check
-from controller.recovery import recovering
-from controller.trainer import Trainer
-from controller.training_loop import Outcome
+from controller.run import Run
+from controller.session import recovering
+from controller.training_loop import Outcome, train
 
-Fault = Callable[[Trainer], None]
+Fault = Callable[[Run], None]
 SAME = ("reward/mean", "rollout/response_tokens_mean", "rollout/samples", "rollout/weight_version")
 CLOSE = ("policy/loss", "policy/grad_norm", "critic/loss", "critic/grad_norm")
 
@@ -54,21 +56,21 @@ def without_validation(settings: list[str]) -> list[str]:
 
 
 def run_with(overrides: list[str], faults: dict[int, Fault], *, before: str = "step") -> RunWithFaults:
-    """A whole run; before the method `before` of the trainer begins in step s, `faults[s]` happens, once."""
+    """A whole run; before the part `before` of step s begins, `faults[s]` happens, once."""
     config = load(None, overrides)
     check(config)
     inputs, console, left = read_inputs(config), Listening(), dict(faults)
 
     def attempt(config: Config, budget: RestartBudget) -> Outcome:
-        with training(config, inputs, console, budget) as trainer:
-            usual = getattr(trainer, before)
+        with training(config, inputs, console, budget) as run, pytest.MonkeyPatch.context() as patch:
+            usual = getattr(parts, before)
 
             def with_fault(*arguments: object) -> object:
-                left.pop(trainer.progress.step + 1, lambda _: None)(trainer)
+                left.pop(run.number, lambda _: None)(run)
                 return usual(*arguments)
 
-            setattr(trainer, before, with_fault)
-            return trainer.fit()
+            patch.setattr(parts, before, with_fault)
+            return train(run, parts.step)
 
     return RunWithFaults(config, recovering(attempt, config, console.log), console.said)
 
@@ -78,53 +80,53 @@ def send(number: signal.Signals, pids: Iterable[int], after_s: float = 0.0) -> N
     threading.Timer(after_s, lambda: [os.kill(pid, number) for pid in pids]).start()
 
 
-def engine_pids(trainer: Trainer, replica: int = 0) -> list[int]:
+def engine_pids(run: Run, replica: int = 0) -> list[int]:
     """The actor of a replica, and the processes of its engine."""
-    return list(ray.get(trainer.roles.rollouts.actors[replica].pids.remote()))
+    return list(ray.get(run.roles.rollouts.actors[replica].pids.remote()))
 
 
-def below_the_actor(trainer: Trainer) -> list[int]:
+def below_the_actor(run: Run) -> list[int]:
     """The processes of engine 0."""
-    pids = engine_pids(trainer)[1:]
+    pids = engine_pids(run)[1:]
     assert pids, "the engine is a thread of its actor"
     return pids
 
 
-def kill_actor(trainer: Trainer) -> None:
+def kill_actor(run: Run) -> None:
     """SIGKILL of rollout actor 0 while it generates."""
-    send(signal.SIGKILL, engine_pids(trainer)[:1], after_s=0.3)
+    send(signal.SIGKILL, engine_pids(run)[:1], after_s=0.3)
 
 
-def kill_engine(trainer: Trainer) -> None:
+def kill_engine(run: Run) -> None:
     """SIGKILL of the processes of engine 0, which must have some, as it begins to generate."""
-    send(signal.SIGKILL, below_the_actor(trainer))
+    send(signal.SIGKILL, below_the_actor(run))
 
 
-def hang_engine(trainer: Trainer) -> None:
+def hang_engine(run: Run) -> None:
     """The processes of engine 0, which must have some, stop to answer while it generates."""
-    send(signal.SIGSTOP, below_the_actor(trainer), after_s=0.3)
+    send(signal.SIGSTOP, below_the_actor(run), after_s=0.3)
 
 
-def hang_actor(trainer: Trainer) -> None:
+def hang_actor(run: Run) -> None:
     """Rollout actor 0 stops to answer."""
-    send(signal.SIGSTOP, engine_pids(trainer)[:1])
+    send(signal.SIGSTOP, engine_pids(run)[:1])
 
 
-def kill_policy(trainer: Trainer) -> None:
+def kill_policy(run: Run) -> None:
     """SIGKILL of the last policy rank."""
-    send(signal.SIGKILL, [trainer.roles.policy.facts()[-1]["pid"]])
+    send(signal.SIGKILL, [run.roles.policy.facts()[-1]["pid"]])
 
 
-def kill_reference(trainer: Trainer) -> None:
+def kill_reference(run: Run) -> None:
     """SIGKILL of reference rank 0."""
-    assert trainer.roles.reference is not None
-    send(signal.SIGKILL, [trainer.roles.reference.facts()[0]["pid"]])
+    assert run.roles.reference is not None
+    send(signal.SIGKILL, [run.roles.reference.facts()[0]["pid"]])
 
 
-def kill_critic(trainer: Trainer) -> None:
+def kill_critic(run: Run) -> None:
     """SIGKILL of the last critic rank."""
-    assert trainer.roles.critic is not None
-    send(signal.SIGKILL, [trainer.roles.critic.facts()[-1]["pid"]])
+    assert run.roles.critic is not None
+    send(signal.SIGKILL, [run.roles.critic.facts()[-1]["pid"]])
 
 
 def differences(run: RunWithFaults, undisturbed: RunWithFaults) -> list[str]:

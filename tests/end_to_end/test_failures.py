@@ -50,9 +50,9 @@ def test_an_engine_killed_or_hung_below_its_actor_costs_no_sample_and_leaves_no_
 def check_an_engine_with_a_fault(what: Fault, undisturbed: RunWithFaults, settings: list[str], *more: str) -> None:
     pids: list[int] = []
 
-    def fail_and_note(trainer) -> None:
-        pids.extend(faults.engine_pids(trainer))
-        what(trainer)
+    def fail_and_note(run) -> None:
+        pids.extend(faults.engine_pids(run))
+        what(run)
 
     hung = "rollout.hang_timeout_s=5"
     run = run_with(overrides(settings, what.__name__, *TWO_ENGINES, hung, *more), {2: fail_and_note})
@@ -85,7 +85,7 @@ def usual(ray_session, settings: list[str]) -> RunWithFaults:
     [
         (faults.kill_policy, "step"),
         (faults.kill_policy, "send_weights"),
-        (faults.kill_reference, "with_log_probs"),
+        (faults.kill_reference, "with_reference_log_probs"),
     ],
 )
 def test_a_rank_killed_repeats_the_steps_since_the_last_checkpoint(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from controller import step as parts
 from controller.config import Config, load
 from controller.continuous_collector import staleness
 from controller.fit import read_inputs, training
@@ -20,7 +21,7 @@ from controller.observability.metric_table import LIVE, METRICS, SECTIONS, Kind,
 from controller.observability.timeline import write_trace
 from controller.preflight.checks import check
 from controller.samples import Rollout
-from controller.training_loop import Outcome
+from controller.training_loop import Outcome, train
 from tests.controller.observability import trace_format
 from tests.controller.observability.test_metric_table import DASHBOARD, drawn
 from tests.end_to_end.prometheus import Prometheus, scraping_ray
@@ -48,10 +49,10 @@ def run_loop(overrides: list[str], look: Callable[[], object] = lambda: None) ->
     config = load(None, overrides)
     check(config)
     inputs = read_inputs(config)
-    with training(config, inputs, Console()) as trainer:
-        outcome = trainer.fit()
+    with training(config, inputs, Console()) as run:
+        outcome = train(run, parts.step)
         look()
-        rollout = trainer.collector.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
+        rollout = run.collector.roll_out(inputs.prompts.take(54, 6), 2, config.rollout.sampling, step=10)
         return Run(config, outcome, rollout, rollout.batch.gather(), rollout.batch["weight_version"].tolist())
 
 

@@ -72,8 +72,8 @@ def run_offline(name: str, run: str, *overrides: str) -> Outcome:
     given = [*SETTINGS, *OF_COMMAND[name], f"run.name={run}", *overrides]
     config = load_as(command.schema, None, given)
     check_offline(config)
-    with command.training(config, command.read_inputs(config), Listening()) as trainer:
-        return trainer.fit()
+    with command.training(config, command.read_inputs(config), Listening()) as started:
+        return command.train(started)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from controller.config import Config, load
-from controller.mismatch import compares_exactly
+from controller.logprob_check import compares_exactly
 from controller.preflight.checks import check, check_layout
 from controller.preflight.engine_checks import COLDEST
 from controller.replay import Request, settings

@@ -1,6 +1,6 @@
 """The roles of a run without actors: each answers at once and writes down what it was asked for.
 
-Trainer, Collector, Planner, checkpoints, RunRecord     the real ones
+Run, step, Collector, Planner, checkpoints, RunRecord   the real ones
 policy, reference, critic, reward model, engines        these; tokens are references to nothing, which nobody reads
 """
 
@@ -23,13 +23,15 @@ from controller.data.prompts import Prompt
 from controller.generation.fleet import Fleet, RestartBudget
 from controller.generation.rounds import Generation, OnResults, RolloutRound
 from controller.generation.router import Router
-from controller.mismatch import LARGEST, MEAN
+from controller.logprob_check import LARGEST, MEAN
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
 from controller.observability.run_record import RunRecord
+from controller.run import Run
 from controller.session import Session
-from controller.trainer import Trainer
+from controller.step import step
+from controller.training_loop import Callback, Outcome, Step, train
 from tests.controller.test_checkpoint import write
 from workers.config import SamplingConfig
 from workers.dispatch import PlanResult
@@ -153,6 +155,7 @@ class Engines:
 
     def __init__(self, log: list[str]) -> None:
         self.log, self.asleep, self.fleet = log, False, Fleet(0, RestartBudget(0))
+        self._sleep_told = False
         self.rounds: list[tuple[list[SampleRequest], SamplingConfig]] = []
         self._generating = Lock()
         self.slow: set[str] = set()
@@ -196,6 +199,7 @@ class Engines:
     def generate(self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults) -> Any:
         assert self._generating.acquire(blocking=False), "two rounds at one time"
         self.log.append("generate")
+        self._sleep_told = False
         self.rounds.append((list(requests), sampling))
         found = [self._answer(request, row) for row, request in enumerate(requests)]
         block = f"round {len(self.rounds)}"
@@ -208,7 +212,9 @@ class Engines:
         self.fleet.new_version(version)
 
     def sleep(self) -> None:
-        self.log.append("sleep")
+        if not self._sleep_told:
+            self.log.append("sleep")
+        self._sleep_told = True
 
 
 @dataclass
@@ -256,7 +262,7 @@ class LocalRoles(Roles):
 
 
 class LocalRun:
-    """A trainer of these roles. log: what they were asked for, in order. said: what the terminal showed."""
+    """A run of these roles. log: what they were asked for, in order. said: what the terminal showed."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.config = config = load(None, [*SETTINGS, "model.share_prefixes=never", f"run.dir={folder}", *overrides])
@@ -266,12 +272,12 @@ class LocalRun:
         self.engines = Engines(self.log)
         self.rewards = Rewards(self.engines)
         self._terminal = io.StringIO()
-        self.trainer = self._trainer(config)
+        self.run = self._run(config)
 
-    def _trainer(self, config: Config) -> Trainer:
+    def _run(self, config: Config) -> Run:
         held_out: Any = Numbered().take(1000, 2) if config.data.validation else None
         session = self._session(config, LocalRoles, Progress())
-        return Trainer(config, session, Numbered(), held_out, cost_model=CostModel(1.0, 0.0))
+        return Run(config, session, Numbered(), held_out, cost_model=CostModel(1.0, 0.0))
 
     def _session(self, config: Config, roles_class: type[Roles], progress: Progress) -> Session[Roles]:
         roles: Any = roles_class(
@@ -286,6 +292,9 @@ class LocalRun:
         self._writer = RunWriter(self.folder, "", [])
         console = Console(rich.console.Console(file=self._terminal, width=200))
         return Session(roles, progress, RunRecord(console, LiveMetrics(), self._writer))
+
+    def fit(self, callbacks: Sequence[Callback] = (), step: Step = step) -> Outcome:
+        return train(self.run, step, callbacks)
 
     def close(self) -> None:
         self._writer.__exit__(None)

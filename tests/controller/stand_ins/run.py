@@ -16,8 +16,9 @@ from controller.config import Config, load
 from controller.fit import Inputs, read_inputs, training
 from controller.generation.fleet import RestartBudget
 from controller.preflight.checks import check
-from controller.recovery import recovering
-from controller.training_loop import Outcome
+from controller.session import recovering
+from controller.step import step
+from controller.training_loop import Outcome, train
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
 from tests.controller.stand_ins.local_ray import LocalRay
@@ -128,7 +129,7 @@ class StandIns:
         self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
         self._monkeypatch.setattr("workers.model_worker.TrainingEngine", make)
         # The stand-in of vLLM samples with log-probs of its own, which are no model's.
-        self._monkeypatch.setattr("controller.mismatch.MismatchWatch.judge", lambda *_: None)
+        self._monkeypatch.setattr("controller.logprob_check.LogProbCheck.judge", lambda *_: None)
 
     def begin_anew(self) -> None:
         """All GPUs are free: those who had them have ended."""
@@ -142,8 +143,8 @@ class StandIns:
 
         def attempt(config: Config, budget: RestartBudget) -> Outcome:
             self.begin_anew()
-            with training(config, inputs, console, budget) as trainer:
-                return trainer.fit()
+            with training(config, inputs, console, budget) as started:
+                return train(started, step)
 
         return StandInRun(self.world, config, recovering(attempt, config, console.log), console.said)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from controller.config import Config, load
-from controller.mismatch import LARGEST, MEAN, MismatchWatch, Proof, beyond, compares_exactly
+from controller.logprob_check import LARGEST, MEAN, LogProbCheck, Proof, beyond, compares_exactly
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from workers.errors import MismatchError
 from workers.metrics import Metric
@@ -50,8 +50,8 @@ def config(*overrides: str) -> Config:
     return load(None, [*required, *overrides])
 
 
-def watch(*overrides: str) -> MismatchWatch:
-    return MismatchWatch(config(*overrides), first_version=4)
+def watch(*overrides: str) -> LogProbCheck:
+    return LogProbCheck(config(*overrides), first_version=4)
 
 
 def versions(*numbers: int) -> np.ndarray:

@@ -8,7 +8,8 @@ import numba
 import pytest
 
 from balancing import Plan
-from controller.checkpoint import checkpoints_at
+from controller import step as parts
+from controller.checkpoint import Progress, checkpoints_at
 from controller.training_loop import RunView
 from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import ConfigError, MismatchError
@@ -29,14 +30,14 @@ def tokens_of_updates(run: LocalRun, name: str) -> list[str]:
 
 def test_with_one_optimiser_step_the_update_makes_the_old_log_probs(local_run: Run) -> None:
     found = local_run(UNPROVEN)
-    found.trainer.fit()
+    found.fit()
     assert found.of("policy.log_probs") == []
     assert tokens_of_updates(found, "old_log_probs") == ["", "", ""]
 
 
 def test_the_first_steps_compare_sampler_and_trainer_before_they_update(local_run: Run) -> None:
     found = local_run("run.steps=4")
-    found.trainer.fit()
+    found.fit()
     proof = ["policy.log_probs", "policy.update"]
     assert found.of("policy.log_probs", "policy.update") == [*proof, *proof, "policy.update", "policy.update"]
     assert tokens_of_updates(found, "old_log_probs") == [""] * 4
@@ -45,21 +46,21 @@ def test_the_first_steps_compare_sampler_and_trainer_before_they_update(local_ru
 @pytest.mark.parametrize("several", ["batch.mini_batches=2", "batch.epochs=2"])
 def test_before_several_optimiser_steps_a_pass_makes_the_old_log_probs(local_run: Run, several: str) -> None:
     found = local_run(UNPROVEN, several, "run.steps=1")
-    found.trainer.fit()
+    found.fit()
     assert found.of("policy.log_probs") == ["policy.log_probs"]
     assert set(tokens_of_updates(found, "old_log_probs")) == {"policy log_probs"}
 
 
 def test_old_log_probs_of_older_samples_are_the_samplers(local_run: Run) -> None:
     found = local_run(UNPROVEN, "rollout.max_staleness=1")
-    found.trainer.fit()
+    found.fit()
     assert found.of("policy.log_probs") == []
     assert set(tokens_of_updates(found, "old_log_probs")) == {"rollout_log_probs"}
 
 
 def test_old_entropies_come_from_the_same_pass(local_run: Run) -> None:
     found = local_run(UNPROVEN, "algorithm.loss.old_entropies=true", "run.steps=1")
-    found.trainer.fit()
+    found.fit()
     assert found.of("policy.log_probs") == ["policy.log_probs_and_entropies"]
     assert tokens_of_updates(found, "old_entropies") == ["policy entropies"]
 
@@ -72,7 +73,7 @@ def test_a_kl_reads_the_reference_or_the_policy_without_adapters(
     local_run: Run, overrides: tuple[str, ...], passes: str
 ) -> None:
     found = local_run(UNPROVEN, "algorithm.loss.kl_coefficient=0.1", "run.steps=1", *overrides)
-    found.trainer.fit()
+    found.fit()
     assert found.of("reference", "policy.reference") == [passes]
     assert tokens_of_updates(found, "reference_log_probs") == [f"{passes.split('.')[0]} log_probs"]
 
@@ -90,7 +91,7 @@ def test_a_mismatch_at_equal_weights_stops_the_run_before_the_update(
     else:  # the engines have kept their first weights
         found.engines.update_weights = differing(found, found.engines.update_weights)
     with pytest.raises(MismatchError, match=f"step {wrong_from}: log-probs of engines and trainer differ by 0.1"):
-        found.trainer.fit()
+        found.fit()
     assert len(found.policy.updates) == updates
     assert [path.name for path in checkpoints_at(found.folder)] == ["step-1"][:updates]
 
@@ -109,7 +110,7 @@ def test_a_mismatch_of_an_update_stops_the_run_before_its_weights_are_sent(local
     found = local_run(UNPROVEN, "policy.max_mismatch=0.5")
     found.policy.mismatch = 0.6
     with pytest.raises(MismatchError, match=r"step 1: .* above policy.max_mismatch=0.5"):
-        found.trainer.fit()
+        found.fit()
     assert found.of("weights") == ["weights 0"]
 
 
@@ -117,7 +118,7 @@ def test_the_first_changed_weights_are_proved_though_steps_train_on_older_sample
     found = local_run("rollout.max_staleness=2")
     found.engines.update_weights = differing(found, found.engines.update_weights)
     with pytest.raises(MismatchError, match=r"step 1: log-probs .* at the first weights that an update has changed"):
-        found.trainer.fit()
+        found.fit()
     assert len(found.policy.updates) == 1
 
 
@@ -126,7 +127,7 @@ def test_the_first_changed_weights_are_proved_though_steps_train_on_older_sample
 
 def test_in_its_warm_up_the_critic_learns_alone_and_weights_stay(local_run: Run) -> None:
     found = local_run("algorithm.advantage=gae", "critic.warmup_steps=2", UNPROVEN)
-    outcome = found.trainer.fit()
+    outcome = found.fit()
     updates = found.of("critic.update", "policy.update")
     assert updates == ["critic.update", "critic.update", "critic.update", "policy.update"]
     assert found.of("weights") == ["weights 0", "weights 1"]
@@ -138,7 +139,7 @@ def test_a_step_of_ppo_is_in_order(local_run: Run) -> None:
     found = local_run(
         "algorithm.advantage=gae", "algorithm.loss.kl_coefficient=0.1", "batch.mini_batches=2", "run.steps=1"
     )
-    found.trainer.fit()
+    found.fit()
     begin, end = found.log.index("generate"), found.log.index("weights 1")
     assert found.log[begin : end + 1] == [
         "generate",
@@ -157,7 +158,7 @@ def test_a_step_of_ppo_is_in_order(local_run: Run) -> None:
 
 def test_every_epoch_draws_its_own_mini_batches_and_policy_and_critic_share_them(local_run: Run) -> None:
     found = local_run(UNPROVEN, "algorithm.advantage=gae", "batch.epochs=3", "batch.mini_batches=2", "run.steps=1")
-    outcome = found.trainer.fit()
+    outcome = found.fit()
     assert [batch.meta["epoch"] for batch, _ in found.policy.updates] == [0, 1, 2]
     drawn = [mini_batches_of(plan) for _, plan in found.policy.updates]
     assert drawn == [mini_batches_of(plan) for _, plan in found.critic.updates]
@@ -174,22 +175,24 @@ def mini_batches_of(plan: Plan) -> list[list[int]]:
 
 def test_samples_are_as_old_as_the_steps_that_groups_are_generated_ahead(local_run: Run) -> None:
     found = local_run("rollout.max_staleness=2", "run.steps=5", *VALIDATION, "validation.every=1")
-    outcome = found.trainer.fit()
+    outcome = found.fit()
     assert [step["rollout/staleness_max"] for step in outcome.steps] == [0, 1, 2, 2, 2]
     assert len(found.of("generate")) == 1 + 6  # what proves the first changed weights, and validations
 
 
 def test_without_staleness_samples_are_of_the_newest_weights(local_run: Run) -> None:
-    outcome = local_run().trainer.fit()
+    outcome = local_run().fit()
     assert [step["rollout/staleness_max"] for step in outcome.steps] == [0, 0, 0]
 
 
 def test_a_run_goes_on_with_the_groups_that_it_had_begun(local_run: Run) -> None:
     found = local_run("rollout.max_staleness=1", "run.steps=3")
     found.engines.slow = {"0"}
-    found.trainer.begin()
-    found.trainer.step(1)
-    assert (found.trainer.progress.position, found.trainer.progress.active) == (6, [2, 3, 4, 5])
+    found.run.begin()
+    with found.run.record.step(1, 3):
+        parts.step(found.run)
+        found.run.step_finished()
+    assert (found.run.collector.position, found.run.collector.active) == (6, [2, 3, 4, 5])
 
 
 # What is recorded of samples
@@ -197,7 +200,7 @@ def test_a_run_goes_on_with_the_groups_that_it_had_begun(local_run: Run) -> None
 
 def test_samples_are_recorded_and_shown_with_what_they_were_asked(local_run: Run) -> None:
     found = local_run("run.log_completions=1", "run.steps=1")
-    found.trainer.fit()
+    found.fit()
     rows = [json.loads(line) for line in (found.folder / "samples.jsonl").read_text().splitlines()]
     assert {(row["uid"], row["prompt"], row["record"]) for row in rows} == {
         ("0", "0", "level: 0"),
@@ -208,7 +211,7 @@ def test_samples_are_recorded_and_shown_with_what_they_were_asked(local_run: Run
 
 def test_compiling_is_told_once(local_run: Run) -> None:
     found = local_run("run.steps=2")
-    found.trainer.fit([lambda step, metrics: numba.njit(lambda: 1)() and None])
+    found.fit([lambda step, metrics: numba.njit(lambda: 1)() and None])
     assert found.said.count("compiling the planner, once") == 1
 
 
@@ -218,7 +221,7 @@ def test_compiling_is_told_once(local_run: Run) -> None:
 def test_a_step_without_signal_updates_nothing_and_counts(local_run: Run) -> None:
     found = local_run("algorithm.groups_without_signal=drop")
     found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < 2 else 1)
-    outcome = found.trainer.fit()
+    outcome = found.fit()
     assert found.of("policy.update") == ["policy.update"]
     assert [step["rollout/samples_left_out"] for step in outcome.steps] == [0, 4, 4]
     assert [step["rollout/weight_version"] for step in outcome.steps] == [1, 1, 1]
@@ -229,7 +232,7 @@ def test_a_step_without_signal_updates_nothing_and_counts(local_run: Run) -> Non
 def test_a_run_without_signal_counts_its_groups_and_says_so(local_run: Run, rule: str) -> None:
     found = local_run(f"algorithm.groups_without_signal={rule}")
     found.rewards.reward = lambda uid, sample, greedy: 1.0
-    outcome = found.trainer.fit()
+    outcome = found.fit()
     assert [step["rollout/groups_without_signal"] for step in outcome.steps] == [1, 1, 1]
     assert "steps 1 to 3: all rewards were equal in 100% of the groups" in found.said
 
@@ -242,7 +245,7 @@ def test_a_step_whose_groups_are_not_replaced_trains_on_the_others_if_there_are_
     rules = ("algorithm.groups_without_signal=replace", "algorithm.max_sampling_rounds=2", "run.steps=2")
     found = local_run(UNPROVEN, f"rollout.max_staleness={ahead}", *rules)
     found.rewards.reward = lambda uid, sample, greedy: float(sample if int(uid) < with_signal else 1)
-    outcome = found.trainer.fit()
+    outcome = found.fit()
     assert len(outcome.steps) == 2
     assert sum(len(batch) for batch, _ in found.policy.updates) == sum(trained)
     assert found.said.count("training on the others") == sum(map(bool, trained))
@@ -250,7 +253,7 @@ def test_a_step_whose_groups_are_not_replaced_trains_on_the_others_if_there_are_
 
 
 def test_groups_are_not_counted_where_a_critic_makes_the_advantages(local_run: Run) -> None:
-    outcome = local_run("algorithm.advantage=gae").trainer.fit()
+    outcome = local_run("algorithm.advantage=gae").fit()
     assert "rollout/groups_without_signal" not in outcome.steps[0]
 
 
@@ -263,14 +266,14 @@ def checkpoints(run: LocalRun) -> list[str]:
 
 def test_checkpoints_and_models_are_saved_when_they_are_due(local_run: Run) -> None:
     found = local_run("run.steps=5", "run.checkpoint_every=2", "run.save_every=3", "run.keep_checkpoints=2")
-    found.trainer.fit()
+    found.fit()
     assert checkpoints(found) == ["step-4", "step-2"]
     assert found.of("policy.save") == ["policy.save model-3", "policy.save model"]
 
 
 def test_a_run_without_checkpoints_saves_its_last_model_alone(local_run: Run) -> None:
     found = local_run()
-    found.trainer.fit()
+    found.fit()
     assert checkpoints(found) == []
     assert found.of("policy.save") == ["policy.save model"]
 
@@ -291,10 +294,10 @@ def test_the_best_model_is_saved_whenever_validation_improves(
         return by_validation[number]
 
     found.rewards.reward = reward
-    outcome = found.trainer.fit()
+    outcome = found.fit()
     assert found.of("policy.save") == ["policy.save model-best"] * saves + ["policy.save model"]
     assert (outcome.before["reward"], outcome.after["reward"]) == (before, 0.8)
-    assert found.trainer.progress.best == 0.8
+    assert found.run.progress.best == 0.8
 
 
 def test_a_validation_in_which_no_response_has_the_best_metric_saves_nothing(local_run: Run) -> None:
@@ -305,14 +308,14 @@ def test_a_validation_in_which_no_response_has_the_best_metric_saves_nothing(loc
         return float(sample % 2) if int(uid) < 1000 else held_out
 
     found.rewards.reward = reward
-    assert len(found.trainer.fit().steps) == 2
+    assert len(found.fit().steps) == 2
     assert "validation.keep_best=exact: no response of this validation has a value" in found.said
 
 
 def test_the_best_by_a_metric_that_there_is_not_is_refused(local_run: Run) -> None:
     found = local_run(VALIDATION[0], "validation.keep_best=nothing")
-    with pytest.raises(ConfigError, match=r"validation\.keep_best=nothing is not a validation metric"):
-        found.trainer.fit()
+    with pytest.raises(ConfigError, match=r"validation\.keep_best=nothing"):
+        found.fit()
 
 
 def interrupting(run: LocalRun, method: str, time: int) -> None:
@@ -342,14 +345,14 @@ def test_an_interrupt_leaves_a_checkpoint_of_the_last_complete_step(
     found = local_run(f"run.checkpoint_every={every}", "batch.mini_batches=2", "run.steps=5")
     interrupting(found, method, 4)
     with pytest.raises(KeyboardInterrupt):
-        found.trainer.fit()
+        found.fit()
     assert checkpoints(found) == left
 
 
 def test_a_run_that_goes_on_validates_no_second_time_before_its_first_step(local_run: Run) -> None:
     found = local_run(*VALIDATION, "run.steps=2")
-    found.trainer.progress.step = 1
-    outcome = found.trainer.fit()
+    found.run.progress = Progress(step=1)
+    outcome = found.fit()
     assert len(outcome.steps) == 1
     assert len(found.of("generate")) == 1 + 1
 
@@ -368,7 +371,7 @@ def test_callbacks_see_each_step_and_what_they_add_is_recorded(local_run: Run) -
     def after_it(step: int, metrics: dict[str, float]) -> None:
         metrics["mine/double"] = 2 * metrics["mine/responses"]
 
-    found.trainer.fit([look, after_it])
+    found.fit([look, after_it])
     rows = [json.loads(line) for line in (found.folder / "metrics.jsonl").read_text().splitlines()]
     views = dict(seen)
     assert [row["step"] for row in rows] == list(views) == [0, 1, 2]
@@ -389,10 +392,10 @@ def test_a_callback_that_raises_ends_the_run_after_the_step_is_recorded_and_save
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        found.trainer.fit([fail])
+        found.fit([fail])
     rows = [json.loads(line) for line in (found.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["mine/step"] for row in rows if row["step"]] == [1, 2]
-    assert found.trainer.complete.step == 2
+    assert found.run.progress.step == 2
 
 
 @pytest.mark.parametrize("added", ["text", None, [1.0], {"a": 1}])
@@ -401,13 +404,13 @@ def test_a_callback_adds_numbers_alone(local_run: Run, added: Any) -> None:
         metrics["mine"] = added
 
     with pytest.raises(ConfigError, match=r"metrics\['mine'\]="):
-        local_run("run.steps=1").trainer.fit([add])
+        local_run("run.steps=1").fit([add])
 
 
 @pytest.mark.parametrize("callback", [5, lambda: None, lambda step: None, "text"])
 def test_what_is_no_callback_is_refused(local_run: Run, callback: Any) -> None:
     with pytest.raises(ConfigError, match="callbacks="):
-        local_run("run.steps=1").trainer.fit([callback])
+        local_run("run.steps=1").fit([callback])
 
 
 @pytest.mark.parametrize("settings", [(), (*VALIDATION, "validation.at_start=false")])
@@ -415,7 +418,7 @@ def test_without_a_validation_before_the_first_step_no_callback_is_called_with_s
     local_run: Run, settings: tuple[str, ...]
 ) -> None:
     found, steps = local_run(*settings, "run.steps=2"), list[int]()
-    outcome = found.trainer.fit([lambda step, metrics: steps.append(step)])
+    outcome = found.fit([lambda step, metrics: steps.append(step)])
     assert steps == [1, 2]
     assert outcome.before == {}
     assert bool(outcome.after) == bool(settings)

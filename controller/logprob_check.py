@@ -1,4 +1,4 @@
-"""Compares the log-probs of engines and trainer in every step, before new weights are sent.
+"""Compare the log-probs of engines and trainer in every step, before new weights are sent.
 
     first step after a start            samples of the weights that were just sent          --> rounding, or stop
     first step of changed weights       samples of weights that an update has changed       --> rounding, or stop
@@ -19,7 +19,7 @@ import numpy as np
 
 from controller.config import Config
 from workers.errors import MismatchError
-from workers.metrics import Metric
+from workers.metrics import Metric, results
 from workers.tolerance import TOLERANCE
 
 MEAN, LARGEST = "rollout_mismatch_mean", "rollout_mismatch_max"
@@ -35,14 +35,15 @@ class Proof(Enum):
     NONE = ""
 
 
-class MismatchWatch:
-    """Judges the mismatch in the steps of one attempt of a run."""
+class LogProbCheck:
+    """Judges the difference of log-probs in the steps of one attempt of a run."""
 
     def __init__(self, config: Config, first_version: int) -> None:
         """first_version: of the weights that the attempt starts with."""
         self._limit, self._first = config.policy.max_mismatch, first_version
         self._dtype = config.compute_dtype
         self._pending: set[Proof] = {Proof.FIRST, Proof.CHANGED} if compares_exactly(config) else set()
+        self._kept: tuple[int, dict[str, float]] = 0, {}
 
     def proof(self, oldest: np.ndarray, newest: np.ndarray, current: int) -> Proof:
         """The comparison at equal weights that samples [B] of weight versions `oldest` to `newest` allow, if it was not
@@ -69,6 +70,21 @@ class MismatchWatch:
         if problem := beyond(mean, largest, self._limit, self._dtype, proof):
             raise MismatchError(f"step {step}: {problem}")
         self._pending.discard(proof)
+
+    def judge_update(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Judge the update of a step, if no pass before it was kept."""
+        if not self.kept(step):
+            self.judge(step, metrics)
+
+    def keep(self, step: int, metrics: Mapping[str, Metric]) -> dict[str, float]:
+        """Keep, as metrics of the step, what its first pass of log-probs says; returns them."""
+        if not self.kept(step):
+            self._kept = step, results({name: metrics[name] for name in (MEAN, LARGEST) if name in metrics})
+        return self._kept[1]
+
+    def kept(self, step: int) -> dict[str, float]:
+        """The metrics that a pass before the update gave this step; empty without one."""
+        return self._kept[1] if self._kept[0] == step else {}
 
 
 def compares_exactly(config: Config) -> bool:

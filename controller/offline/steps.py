@@ -1,0 +1,126 @@
+"""The steps of training on given sequences:
+
+records -> batch -> plan -> update                                             sft_step
+records -> batch -> plan -> log-probs, the reference's -> loss -> update       preferences_step
+"""
+
+import math
+from typing import Any, TypeVar
+
+import numpy as np
+
+from balancing import CostModel, Plan
+from controller.actors.roles import TrainingRoles
+from controller.config.offline import OfflineConfig, PreferencesConfig, SftConfig
+from controller.observability.metrics import update_throughput
+from controller.offline.datasets import SequenceDataset
+from controller.offline.preference_losses import PairLoss, pair_loss
+from controller.session import Session
+from controller.training_loop import Step, TrainingRun, prefixed
+from workers.metrics import Metrics, results
+from workers.remote_batch import RemoteBatch
+
+Settings = TypeVar("Settings", bound=OfflineConfig)
+
+
+class OfflineRun(TrainingRun[Settings, TrainingRoles]):
+    """A run that trains on records. dataset: its records. position: the place of the next one in their stream."""
+
+    def __init__(
+        self,
+        config: Settings,
+        session: Session[TrainingRoles],
+        train: SequenceDataset,
+        validation: SequenceDataset | None,
+        *,
+        cost_model: CostModel,
+    ) -> None:
+        super().__init__(config, session, steps=config.steps_over(len(train)), cost_model=cost_model)
+        self.dataset, self.held_out, self.position = train, validation, self.progress.position
+
+    def state(self) -> dict[str, Any]:
+        """The place in the stream of records."""
+        return {"position": self.position}
+
+    def measure(self) -> dict[str, float]:
+        """Seconds, tokens/s, and how far the run has come in its data."""
+        found = self.record.times() | update_throughput(self.record.trained, self.record.seconds)
+        epoch = self.position / len(self.dataset)
+        return found | {"data/epoch": epoch, "data/dropped": float(self.dataset.dropped)}
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Measure the policy on data.validation, and show it; empty without it."""
+        if self.held_out is None:
+            return {}
+        with self.record.phase("validation"):
+            batch = self.held_out.first(self.config.validation.records)
+            metrics = (sft_loss if isinstance(self.config, SftConfig) else preferences_loss)(self, batch)
+        self.roles.take_micro_step_times()  # those of the next step are of the step alone
+        self.record.console.validation(step, metrics)
+        return metrics
+
+
+def sft_step(run: OfflineRun[SftConfig]) -> None:
+    """Maximise the likelihood of the tokens to learn."""
+    batch, plan = next_batch(run)
+    run.interrupts.hold()
+    with run.record.phase("update"):
+        updated: Metrics = run.roles.policy.learn_tokens(batch, plan, run.config.loss)
+    run.record.add(prefixed("policy", results(updated)))
+
+
+def preferences_step(run: OfflineRun[PreferencesConfig]) -> None:
+    """Compute the loss of every pair in a forward pass, then make a step along its gradient.
+
+    A pair's two sequences are planned apart, and couple through numbers on the driver.
+    """
+    batch, plan = next_batch(run)
+    with run.record.phase("log_probs"):
+        found = losses_of_pairs(run, batch)
+    run.interrupts.hold()
+    with run.record.phase("update"):
+        weighted = batch.with_columns(coefficient=found.coefficients)
+        updated: Metrics = run.roles.policy.learn_weighted(weighted, plan)
+    # The update's own loss is the weighted sum of log-probs, which has the gradient of the pairs' loss.
+    run.record.add(prefixed("policy", results(updated) | {"loss": found.loss}))
+    run.record.add(prefixed("preferences", found.metrics))
+
+
+STEPS: dict[type[OfflineConfig], Step] = {SftConfig: sft_step, PreferencesConfig: preferences_step}
+
+
+def next_batch(run: OfflineRun[Any]) -> tuple[RemoteBatch, Plan]:
+    """Take the records of a step, and plan their update; the last step of run.epochs takes those that are left."""
+    with run.record.phase("plan"):
+        count, settings = run.config.records_per_step, run.config.run
+        if not settings.steps:
+            count = min(count, settings.epochs * len(run.dataset) - run.position)
+        batch = run.dataset.take(run.position, count)
+        plan = run.planner.plan(batch, [np.arange(len(batch))], "policy.update")
+    run.position += count
+    run.record.trains_on(batch)
+    run.record.plans([plan], lengths=batch["length"])
+    return batch, plan
+
+
+def sft_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, float]:
+    """Return `loss`, mean over tokens in nats, `perplexity` exp(loss), and `entropy`; forward only."""
+    plan = run.planner.whole(batch, "policy.log_probs")
+    measured = results(run.roles.policy.measure_tokens(batch, plan))
+    return {"loss": measured["loss"], "perplexity": math.exp(measured["loss"]), "entropy": measured["entropy"]}
+
+
+def preferences_loss(run: OfflineRun[Any], batch: RemoteBatch) -> dict[str, float]:
+    """Return `loss`, and the metrics of `pair_loss`; forward only."""
+    found = losses_of_pairs(run, batch)
+    return {"loss": found.loss, **found.metrics}
+
+
+def losses_of_pairs(run: OfflineRun[PreferencesConfig], batch: RemoteBatch) -> PairLoss:
+    """Return the loss of the batch's pairs, and its gradient by each sequence's log-prob."""
+    log_probs = run.roles.policy.sequence_log_probs(batch, run.planner.whole(batch, "policy.log_probs"))
+    reference = None
+    if run.config.uses_reference:
+        plan = run.planner.whole(batch, "reference.log_probs")
+        reference = run.roles.reference_sequence_log_probs(batch, plan)
+    return pair_loss(run.config.loss, log_probs, reference, batch["response_tokens"])

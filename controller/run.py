@@ -1,0 +1,150 @@
+"""Run: a run of reinforcement learning, as its steps see it; and its validations, checkpoints and metrics."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from balancing import CostModel
+from controller import advantages
+from controller.actors.roles import Roles
+from controller.checkpoint import Progress, remove_old_samples, samples_path
+from controller.collector import Collector
+from controller.config import Config
+from controller.continuous_collector import ContinuousCollector
+from controller.data.prompts import PromptDataset, Prompts
+from controller.logprob_check import LogProbCheck
+from controller.observability.metrics import staleness, throughput, waiting
+from controller.observability.run_folder import step_file
+from controller.observability.shown_text import other_columns, shown_prompt
+from controller.sample_files import write_step
+from controller.samples import Rollout
+from controller.session import Session
+from controller.training_loop import TrainingRun
+from controller.validation_metrics import summarize
+from workers.errors import ConfigError
+from workers.rollout.requests import VALIDATION_STEP
+
+
+class Run(TrainingRun[Config, Roles]):
+    """collector: makes the samples of steps. logprob_check: compares engines with the trainer. weight_version: of the
+    policy's weights. kl_coefficient: of the KL in the reward, for the next step, where it is adapted."""
+
+    def __init__(
+        self,
+        config: Config,
+        session: Session[Roles],
+        prompts: Prompts,
+        validation: PromptDataset | None,
+        *,
+        cost_model: CostModel,
+    ) -> None:
+        super().__init__(config, session, steps=config.run.steps, cost_model=cost_model)
+        self.validation, self.best = validation, self.progress.best
+        self.weight_version, self.kl_coefficient = self.progress.weight_version, self.progress.kl_coefficient
+        self.collector = self.new_collector(prompts)
+        self.logprob_check = LogProbCheck(config, self.weight_version)
+
+    def new_collector(self, prompts: Prompts) -> Collector:
+        """Return the source of the steps' samples."""
+        collector = ContinuousCollector if self.config.rollout.max_staleness else Collector
+        return collector(self.config, self.roles, prompts, self.planner, self.record, self.progress)
+
+    def begin(self) -> None:
+        """Send the policy's weights to the engines.
+
+        Also if they are those of the files, which the engines have: a transfer that fails or corrupts shows at once.
+        """
+        self.roles.send_weights(self.weight_version)
+        self.collector.begin()
+
+    def step_finished(self) -> None:
+        """Let the collector go on with the step's weights, and show completions."""
+        super().step_finished()
+        self.record.completions(self.config.run.log_completions)
+        self.collector.published()
+
+    def state(self) -> dict[str, Any]:
+        """The places in the stream of prompts, and what weights and rewards have come to."""
+        return {
+            "position": self.collector.position,
+            "active": self.collector.active,
+            "weight_version": self.weight_version,
+            "best": self.best,
+            "kl_coefficient": self.kl_coefficient,
+        }
+
+    def save_models(self) -> None:
+        """Save the policy, and the critic where there is one."""
+        super().save_models()
+        if self.roles.critic is not None:
+            self.roles.critic.save_pretrained(str(self.folder / "critic"))
+
+    def save(self, name: str) -> None:
+        """As `TrainingRun.save`; it gathers whole weights, so engines that share the policy's GPUs sleep before."""
+        self.roles.sleep_engines()
+        super().save(name)
+
+    def save_beside(self, checkpoint: Path, progress: Progress) -> None:
+        """Write samples that no step has trained on."""
+        if progress.active:
+            self.collector.save(samples_path(checkpoint), progress.active)
+        remove_old_samples(self.folder, progress.step)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Score responses to the held-out prompts, record and show them; empty without data.validation."""
+        if self.validation is None:
+            return {}
+        settings = self.config.validation
+        prompts = list(self.validation)[: settings.prompts or None]
+        with self.record.phase("validation"):
+            rollout = self.collector.roll_out(prompts, settings.samples, settings.sampling, VALIDATION_STEP)
+        responses = rollout.scored_responses({prompt.uid: prompt for prompt in prompts}, self.config.data.prompt_key)
+        metrics = summarize(responses, settings.success, settings.success_threshold)
+        self.record.writer.validation(step, responses)
+        self.record.console.validation(step, metrics)
+        self._keep_best(step, metrics)
+        return metrics
+
+    def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        name = self.config.validation.keep_best
+        if not name:
+            return
+        if name not in metrics and not step:
+            raise ConfigError(f"validation.keep_best={name}: not a validation metric. Name one of {sorted(metrics)}.")
+        if name not in metrics:
+            self.record.console.log(f"validation.keep_best={name}: no response of this validation has a value")
+        elif self.best is None or metrics[name] > self.best:
+            self.best = metrics[name]
+            if step:  # at step 0 it is the model that the run was given
+                self.save("model-best")
+
+    def record_samples(self, rollout: Rollout) -> None:
+        """Tell the record what a step's samples are, and keep them where run.record_samples asks for it."""
+        batch, record = rollout.trained, self.record
+        samples, version = rollout.batch, self.weight_version
+        record.samples(rollout, batch, self.asked)
+        record.add(rollout.metrics() | {"rollout/samples_left_out": float(len(samples) - len(batch))})
+        oldest, newest = samples["weight_version"], samples["newest_weight_version"]
+        record.add(staleness(oldest, newest, rollout.version_tokens, version))
+        # Groups teach by comparison alone, unless a KL in the reward tells their samples apart.
+        if self.config.algorithm.compares_groups and not self.config.algorithm.kl_in_reward.coefficient:
+            share = advantages.share_without_signal(samples["reward"], samples["uid"])
+            record.add({"rollout/groups_without_signal": share})
+        if self.config.run.record_samples:
+            with record.phase("record"):
+                write_step(step_file(self.folder, self.number), rollout)
+
+    def asked(self, uid: str) -> dict[str, str]:
+        """The prompt of training samples with this uid, as text: `prompt`, and `record`, its other columns."""
+        key = self.config.data.prompt_key
+        (found,) = self.collector.prompts.take(int(uid), 1)
+        return {"prompt": shown_prompt(found.columns[key]), "record": other_columns(found.columns, key)}
+
+    def measure(self) -> dict[str, float]:
+        """Seconds, tokens/s, and the engines' part in the step."""
+        record, engines = self.record, self.roles.rollouts
+        record.timeline.weight_loads(self.roles.take_weight_loads())
+        found = record.times() | waiting(engines.take_idle_seconds(), engines.queued, record.seconds)
+        if record.rollout is not None:
+            found |= throughput(record.rollout.batch, record.trained, record.seconds, self.config.batch.epochs)
+        return found | engines.fleet.budget.metrics() | {"rollout/weight_version": float(self.weight_version)}

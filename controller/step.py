@@ -1,0 +1,271 @@
+"""A step of reinforcement learning, and the parts of which other steps are made.
+
+    prompts -> samples, rewards -> keep groups with signal -> plan -> old, reference log-probs -> advantages
+            -> update, mini-batch by mini-batch: critic, policy -> weights to the engines
+
+A run without rollout.max_staleness makes the samples when `collect` asks for them; one with it has made them ahead,
+while it trained, and `collect` takes those that are ready. All else is the same.
+
+Each part takes the run and a batch, and returns the batch with more columns, or the metrics of an update. The driver
+works on lengths, ids and rewards; tokens stay in the object store (see `workers.remote_batch`). What parts tell
+`run.record` changes nothing.
+
+B sequences.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from balancing import Plan
+from controller import advantages
+from controller.actors.worker_group import WorkerGroup
+from controller.logprob_check import Proof
+from controller.planner import group_numbers, with_group_tokens
+from controller.run import Run
+from controller.training_loop import prefixed
+from workers.config import LossConfig, ValueLossConfig
+from workers.metrics import Metric, Metrics, merge, results
+from workers.model.credit import KlPenalty
+from workers.remote_batch import RemoteBatch
+from workers.rollout.requests import PROOF_STEP
+
+Arguments = ParamSpec("Arguments")
+Found = TypeVar("Found")
+# `with_advantages` reports values before the update; after it they have seen the returns.
+CRITIC_METRICS = ("loss", "value_clip_fraction", "grad_norm", "learning_rate", "skipped_steps")
+PROOF_TOKENS = 32  # of samples that are compared and not trained
+
+
+def step(run: Run) -> None:
+    """Make one step of the picture above."""
+    batch = collect(run)
+    if len(batch):
+        learn(run, batch)
+
+
+def learn(run: Run, batch: RemoteBatch) -> None:
+    """Update critic and policy with a step's samples, and send the new weights."""
+    epochs = plan_updates(run, batch)
+    batch = with_old_log_probs(run, batch)
+    batch = with_reference_log_probs(run, batch)
+    batch = with_advantages(run, batch)
+    update_critic(run, batch, epochs)
+    if run.number > run.config.critic.warmup_steps:
+        update_policy(run, batch, epochs)
+        send_weights(run)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A pass over a step's samples. mini_batches: rows of each, in the order of optimiser steps. plan: the policy's."""
+
+    mini_batches: list[np.ndarray]
+    plan: Plan
+
+
+def on_training_roles(
+    phase: str,
+) -> Callable[[Callable[Concatenate[Run, Arguments], Found]], Callable[Concatenate[Run, Arguments], Found]]:
+    """Mark a part that computes on training roles: engines that share their GPUs sleep; `phase` counts its seconds."""
+
+    def mark(part: Callable[Concatenate[Run, Arguments], Found]) -> Callable[Concatenate[Run, Arguments], Found]:
+        @wraps(part)
+        def marked(run: Run, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+            with run.record.phase(phase):
+                run.roles.sleep_engines()
+                return part(run, *args, **kwargs)
+
+        return marked
+
+    return mark
+
+
+def collect(run: Run) -> RemoteBatch:
+    """Return the samples to train on in this step; none where no group has signal, see algorithm.groups_without_signal.
+
+    Columns [B]: uid (equal for samples of one prompt), sample, reward, length, prompt_tokens, response_tokens,
+    truncated, weight_version, and those of `Rollout`. Tokens: input_ids, loss_mask, rollout_log_probs.
+    """
+    with run.record.phase("rollout"):
+        rollout = run.collector.collect(run.number)
+    run.record_samples(rollout)
+    return rollout.trained.with_meta(step=run.number, steps=run.config.run.steps)
+
+
+def plan_updates(run: Run, batch: RemoteBatch) -> list[Epoch]:
+    """Draw the mini-batches of batch.epochs passes, and assign their sequences to ranks and micro-steps."""
+    planner = run.planner
+    with run.record.phase("plan"):
+        drawn = [planner.draw(batch, run.number, epoch) for epoch in range(run.config.batch.epochs)]
+        epochs = [Epoch(rows, planner.plan(batch, rows, "policy.update")) for rows in drawn]
+    places = batch["uid"].astype(np.int64)  # in the stream of prompts
+    columns = {"lengths": batch["length"], "groups": group_numbers(batch), "prompts": places}
+    columns |= planner.prefixes(batch, "policy.update")
+    run.record.plans([epoch.plan for epoch in epochs], run.config.longest_sequence, **columns)
+    return epochs
+
+
+@on_training_roles("log_probs")
+def with_old_log_probs(run: Run, batch: RemoteBatch, *, recompute: bool = False) -> RemoteBatch:
+    """Add the tokens `old_log_probs`, to which the loss takes ratios, if they are needed before the update.
+
+    With one optimiser step they are those of the update's own forward pass: a pass before it would compute the same
+    numbers. With samples of older weights they are those of the engines. recompute: compute them with the policy as it
+    is now, such as between two updates. With algorithm.loss.old_entropies also adds `old_entropies`.
+
+    Raises MismatchError if a pass shows that engines and trainer differ by more than they may.
+    """
+    config, check = run.config, run.logprob_check
+    needed = recompute or config.has_forward_pass
+    proof = check.proof(batch["weight_version"], batch["newest_weight_version"], run.weight_version)
+    if config.old_log_probs == "sampler" and not recompute:
+        batch = batch.with_tokens(old_log_probs=batch.tokens["rollout_log_probs"])
+    if not needed and proof is Proof.NONE:
+        return batch
+    entropies = config.algorithm.loss.old_entropies
+    read = run.roles.policy.log_probs_and_entropies if entropies else run.roles.policy.log_probs
+    passed = read(batch, run.planner.whole(batch, "policy.log_probs"))
+    check.judge(run.number, passed.metrics, proof)
+    if needed:
+        run.record.add(prefixed("policy", check.keep(run.number, passed.metrics)))
+    if recompute or config.old_log_probs == "forward_pass":
+        batch = batch.with_tokens(old_log_probs=passed.tokens["log_probs"])
+    return batch.with_tokens(old_entropies=passed.tokens["entropies"]) if entropies else batch
+
+
+@on_training_roles("log_probs")
+def with_reference_log_probs(run: Run, batch: RemoteBatch) -> RemoteBatch:
+    """Add the tokens `reference_log_probs` where a KL needs them."""
+    if not run.config.uses_reference:
+        return batch
+    plan = run.planner.whole(batch, "reference.log_probs")
+    return batch.with_tokens(reference_log_probs=run.roles.reference_log_probs(batch, plan))
+
+
+@on_training_roles("advantages")
+def with_advantages(run: Run, batch: RemoteBatch) -> RemoteBatch:
+    """Add `advantages`, as algorithm.advantage says: a column [B], or tokens; for a critic's update also the tokens
+    `returns` and `old_values`.
+
+    rewards - weight * KL to the reference --estimator, on the driver--> a column
+    rewards, KL to the reference, critic's values --GAE, on the ranks that have the tokens--> tokens
+    rewards, KL to the reference --REINFORCE++: discounted returns, also there--> tokens
+    """
+    algorithm, planner, critic = run.config.algorithm, run.planner, run.roles.critic
+    weight, kl = _kl_in_reward(run, batch)
+    penalty = KlPenalty(weight, algorithm.kl_in_reward.estimator) if weight else None
+    if run.config.uses_token_returns:
+        centred = algorithm.advantage == "reinforce_plus_plus_baseline"
+        credited = batch.with_columns(reward=advantages.dr_grpo(batch["reward"], batch["uid"])) if centred else batch
+        plan = planner.whole(batch, "policy.log_probs")
+        found = run.roles.policy.token_advantages(credited, plan, algorithm.gamma, penalty)
+        batch = batch.with_tokens(**found.tokens)
+    elif critic is None:
+        rewards = batch["reward"] - weight * kl
+        batch = batch.with_columns(advantages=advantages.sequence_advantages(algorithm, batch, rewards))
+    else:
+        plan = planner.whole(batch, "critic.values")
+        found = critic.advantages(batch, plan, algorithm.gae, penalty)
+        run.record.add(prefixed("critic", advantages.value_metrics(found.metrics)))
+        batch = batch.with_tokens(**found.tokens)
+    run.record.trains_on(batch)
+    return batch
+
+
+def _kl_in_reward(run: Run, batch: RemoteBatch) -> tuple[float, np.ndarray]:
+    """Return (weight, KL of each sequence [B]), and keep the next step's weight."""
+    settings = run.config.algorithm.kl_in_reward
+    if not settings.coefficient:
+        return 0.0, np.zeros(len(batch))
+    adapted = run.progress.kl_coefficient
+    weight = settings.coefficient if adapted is None else adapted
+    plan = run.planner.whole(batch, "reference.log_probs")
+    kl = (run.roles.reference or run.roles.policy).kl(batch, plan, settings.estimator)
+    run.kl_coefficient = advantages.adapted_kl_weight(weight, float(kl.mean()), len(batch), settings)
+    run.record.add({"reward/kl": float(kl.mean()), "reward/kl_coefficient": weight})
+    return weight, kl
+
+
+def update_critic(run: Run, batch: RemoteBatch, epochs: Sequence[Epoch]) -> dict[str, float]:
+    """Make the critic's optimiser steps, on the policy's mini-batches; nothing without a critic.
+
+    batch: with `returns` and `old_values`, see `with_advantages`. Returns the metrics that it records under `critic/`.
+    """
+    if run.roles.critic is None:
+        return {}
+    plans = [run.planner.plan(batch, epoch.mini_batches, "critic.update") for epoch in epochs]
+    found = results(_update(run, run.roles.critic, batch, epochs, plans, run.config.critic.loss))
+    metrics = {name: value for name, value in found.items() if name in CRITIC_METRICS}
+    run.record.add(prefixed("critic", metrics))
+    return metrics
+
+
+def update_policy(
+    run: Run,
+    batch: RemoteBatch,
+    epochs: Sequence[Epoch],
+    *,
+    loss: LossConfig | None = None,
+    recorded_as: str = "policy",
+) -> dict[str, float]:
+    """Make the policy's optimiser steps.
+
+    batch: with `advantages`, and the log-probs that the loss needs. Without `old_log_probs`, ratios are 1. loss: in
+    place of algorithm.loss. recorded_as: the section of the metrics, which it returns too.
+
+    Raises MismatchError as `with_old_log_probs`, if no pass of that has compared the log-probs in this step.
+    """
+    updated = _update(
+        run, run.roles.policy, batch, epochs, [epoch.plan for epoch in epochs], loss or run.config.policy_loss
+    )
+    run.logprob_check.judge_update(run.number, updated)
+    # Of a separate log-prob pass and the updates, only the pass compares sampler and trainer at equal weights.
+    metrics = results(updated) | run.logprob_check.kept(run.number)
+    run.record.add(prefixed(recorded_as, metrics))
+    return metrics
+
+
+@on_training_roles("update")
+def _update(
+    run: Run,
+    group: WorkerGroup,
+    batch: RemoteBatch,
+    epochs: Sequence[Epoch],
+    plans: Sequence[Plan],
+    loss: LossConfig | ValueLossConfig,
+) -> Metrics:
+    run.interrupts.hold()
+    parts = []
+    for number, (epoch, plan) in enumerate(zip(epochs, plans, strict=True)):
+        part = with_group_tokens(batch, epoch.mini_batches).with_meta(epoch=number)
+        updated = group.update(part, plan, loss)
+        # A sum over ranks and micro-batches, but a mean over mini-batches, and so over epochs.
+        parts.append(updated | {"loss": Metric.sum(updated["loss"].value / len(plans))})
+    return merge(parts)
+
+
+def send_weights(run: Run) -> None:
+    """Send the policy's weights to every engine, under the next version.
+
+    Where samples are made ahead, compares engines and trainer at the first weights that an update has changed. Raises
+    MismatchError if they differ by more than rounding.
+    """
+    with run.record.phase("weights"):
+        run.weight_version += 1
+        run.roles.send_weights(run.weight_version)
+        if run.config.rollout.max_staleness and run.logprob_check.awaits(Proof.CHANGED):
+            _prove_changed_weights(run)
+
+
+def _prove_changed_weights(run: Run) -> None:
+    config = run.config
+    sampling = config.rollout.sampling
+    sampling = replace(sampling, max_new_tokens=min(PROOF_TOKENS, sampling.max_new_tokens))
+    prompts = run.collector.prompts.take(0, config.batch.prompts_per_step)
+    batch = run.collector.roll_out(prompts, config.rollout.samples_per_prompt, sampling, PROOF_STEP).batch
+    passed = run.roles.policy.log_probs(batch, run.planner.whole(batch, "policy.log_probs"))
+    run.logprob_check.judge(run.number, passed.metrics, Proof.CHANGED)
