@@ -17,13 +17,13 @@ from ballast.records import Records, data_file
 from ballast.settings import Values, listed, load_settings
 from controller.config import Config, TrainingConfig
 from controller.config.offline import OfflineConfig
-from controller.config.python_rewards import Reward, give_rewards
+from controller.config.python_rewards import Reward, give_rewards, give_step
 from controller.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from controller.offline.running import OfflineCommand
-    from controller.training_loop import Callback
+    from controller.training_loop import Callback, Step
 
 Settings = str | Path | Mapping[str, Any] | None
 
@@ -60,6 +60,7 @@ def fit(
     config: Settings = None,
     *,
     reward: Reward | None = None,
+    step: "Step | str | None" = None,
     callbacks: Sequence["Callback"] = (),
     overrides: Values = (),
     train: Records | None = None,
@@ -69,7 +70,8 @@ def fit(
 
     config: a YAML file, or settings as a mapping. reward: a function, or several with weights, in place of
     reward.function: closures, lambdas, or names as in the settings. They run pickled in other processes, and cannot
-    change variables here. callbacks: see `controller.training_loop.Callback`; one may raise StopTraining. overrides:
+    change variables here. step: a function that makes each step, in place of run.step; it runs in this process, see
+    `controller.step`. callbacks: see `controller.training_loop.Callback`; one may raise StopTraining. overrides:
     settings that replace those of `config`. train, validation: records in place of data.train and data.validation,
     such as a list of mappings or a `datasets.Dataset`.
 
@@ -80,8 +82,9 @@ def fit(
 
     settings = load_settings(Config, config, overrides)
     _give_data(settings, train, validation)
-    given = give_rewards(settings.reward, reward)
-    return _result(settings, callbacks, partial(prepare, settings, given))
+    given = {**give_rewards(settings.reward, reward), **give_step(settings.run, step)}
+    own = step if callable(step) else None
+    return _result(settings, callbacks, lambda callbacks: prepare(settings, given, callbacks, own))
 
 
 def sft(

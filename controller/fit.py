@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import cloudpickle
+
 from controller.actors.cluster_address import check_cluster
 from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
@@ -57,12 +59,15 @@ def _prepare(arguments: Sequence[str] | None) -> Callable[[], None] | None:
 
 
 def prepare(
-    config: Config, given: GivenFunctions = NONE_GIVEN, callbacks: Sequence["Callback"] = ()
+    config: Config,
+    given: GivenFunctions = NONE_GIVEN,
+    callbacks: Sequence["Callback"] = (),
+    step: "Step | None" = None,
 ) -> Callable[[], None] | None:
     """Check everything, and return what starts the run; None, with a line, for a run to resume that has ended.
 
-    given: reward functions that the settings only stand for. callbacks: see `training_loop.train`. Raises ConfigError,
-    DataError or ResourceError for what cannot work.
+    given: functions that the settings only stand for. step: that of run.step, where it is given. callbacks: see
+    `training_loop.train`. Raises ConfigError, DataError or ResourceError for what cannot work.
     """
     check(config, given)
     if done := finished(config, config.run.steps, f"run.steps={config.run.steps}"):
@@ -77,7 +82,7 @@ def prepare(
         check_models(config)
     with console.waiting("the data"):
         inputs = read_inputs(config, console.say, given)
-    return locked(config, partial(run, config, inputs, console, callbacks))
+    return locked(config, partial(run, config, inputs, console, callbacks, step))
 
 
 def dry_run(config: Config, request: Arguments) -> None:
@@ -117,7 +122,13 @@ def run(
     callbacks: Sequence["Callback"] = (),
     step: "Step | None" = None,
 ) -> None:
-    """Start Ray and the roles, train, write `runs/NAME/`, end what was started. step: None is that of the algorithm."""
+    """Start Ray and the roles, train, write `runs/NAME/`, end what was started.
+
+    step: see `training_loop.Step`; None is that of the settings.
+    """
+    from controller.training_loop import train
+
+    make_step = step or step_of(inputs)
     lines = [f"warning: {warning}" for warning in (*warnings(config), *inputs.warnings)]
     for dataset in filter(None, (*inputs.sources, inputs.validation)):
         for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated")):
@@ -126,12 +137,16 @@ def run(
 
     def attempt(config: Config, budget: RestartBudget) -> None:
         with training(config, inputs, console, budget) as run:
-            from controller import step as usual
-            from controller.training_loop import train
-
-            train(run, step or usual.step, callbacks)
+            train(run, make_step, callbacks)
 
     run_training(config, console, lines, attempt)
+
+
+def step_of(inputs: Inputs) -> "Step":
+    """Return the function that run.step names, or the usual one."""
+    from controller.step import step
+
+    return cloudpickle.loads(inputs.step) if inputs.step else step
 
 
 @contextmanager

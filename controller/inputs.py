@@ -40,7 +40,7 @@ from controller.preflight.algorithm_checks import check_keep_best
 from workers.chat_template import template_of
 from workers.dataproto import record_column
 from workers.environment import as_text
-from workers.errors import DataError
+from workers.errors import ConfigError, DataError
 from workers.rendering import Renderer, render_isolated
 from workers.rollout.requests import COUNTS
 from workers.score import Score
@@ -56,14 +56,16 @@ LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
 
 @dataclass(frozen=True)
 class Tried:
-    """Inputs that need no tokenizer. train, held_out: records by path. environment: the pickled class of
-    rollout.environment, empty without one. score: of an empty response to the first record, by the reward functions;
-    None without any. answered: by the environment, tried on the first record; None without one."""
+    """Inputs that need no tokenizer. train, held_out: records by path. environment, step: the pickled class of
+    rollout.environment and function of run.step, empty without one. score: of an empty response to the first record, by
+    the reward functions; None without any. answered: by the environment, tried on the first record; None without one.
+    """
 
     train: Records
     held_out: Records
     reward_functions: list[RewardFunction]
     environment: bytes
+    step: bytes
     curriculum: IsolatedCurriculum | None
     cost_model: CostModel
     identity: DataIdentity
@@ -73,8 +75,8 @@ class Tried:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a run. identity: of the training data, for its checkpoints. environment: as in `Tried`. first_prompt:
-    its ids, decoded. warnings: lines for the user."""
+    """Inputs of a run. identity: of the training data, for its checkpoints. environment, step: as in `Tried`.
+    first_prompt: its ids, decoded. warnings: lines for the user."""
 
     sources: list[PromptDataset]
     validation: PromptDataset | None
@@ -82,6 +84,7 @@ class Inputs:
     cost_model: CostModel
     weights: dict[str, float]
     environment: bytes
+    step: bytes
     identity: DataIdentity
     first_prompt: str
     warnings: tuple[str, ...]
@@ -95,7 +98,7 @@ class Inputs:
 def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
     """Read all data, and try users' code and the chat template in processes of their own.
 
-    say: gets a line about a trial that takes long. given: reward functions that the settings do not name but stand for.
+    say: gets a line about a trial that takes long. given: functions that the settings do not name but stand for.
     Raises ConfigError or DataError for inputs that cannot be used.
     """
     data = config.data
@@ -118,8 +121,9 @@ def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GI
         with _waiting(say, f"the import of {name}, {key}", config):
             trial = loss_trial(config, next(iter(train.values())))
             check_loss(key, name, *trial, timeout_s=config.resources.user_code_timeout_s)
+    step = find_step(config, say, given) if config.run.step else b""
     cost_model = CostModel.from_model_config(config.model_description())
-    return Tried(train, held_out, functions, environment, curriculum, cost_model, identity, score, answered)
+    return Tried(train, held_out, functions, environment, step, curriculum, cost_model, identity, score, answered)
 
 
 def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
@@ -148,6 +152,7 @@ def tried_lines(config: Config, tried: Tried) -> list[str]:
         *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
         *([_score_line(tried.score)] if tried.score else []),
         *(_episode_lines(tried.answered) if tried.answered else []),
+        *([f"{config.run.step}: imported; makes each step"] if tried.step else []),
     ]
 
 
@@ -218,6 +223,7 @@ def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
         tried.cost_model,
         data.weights,
         tried.environment,
+        tried.step,
         identity,
         renderer.tokenizer.decode(next(iter(sources[0])).ids),
         turn_end_warnings(config, renderer) if _first_chats(config, tried.train) else (),
@@ -256,6 +262,16 @@ def _environment(config: Config, example: Record, say: Say) -> tuple[bytes, Answ
     with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
         answered = try_environment(packed, example, config.reward.timeout_s)
     return packed, answered
+
+
+def find_step(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> bytes:
+    """Return the packed function that run.step names. Raises ConfigError for one that does not take the run alone."""
+    key, name, timeout_s = "run.step", config.run.step, config.resources.user_code_timeout_s
+    with _waiting(say, f"the import of {name}, {key}", config):
+        found = given.get(name) or find_function(key, name, timeout_s=timeout_s)
+    if not found.signature.names or len(found.signature.required) > 1:
+        raise ConfigError(f"{key}={name!r}: must take one parameter, the run. Write `def step(run)`.")
+    return found.packed
 
 
 def _curriculum(config: Config, train: Records, say: Say) -> IsolatedCurriculum | None:

@@ -38,7 +38,7 @@ ROW = "{:30}{:>16}{:>16}{:>14}"
 
 @dataclass(frozen=True)
 class Request:
-    """The command line. folder: of the run. trust_run: run the loss function that its settings name."""
+    """The command line. folder: of the run. trust_run: run the functions that its settings name."""
 
     folder: Path
     step: int
@@ -107,7 +107,9 @@ def settings(request: Request) -> Config:
             raise ConfigError(f"{override}: the samples and their log-probs are those of the run. Leave it out.")
     config = load_as(ReplayConfig, path, request.overrides)
     if not request.trust_run:
-        check_trusted(request.folder, [config.algorithm.loss.function], request.overrides, "add --trust-run")
+        check_trusted(
+            request.folder, [config.algorithm.loss.function, config.run.step], request.overrides, "add --trust-run"
+        )
     return config
 
 
@@ -194,7 +196,9 @@ def _request(arguments: Sequence[str] | None) -> Request:
     )
     parser.add_argument("folder", type=Path, metavar="runs/NAME", help="folder of the run")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, from 1")
-    parser.add_argument("--trust-run", action="store_true", help="run the loss function that the run's settings name")
+    parser.add_argument(
+        "--trust-run", action="store_true", help="run the loss function and the step that the run's settings name"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the run's")
     parsed = parser.parse_intermixed_args(arguments)
     return Request(parsed.folder, parsed.step, tuple(parsed.overrides), parsed.trust_run)

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from balancing import CostModel
 from controller.actors.roles import Roles, start_roles_without_engines
 from controller.checkpoint import resume
 from controller.collector import Collector
 from controller.config import Config, to_yaml
 from controller.data.prompts import Prompt, Prompts
+from controller.inputs import find_step
 from controller.logprob_check import LogProbCheck, Proof
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
@@ -35,7 +38,8 @@ class Replayer(Run):
     """Trains steps on recorded samples. No engine samples, receives weights or proves them."""
 
     def __init__(self, config: Config, session: Session[Roles], folder: Path, *, cost_model: CostModel) -> None:
-        """folder: of the recorded run. cost_model: see `TrainingRun`."""
+        """folder: of the recorded run. cost_model: see `TrainingRun`. Raises ConfigError as `find_step`."""
+        self.make_step = cloudpickle.loads(find_step(config)) if config.run.step else step
         self.recorded = folder
         super().__init__(config, session, NoPrompts(), None, cost_model=cost_model)
         self.logprob_check = ToldMismatch(config, session.record)
@@ -55,7 +59,7 @@ class Replayer(Run):
         Raises DataError as `read_step` does, and what a step raises.
         """
         with self.record.step(number, self.last_step):
-            step(self)
+            self.make_step(self)
             self.step_finished()
         self.record.console.step(number, self.last_step, self.record.metrics)
         advance(self, number, self.progress.latest)

@@ -1,6 +1,7 @@
-"""Reward functions that a call is given as Python objects, in place of names in the configuration.
+"""Functions that a call is given as Python objects, in place of names in the configuration.
 
     ballast.fit(..., reward=f) --give_rewards--> reward.function: callable:f, and {"callable:f": f, pickled}
+    ballast.fit(..., step=f) --give_step--> run.step: callable:f; f itself runs in this process
 
 The settings that a run records say that much, and no more: such a run goes on where it is given its functions again.
 """
@@ -15,7 +16,7 @@ from typing import Any, cast
 
 from controller.config.file import LARGEST_FLOAT, shown
 from controller.config.functions import GIVEN
-from controller.config.sections import RewardConfig
+from controller.config.sections import RewardConfig, RunConfig
 from workers.errors import ConfigError, named
 from workers.user_code.functions import UserFunction, pickled, signature_of
 
@@ -51,6 +52,22 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
     return {
         name: pickled_function(name, function) for name, function in by_name.items() if not isinstance(function, str)
     }
+
+
+def give_step(settings: RunConfig, step: Any) -> GivenFunctions:
+    """Put the name of `step` into the settings, and return its signature; None is no change.
+
+    Raises ConfigError for what is not a function.
+    """
+    if step is None:
+        return NONE_GIVEN
+    if not callable(step) and not isinstance(step, str):
+        raise ConfigError(f"step={shown(step)}: expected a function of the run.")
+    settings.step = name_of(step)
+    try:
+        return {} if isinstance(step, str) else {settings.step: UserFunction(b"", signature_of(step))}
+    except (TypeError, ValueError):
+        raise ConfigError(f"step={settings.step}: has no signature that can be read. Give a Python function.") from None
 
 
 def _is_weight(value: Any) -> bool:

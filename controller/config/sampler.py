@@ -20,7 +20,16 @@ from workers.rollout.requests import GENERATION_STEP, VALIDATION_STEP
 
 OF_TRAINING: tuple[str, ...] = (
     *("run.steps", "run.save_every", "run.checkpoint_every", "run.keep_checkpoints", "run.resume", "run.other_data"),
-    *("run.log_completions", "run.record_samples", "batch.", "algorithm.", "reference.", "critic.", "tracking."),
+    *(
+        "run.log_completions",
+        "run.record_samples",
+        "run.step",
+        "batch.",
+        "algorithm.",
+        "reference.",
+        "critic.",
+        "tracking.",
+    ),
     *("data.shuffle", "data.curriculum", "reward.overlong_", "validation.every", "validation.at_start"),
     "validation.keep_best",
     *("rollout.placement", "rollout.max_staleness", "rollout.staleness_window", "rollout.kv_cache_after_update"),

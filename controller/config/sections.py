@@ -64,6 +64,11 @@ class RunConfig(BaseRunConfig):
         "Keep the samples of every step in runs/NAME/samples: tokens, log-probs, versions of weights and rewards, from "
         "which `python -m controller.replay runs/NAME --step 3` trains a step again.",
     )
+    step: str = setting(
+        "",
+        "Function that makes each step in place of the usual one, `module:function` or `path/file.py:function`. It "
+        "takes the run, and is made of the parts in `controller.step`, see docs/your-own.md.",
+    )
 
 
 @dataclass

@@ -45,7 +45,7 @@ from workers.rollout.placement import fits_device
 def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second.
 
-    given: reward functions that a call was given, which the settings only stand for.
+    given: functions that a call was given, which the settings only stand for.
     """
     check_settings(config)
     check_replicate(config)
@@ -55,6 +55,8 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
     model = check_model_files(config)
     check_data(config, model)
     check_rewards(config, given)
+    if config.run.step and config.run.step not in given:
+        check_function("run.step", config.run.step)
     check_trackers(config)
 
 

@@ -49,6 +49,7 @@ def write_documentation_workspace(folder: Path) -> None:
     (folder / "shared").mkdir()
     shutil.copy(ROOT / "examples" / "launch" / "eight_gpus.yaml", folder / "shared" / "run.yaml")
     (folder / "losses.py").write_text(LOSS)
+    (folder / "loops.py").write_text("def two_updates(run):\n    pass\n")
     _write_quickstart(folder / "mine")
     _write_environment(folder / "my")
 

@@ -13,11 +13,10 @@ from transformers import AutoModelForSequenceClassification
 
 from controller.actors.layout import Pool
 from controller.config import Config, load
-from controller.fit import Inputs, read_inputs, training
+from controller.fit import Inputs, read_inputs, step_of, training
 from controller.generation.fleet import RestartBudget
 from controller.preflight.checks import check
 from controller.session import recovering
-from controller.step import step
 from controller.training_loop import Outcome, train
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
@@ -144,7 +143,7 @@ class StandIns:
         def attempt(config: Config, budget: RestartBudget) -> Outcome:
             self.begin_anew()
             with training(config, inputs, console, budget) as started:
-                return train(started, step)
+                return train(started, step_of(inputs))
 
         return StandInRun(self.world, config, recovering(attempt, config, console.log), console.said)
 
