@@ -20,8 +20,11 @@ METRICS = {"step": 1, "reward/mean": 0.0, "validation/reward": 0.0}
 SUMMARY = {"steps": 1, "validation": {"before": {"reward": 0.0}, "after": {"reward": 0.5}}}
 
 
-def tried(config: Config, given: GivenFunctions, callbacks: Sequence[Callable[..., None]]) -> Callable[[], None]:
+def tried(
+    config: Config, given: GivenFunctions, callbacks: Sequence[Callable[..., None]], step: object
+) -> Callable[[], None]:
     """In place of `controller.fit.prepare`: the settings and the rewards are tried, the callbacks called."""
+    del step
     check(config, given)
     try_inputs(config, given=given)
     config.run_folder.mkdir(parents=True, exist_ok=True)
