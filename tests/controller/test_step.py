@@ -21,8 +21,8 @@ VALIDATION = ("data.validation=held_out.jsonl", "validation.keep_best=reward")
 
 
 def tokens_of_updates(run: LocalRun, name: str) -> list[str]:
-    """Where a token column of every update of the policy was made."""
-    return [batch.tokens[name].name if name in batch.tokens else "" for batch, _ in run.policy.updates]
+    """Name of the place where a token column of every update of the policy was made."""
+    return [batch.tokens[name][0][1] if name in batch.tokens else "" for batch, _ in run.policy.updates]
 
 
 # Old log-probs
