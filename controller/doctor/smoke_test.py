@@ -22,6 +22,8 @@ from controller.config import Config, load
 from controller.doctor.report import Finding, Report, fail, ok, warn
 from controller.fit import read_inputs, training
 from controller.observability.console import Console
+from controller.step import step
+from controller.training_loop import train
 from workers.base import Worker
 from workers.dispatch import Split, dispatch
 
@@ -163,15 +165,15 @@ def train_two_steps(config: Config, report: Report) -> None:
     """Add a finding for each step of the run. Raises what a run raises: a MismatchError where log-probs differ."""
     steps: list[dict[str, float]] = []
 
-    def keep(step: int, metrics: dict[str, float]) -> None:
+    def keep(number: int, metrics: dict[str, float]) -> None:
         steps.append(dict(metrics))
-        if step == config.run.steps:
+        if number == config.run.steps:
             raise _Complete
 
     start, quiet = time.monotonic(), Console(rich.console.Console(quiet=True))
-    with training(config, read_inputs(config, quiet.say), quiet) as trainer, suppress(_Complete):
+    with training(config, read_inputs(config, quiet.say), quiet) as run, suppress(_Complete):
         report.add(ok("engine and rank", f"started in {time.monotonic() - start:.0f} s, {config.rollout_placement}"))
-        trainer.fit([keep])
+        train(run, step, [keep])
     before, after = steps
     report.add(ok("log-probs before an update", _difference(before, config)))
     text = f"{_difference(after, config)}; weights were sent in {before['time/weights_s']:.2f} s"
