@@ -15,7 +15,6 @@ from controller.checkpoint import Progress
 from controller.config import Config, load
 from controller.preflight.checks import check
 from controller.step import with_advantages
-from tests.controller.config_workspace import refusal
 from workers.config import KlInRewardConfig
 from workers.remote_batch import RemoteBatch
 
@@ -71,22 +70,6 @@ def test_group_estimators_see_the_reward_less_the_kl_of_the_sequence() -> None:
     resumed = run_with(kl, run.kl_coefficient, coefficient=0.1)
     with_advantages(resumed, batch)
     assert resumed.record.metrics["reward/kl_coefficient"] == run.kl_coefficient
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ((ON, "algorithm.groups_without_signal=drop"), "algorithm.groups_without_signal=drop with algorithm.kl_in_re"),
-        ((ON, "algorithm.advantage=maxrl"), "algorithm.advantage=maxrl takes rewards as rates of success, and algor"),
-        (
-            (ON, "algorithm.kl_in_reward.target=6", "algorithm.kl_in_reward.horizon=31"),
-            "algorithm.kl_in_reward.horizon=31 is below the 32 sequences of a step",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_what_means_nothing_is_refused(workspace: Path, overrides: tuple[str, ...], message: str) -> None:
-    assert refusal(*overrides).startswith(message)
 
 
 def test_it_brings_the_reference_and_old_log_probs(workspace: Path) -> None:
