@@ -21,7 +21,7 @@ hypothesis.settings.register_profile("drawn", deadline=None)
 hypothesis.settings.load_profile("repeated")
 OF_THE_ENGINE = ("tests/workers/rollout/test_turns.py", "tests/workers/rollout/test_worker.py")
 # Begun first: of two processes that take a file at a time, one would wait for the other at the end.
-LONG = ("tests/end_to_end/", "tests/workers/model/test_plan_invariance.py", "tests/workers/rollout/test_transfers.py")
+LONG = ("tests/end_to_end/", "tests/workers/model/test_exactness.py", "tests/workers/rollout/test_transfers.py")
 LONG += OF_THE_ENGINE
 
 

@@ -26,8 +26,8 @@ from controller.planner import Planner, draw_mini_batches, with_group_tokens
 from controller.preflight.checks import check
 from tests.benchmarks.families.measuring import build
 from tests.controller.config_workspace import write_workspace
+from tests.workers.model.exact import CountedCalls
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.test_plan_invariance import CountedCalls
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.dataproto import DataProto
 from workers.dispatch import RankCoordinates

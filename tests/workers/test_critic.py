@@ -10,8 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from balancing import RankPlan, plan_batch
 from tests.workers.model.test_credit import gae_by_paper
-from tests.workers.model.test_values import reward_model, unpacked_values
-from tests.workers.model.tiny import random_sequences, save_tiny_model
+from tests.workers.model.tiny import random_sequences, reward_model, save_tiny_model, unpacked_values
 from workers.config import GaeConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
 from workers.critic import CriticWorker
 from workers.dataproto import DataProto

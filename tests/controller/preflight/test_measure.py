@@ -55,7 +55,7 @@ def test_every_file_of_settings_among_the_examples_is_measured() -> None:
     assert {f"examples/launch/{path.name}" for path in found} <= set(CONFIGURATIONS)
 
 
-@pytest.mark.slow  # test_gpu_memory.py has the estimate, tests/workers/model/test_plan_invariance.py the reductions
+@pytest.mark.slow  # test_gpu_memory.py has the estimate, tests/workers/model/test_exactness.py the reductions
 def test_whole_gradients_are_measured_where_their_reduction_is_put_off(documentation_workspace: Path) -> None:
     """4 bytes a parameter more, less the shards; the failure that a reduction in every micro-step mends."""
     found = {}

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from controller.config.offline import PreferenceLossConfig
 from controller.offline.preference_losses import pair_loss
+from tests.workers.model.exact import Way, random_plan, way
 from tests.workers.model.ranks import RankPool, dp_rank
-from tests.workers.model.test_plan_invariance import WAYS, Way, random_plan
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import ModelConfig, OptimizerConfig
 from workers.dataproto import DataProto
@@ -67,20 +67,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("way", "layout"),
-    [
-        ("1 rank", "packed"),
-        ("1 rank", "padded"),
-        ("2 ranks", "packed"),
-        ("ring 2", "packed"),
-        ("ulysses 2", "packed"),
-        ("tp 2", "packed"),
-        ("dp 2, ulysses 2", "packed"),
-    ],
+    ("text", "layout"), [("dp 1", "padded"), *((text, "packed") for text in ("ring 2", "tp 2", "dp 2, ulysses 2"))]
 )
-def test_dpo_is_that_of_unpacked_sequences(ranks: RankPool, path: str, way: str, layout: str) -> None:
+def test_dpo_is_that_of_unpacked_sequences(ranks: RankPool, path: str, text: str, layout: str) -> None:
     loss, gradients = expected(path)
-    for found_loss, found in ranks.run(on_a_rank, WAYS[way].ranks, path, WAYS[way], 3, layout):
+    for found_loss, found in ranks.run(on_a_rank, way(text).ranks, path, way(text), 3, layout):
         assert found_loss == pytest.approx(loss, rel=1e-9)
         assert found.keys() == gradients.keys()
         for name, gradient in gradients.items():

@@ -1,5 +1,5 @@
 """Losses of routers against transformers' own, family by family. How they add up over ranks and micro-batches:
-`test_expert_parallel.py`."""
+`test_exactness.py`."""
 
 from functools import partial
 from pathlib import Path
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.workers.model.exact import whole_gradients
 from tests.workers.model.ranks import RankError, RankPool
-from tests.workers.model.test_plan_invariance import whole_gradients
 from tests.workers.model.tiny import compute_in_float64, random_sequences, relative_error, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
 from workers.dataproto import DataProto

@@ -43,7 +43,7 @@ from workers.model.ring_attention import RingAttention
 from workers.model.shared_attention import SharedAttention, ring_blocks
 from workers.model.shared_prefixes import Run, SharedRow, pack_shared
 from workers.model.timing import MicroStepClock
-from workers.model.values import last_cells, load_value_model
+from workers.model.values import last_cells
 
 CPU = torch.device("cpu")
 
@@ -489,22 +489,6 @@ def own_only(runs: tuple[Run, ...]) -> list[tuple[range, range]]:
     """A wrong level: the last run sees its own first token once more, in place of what it begins with."""
     first = range(runs[-1].first, runs[-1].first + 1)
     return [(first, first)]
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_critic_and_reward_model_give_each_sequence_its_own_values(tmp_path, last):
-    """Before each of the policy's tokens, and at the last token of each sequence."""
-    path, outputs = save_tiny_model(tmp_path / "model"), []
-    sequences = random_sequences(branching=True)
-    for share in ("never", "always"):
-        config = ModelConfig(path=path, share_prefixes=share, min_shared_tokens=1)
-        module = load_value_model(config, torch.float64)
-        torch.nn.init.ones_(module.model.score.weight)
-        laid_out = RowLayout(config, None, module, CPU, torch.float64).lay_out(sequences, last=last)
-        assert isinstance(laid_out.rows, SharedRow) == (share == "always")
-        arguments = {name: value for name, value in laid_out.arguments.items() if name != "targets"}
-        outputs.append(module(**arguments))
-    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
 
 
 def balancing_loss(logits: list[Tensor], chosen: int) -> Tensor:

@@ -8,7 +8,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from workers.dataproto import DataProto
 
@@ -161,6 +166,21 @@ def unpacked_log_probs(
         zero = logits.new_zeros(1)
         outputs.append((torch.cat([zero, log_probs]), torch.cat([zero, entropy])))
     return outputs
+
+
+def reward_model(**overrides: object) -> PreTrainedModel:
+    """A random model with a value head, in float64."""
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1, **overrides), dtype=torch.float64)
+
+
+def unpacked_values(model: PreTrainedModel, sequences: DataProto) -> list[Tensor]:
+    """The head on transformers' own hidden states, [L] of every sequence run alone."""
+    values = []
+    for ids in sequences.tokens["input_ids"].split(sequences.lengths.tolist()):
+        hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        values.append(model.score(hidden).squeeze(-1))
+    return values
 
 
 def compute_in_float64(model: PreTrainedModel) -> None:

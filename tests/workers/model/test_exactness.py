@@ -1,0 +1,318 @@
+"""The promise of the engine: how a mini-batch is cut, laid out and spread over ranks changes nothing beyond rounding.
+
+Every case learns what transformers' own forward pass does, one unpadded sequence at a time, in float64: under plans in
+shuffled order with empty micro-batches, on every kind of mesh. Cases of one mesh share a group of ranks.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from controller.actors.roles import _model_arguments
+from controller.config import load
+from tests.controller.config_workspace import write_workspace
+from tests.workers.model.exact import (
+    OPTIMIZER,
+    Case,
+    CountedCalls,
+    Way,
+    assert_gradients,
+    build_engine,
+    check,
+    learn,
+    random_plan,
+    reference_outcome,
+    way,
+    whole_gradients,
+)
+from tests.workers.model.ranks import RankPool, dp_rank
+from tests.workers.model.tiny import random_sequences, relative_error, reward_model, save_tiny_model
+from workers.config import LossConfig, ModelConfig, ParallelConfig
+from workers.metrics import Metrics, merge, results
+from workers.model.engine import TrainingEngine
+from workers.model.losses import Denominators, make_policy_loss, sft
+
+
+def qwen3(**settings: Any) -> Case:
+    """Untied, with norms of queries and keys, at a temperature."""
+    settings = {"tied": False, "temperature": 0.7, "aggregation": "sequence_mean_token_mean"} | settings
+    return Case("qwen3", **settings)
+
+
+def moe(family: str = "qwen3_moe", **settings: Any) -> Case:
+    return Case(family, **{"tied": False} | settings)
+
+
+def adapted(**settings: Any) -> Case:
+    """Rank 3 over 2 and 4 ranks: shards of unequal size, and on the last of 4 none."""
+    return Case(lora=(("rank", 3), ("alpha", 6.0)), **settings)
+
+
+def critic(**settings: Any) -> Case:
+    return Case(head="value", tied=False, **settings)
+
+
+PADDED = Case(layout="padded", length_multiple=8, aggregation="sequence_mean_token_sum")
+FLOAT32 = Case(dtype="float32", reshard_after_forward=False)
+GATHERED = Case(reshard_after_forward=False, aggregation="sequence_mean_token_mean")
+CHECKPOINTED = Case("llama", aggregation="sequence_mean_token_sum", gradient_checkpointing=True)
+OFFLOADED = Case("mistral", tied=False, gradient_checkpointing=True, activation_offload=True)
+SHARED = Case(share_prefixes="always", shared_by="level")
+BY_PATH = Case(share_prefixes="always", shared_by="path", aggregation="sequence_mean_token_sum_norm")
+BY_GROUP = Case(share_prefixes="always", aggregation="group_mean_token_mean")
+SHARED_CHECKPOINTED = Case("llama", gradient_checkpointing=True, share_prefixes="always", shared_by="level")
+DEEP = Case(layers=5)
+BOTH = (0.5, 0.1)  # losses of routers
+REPLAYED_CHECKPOINTED = moe(
+    tied=True, gradient_checkpointing=True, router_replay="replay", layers=4, router_losses=BOTH
+)
+REPLAYED_SHARED = moe(share_prefixes="always", router_replay="replay")
+BALANCED_SHARED = moe(share_prefixes="always", layers=4, router_losses=BOTH)
+
+# Each pair of a mesh's dimension and a setting of the model that could meet in the code meets in one case.
+CASES: dict[str, list[Case]] = {
+    "dp 1": [
+        Case(),
+        PADDED,
+        Case(forward_layout="padded"),
+        SHARED,
+        critic(share_prefixes="always"),
+        critic(layout="padded"),
+        REPLAYED_CHECKPOINTED,
+        moe(layout="padded", router_losses=(0.5, 0.0)),
+        REPLAYED_SHARED,
+        BALANCED_SHARED,
+    ],
+    "dp 2": [FLOAT32, qwen3(), BY_PATH, BY_GROUP, moe(share_prefixes="always"), critic(), adapted()],
+    "dp 4": [PADDED, SHARED, adapted()],
+    "dp 4, copies 2": [GATHERED, SHARED],
+    "dp 4, copies 2, deferred": [GATHERED],
+    "dp 2, deferred": [Case()],
+    "ulysses 2": [PADDED, Case("mistral windowed"), moe("gpt_oss"), BY_GROUP, critic()],
+    "ulysses 4": [Case(), qwen3(share_prefixes="always")],  # more than key-value heads
+    "ring 2": [PADDED, GATHERED, SHARED, moe(router_replay="replay"), critic(), adapted()],
+    "ring 4": [qwen3(), BY_PATH],
+    "dp 2, ulysses 2": [GATHERED, SHARED_CHECKPOINTED],
+    "copies 2, ring 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
+    "copies 2, ring 2, deferred": [CHECKPOINTED],
+    "tp 2": [PADDED, SHARED, moe(tied=True, gradient_checkpointing=True)],
+    "dp 2, tp 2": [CHECKPOINTED, SHARED_CHECKPOINTED],
+    "copies 2, tp 2, deferred": [Case()],
+    "ulysses 2, tp 2": [qwen3(share_prefixes="always"), OFFLOADED],
+    "ring 2, tp 2": [FLOAT32, Case(layout="padded", forward_layout="packed"), qwen3(share_prefixes="always")],
+    "pp 2": [PADDED, OFFLOADED, critic(layers=3), adapted(layers=3)],
+    "pp 4": [DEEP, qwen3(layers=8)],
+    "pp 2, dp 2": [moe(reshard_after_forward=False, share_prefixes="always", layers=3)],
+    "pp 2, copies 2": [PADDED, CHECKPOINTED],
+    "pp 2, copies 2, deferred": [DEEP],
+    "pp 2, ulysses 2": [SHARED, DEEP],
+    "pp 2, ring 2": [qwen3(layers=8)],
+    "pp 2, tp 2": [DEEP, qwen3(layers=8)],
+    "pp 2, virtual 2, deferred": [DEEP],
+    "pp 4, virtual 2": [qwen3(layers=8)],
+    "pp 2, virtual 2, copies 2": [DEEP],
+    "pp 2, virtual 2, ring 2": [DEEP],
+    "dp 2, ep 2": [
+        moe("mixtral"),
+        moe(share_prefixes="always"),
+        moe(router_losses=(0.0, 0.1)),
+        moe("gpt_oss", router_losses=BOTH),
+        moe(lora=(("rank", 2), ("target_modules", "q_proj,v_proj"))),
+    ],
+    "dp 2, ep 2, deferred": [moe()],
+    "dp 4, ep 4": [moe("qwen2_moe")],
+    "dp 4, ep 2": [
+        moe(router_replay="compare", router_losses=BOTH),
+        moe(sizes=(("num_experts", 6),)),  # three experts of a rank do not divide over two
+        moe(tied=True, dtype="float32", aggregation="sequence_mean_token_mean"),
+        moe(tied=True, gradient_checkpointing=True, activation_offload=True),
+        moe(tied=True, reshard_after_forward=False, layout="padded"),
+    ],
+    "dp 4, copies 2, ep 2": [moe("gpt_oss"), moe(router_losses=BOTH)],
+    "ulysses 2, ep 2": [moe("olmoe"), moe(router_losses=BOTH)],
+    "dp 2, ring 2, ep 4": [REPLAYED_SHARED, BALANCED_SHARED],
+    "dp 2, ring 2, ep 2": [moe(router_replay="replay", router_losses=BOTH)],
+    "tp 2, ep 2": [moe(sizes=(("mlp_only_layers", (0,)),))],
+    "dp 2, tp 2, ep 4": [moe()],
+    "dp 2, tp 2, ep 2": [moe(router_replay="replay", router_losses=BOTH)],
+    "copies 2, tp 2, ep 2": [moe()],
+    "ulysses 2, tp 2, ep 4": [moe()],
+    "ring 2, tp 2, ep 2": [moe(router_losses=BOTH)],
+    "pp 2, dp 2, ep 2": [moe(layers=4)],
+    "pp 2, virtual 2, dp 2, ep 2": [REPLAYED_CHECKPOINTED],
+    "pp 2, tp 2, ep 2": [BALANCED_SHARED],
+    "pp 2, ulysses 2, ep 2": [BALANCED_SHARED],
+    "pp 2, dp 4, ep 4": [moe(layers=4)],
+    "pp 4, dp 2, ep 2": [moe(layers=4)],
+    "pp 2, dp 2, tp 2, ep 4": [moe(layers=4)],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+PLAIN = Case()
+
+
+def model(folder: Path, case: Case = PLAIN) -> str:
+    """The path of the case's model in `folder`, written once."""
+    path = folder / str(abs(hash(case.model)))
+    if not path.exists():
+        settings: dict[str, Any] = {"tie_word_embeddings": case.tied, "num_hidden_layers": case.layers}
+        settings |= {name: list(size) if isinstance(size, tuple) else size for name, size in case.sizes}
+        save_tiny_model(path, case.family, **settings)
+        if case.head == "value":
+            reward_model(num_hidden_layers=case.layers).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=pytest.mark.slow if way(text).ranks > 4 else ()) for text in CASES]
+)
+def test_p7_c1_ranks_learn_what_one_unpadded_sequence_at_a_time_does(ranks: RankPool, folder, text):
+    check(ranks, text, CASES[text], [model(folder, case) for case in CASES[text]])
+
+
+def gradients_of_plans(case: Case, path: str, way: Way, seeds: range) -> list[dict[str, Tensor]]:
+    engine, found = build_engine(case, path, way.parallel), []
+    for seed in seeds:
+        learn(engine, case, way, seed)
+        found.append(whole_gradients(engine))
+        engine.module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("case", [PLAIN, SHARED], ids=["plain", "shared"])
+@pytest.mark.parametrize("text", ["dp 1", "dp 4", "dp 2, ulysses 2", "ring 2"])
+def test_p7_random_plans_change_nothing(ranks: RankPool, folder, text, case):
+    path, on_ranks = model(folder, case), way(text)
+    for gradients in ranks.run(gradients_of_plans, on_ranks.ranks, case, path, on_ranks, range(6))[0]:
+        assert_gradients(gradients, reference_outcome(case, path), case.tolerance)
+
+
+def collectives(path: str, arguments: dict[str, Any]) -> dict[str, int]:
+    """On every rank: how often four micro-steps of a mini-batch call each collective that gradients may travel by."""
+    engine = TrainingEngine(ModelConfig(path=path, dtype="float32"), optimizer=OPTIMIZER, total_steps=10, **arguments)
+    sequences = random_sequences(dtype=torch.float32)
+    steps = [(0, 5), (5, 5), (5, 8), (8, 11)]
+    with CountedCalls() as calls:
+        engine.forward_backward(sequences, steps, sft, Denominators.of(sequences))
+    return dict(calls.counts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scatters", "sums"),
+    [
+        ((), 4, 0),
+        (("policy.parallel.replicate=2",), 4, 1),
+        (("policy.parallel.defer_gradient_reduction=true",), 1, 0),
+        (("policy.parallel.replicate=2", "policy.parallel.defer_gradient_reduction=true"), 1, 1),
+    ],
+)
+def test_a_configuration_says_when_gradients_are_reduced(
+    ranks: RankPool, folder, tmp_path, overrides: tuple[str, ...], scatters: int, sums: int
+):
+    """By default in each of four micro-steps, and between copies of the model in the last."""
+    config = load(write_workspace(tmp_path), ("policy.ranks=4", "model.share_prefixes=never", *overrides))
+    settings = _model_arguments(config, config.model, config.policy)
+    arguments = {name: settings[name] for name in ("device", "parallel")}
+    units = 3  # two layers and the root
+    for counts in ranks.run(collectives, 4, model(folder), arguments):
+        assert counts["c10d._reduce_scatter_base_.default"] == scatters * units
+        assert counts.get("c10d.allreduce_.default", 0) == sums * units
+
+
+def save_and_compare(path: str, target: str, parallel: ParallelConfig) -> list[str]:
+    """On every rank: what is written loads again, and equals what was gathered. Returns folders beside it."""
+    engine = build_engine(PLAIN, path, parallel)
+    folder = Path(target)
+    if dist.get_rank() == 0:
+        folder.mkdir()  # an older folder under the same name is replaced
+        (folder / "stale").touch()
+    dist.barrier()
+    engine.save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
+    for name, weight in engine.named_weights():
+        torch.testing.assert_close(loaded[name], weight, rtol=0, atol=0)
+    return sorted(entry.name for entry in folder.parent.iterdir())
+
+
+@pytest.mark.parametrize("text", ["copies 2, ring 2", "dp 2, tp 2", "pp 2, tp 2"])
+def test_saved_weights_are_whole_under_every_sharding(ranks: RankPool, folder, tmp_path, text):
+    target, on_ranks = tmp_path / "exported", way(text)
+    for left in ranks.run(save_and_compare, on_ranks.ranks, model(folder), str(target), on_ranks.parallel):
+        assert left == ["exported"]
+    assert (target / "tokenizer.json").exists()
+    assert not (target / "stale").exists()
+
+
+def step_with_nan(path: str, way: Way) -> tuple[Metrics, bool]:
+    """On every rank, with NaN in the rows of the last dp rank; metrics, and whether the weights are as before."""
+    engine = build_engine(PLAIN, path, way.parallel)
+    before = {name: weight.clone() for name, weight in engine.named_weights()}
+    share = random_plan(way.dp, seed=0)[dp_rank(engine.parallel)]
+    sequences = random_sequences().select_idxs(share.rows)
+    if dp_rank(engine.parallel) == way.dp - 1:
+        sequences.columns["advantages"].fill_(torch.nan)
+    denominators = Denominators.of(random_sequences())
+    engine.forward_backward(sequences, share.micro_batches, make_policy_loss(LossConfig()), denominators)
+    metrics = engine.optimizer_step()
+    if not engine.parallel.leads_dp_group:
+        metrics = {}
+    return metrics, all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
+
+
+@pytest.mark.parametrize("text", ["dp 2, ulysses 2", "pp 2, dp 2"])
+def test_nan_on_one_rank_makes_all_skip_the_step_which_counts_once(ranks: RankPool, folder, text):
+    parts = ranks.run(step_with_nan, way(text).ranks, model(folder), way(text))
+    assert all(unchanged for _, unchanged in parts)
+    metrics = results(merge(metrics for metrics, _ in parts))
+    assert metrics["skipped_steps"] == 1
+    assert "grad_norm" not in metrics
+
+
+def train_and_save(path: str, way: Way, checkpoint: str) -> dict[str, Tensor]:
+    """On every rank: one step, a checkpoint, one more step under another plan; the weights after it."""
+    engine = build_engine(PLAIN, path, way.parallel)
+    learn(engine, PLAIN, way, seed=0)
+    engine.optimizer_step()
+    engine.save_checkpoint(checkpoint, step=1)
+    engine.wait_for_checkpoint()
+    return weights_after_a_step(engine, way)
+
+
+def load_and_train(path: str, way: Way, checkpoint: str) -> dict[str, Tensor]:
+    engine = build_engine(PLAIN, path, way.parallel)
+    engine.load_checkpoint(checkpoint)
+    return weights_after_a_step(engine, way)
+
+
+def weights_after_a_step(engine: TrainingEngine, way: Way) -> dict[str, Tensor]:
+    learn(engine, PLAIN, way, seed=2)
+    engine.optimizer_step()
+    return {name: weight.clone() for name, weight in engine.named_weights()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp 2, tp 2", "ring 2"),
+        ("copies 2, ring 2", "tp 2"),
+        ("pp 2, dp 2", "dp 1"),
+        ("pp 2, tp 2", "pp 2, ring 2"),
+        ("dp 2", "pp 2"),
+    ],
+)
+def test_training_continues_from_a_checkpoint_under_another_sharding(ranks: RankPool, folder, tmp_path, before, after):
+    checkpoint, path = str(tmp_path / "checkpoint"), model(folder)
+    expected = ranks.run(train_and_save, way(before).ranks, path, way(before), checkpoint)[0]
+    for weights in ranks.run(load_and_train, way(after).ranks, path, way(after), checkpoint):
+        for name, weight in expected.items():
+            assert relative_error(weights[name], weight) < 1e-6, name
