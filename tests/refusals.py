@@ -14,8 +14,8 @@ def refused(named: str, error: type[Exception] = ConfigError) -> Iterator[None]:
     """Expect an error of this type in one line, which begins with the setting `named`, or has it within."""
     with pytest.raises(error) as caught:
         yield
-    assert named in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert named in message and "\n" not in message, message
 
 
 def rows(table: str) -> pytest.MarkDecorator:

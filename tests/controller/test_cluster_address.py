@@ -59,106 +59,67 @@ def home(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return workspace
 
 
-@pytest.fixture
-def closed_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def refused(capfd: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str]:
-    """Exit code, and the one line on stderr; Ray is not even imported for it."""
+def refused(capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """The one line on stderr with which the command ends with 2; Ray is not even imported for it."""
     loaded = set(sys.modules)
     code = main(["--config", "config.yaml", *overrides])
     shown = capfd.readouterr()
-    assert len(shown.err.splitlines()) == 1 and shown.out == "" and not Path("runs").exists()
+    assert (code, len(shown.err.splitlines()), shown.out) == (2, 1, "") and not Path("runs").exists()
     assert "ray" not in set(sys.modules) - loaded
-    return code, shown.err
+    return shown.err
 
 
-@pytest.mark.parametrize("by_environment", [False, True])
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("ray://head:10001", "=ray://head:10001: Ray Client is not supported; start the run inside the cluster with"),
-        ("head", "=head is neither host:port nor auto; Ray's port is 6379 unless set otherwise."),
-        ("http://head:8265", "=http://head:8265 is neither host:port nor auto"),
-    ],
-)
+@pytest.mark.parametrize("name", ["RAY_ADDRESS", "resources.ray_address"])
+@pytest.mark.parametrize("address", ["ray://head:10001", "head", "http://head:8265"])
 def test_an_address_of_another_form_is_a_wrong_configuration(
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    address: str,
-    message: str,
-    by_environment: bool,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str, name: str
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", address if by_environment else "")
-    overrides = [] if by_environment else [f"resources.ray_address={address}"]
-    code, line = refused(capfd, *overrides)
-    assert code == 2
-    assert line.startswith(f"error: {'RAY_ADDRESS' if by_environment else 'resources.ray_address'}{message}")
+    monkeypatch.setenv("RAY_ADDRESS", address if name == "RAY_ADDRESS" else "")
+    overrides = [] if name == "RAY_ADDRESS" else [f"{name}={address}"]
+    assert refused(capfd, *overrides).startswith(f"error: {name}={address}")
 
 
-def test_a_port_where_nobody_listens_is_named(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, closed_port: str
+def test_a_port_where_nobody_listens_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"127.0.0.1:{server.getsockname()[1]}"
+    assert f"={closed}: no connection" in refused(capfd, f"resources.ray_address={closed}")
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [(socket.gaierror(-2, "Name or service not known"), "is not known"), (TimeoutError(), "within 4 s")],
+)
+def test_a_host_that_is_not_known_or_does_not_answer_is_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, raised: OSError, words: str
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", closed_port)
-    assert refused(capfd) == (
-        2,
-        f"error: RAY_ADDRESS={closed_port}: no connection (Connection refused); check the port, and that the cluster "
-        "runs (`ray status` there).\n",
-    )
-
-
-def test_a_host_that_cannot_be_resolved_is_named(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(address: tuple[str, int], timeout: float) -> None:
+    def connect(address: tuple[str, int], timeout: float) -> None:
         assert (address, timeout) == (("nowhere.invalid", 6379), cluster_address.CONNECT_SECONDS)
-        raise socket.gaierror(-2, "Name or service not known")
+        raise raised
 
-    monkeypatch.setattr(socket, "create_connection", unknown)
-    code, line = refused(capfd, "resources.ray_address=nowhere.invalid:6379")
-    assert code == 2
-    assert "nowhere.invalid:6379: the host is not known (Name or service not known); check its name." in line
+    monkeypatch.setattr(socket, "create_connection", connect)
+    line = refused(capfd, "resources.ray_address=nowhere.invalid:6379")
+    assert "nowhere.invalid:6379: " in line and words in line
 
 
-def test_a_host_that_does_not_answer_is_not_waited_for(
+def test_a_port_of_another_service_or_one_that_says_nothing_is_no_cluster(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def silent(address: tuple[str, int], timeout: float) -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(socket, "create_connection", silent)
-    code, line = refused(capfd, "resources.ray_address=10.0.0.1:6379")
-    assert code == 2 and "10.0.0.1:6379: nothing answered within 4 s; check the address, and that no fire" in line
-
-
-def test_a_port_that_takes_connections_and_says_nothing_is_no_cluster(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    with serving(HeadNode("/some.Other/Method")) as address:
+        assert "(UNIMPLEMENTED)" in refused(capfd, f"resources.ray_address={address}")
     monkeypatch.setattr(cluster_address, "ANSWER_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        code, line = refused(capfd, f"resources.ray_address=127.0.0.1:{server.getsockname()[1]}")
-    assert code == 2 and "what answers there is not a Ray head node (DEADLINE_EXCEEDED); give the port of `ray" in line
-
-
-def test_a_port_of_another_service_is_no_cluster(capfd: pytest.CaptureFixture[str]) -> None:
-    with serving(HeadNode("/some.Other/Method")) as address:
-        code, line = refused(capfd, f"resources.ray_address={address}")
-    assert code == 2 and "what answers there is not a Ray head node (UNIMPLEMENTED); give the port" in line
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert "(DEADLINE_EXCEEDED)" in refused(capfd, f"resources.ray_address={address}")
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (
-            {},
-            "the cluster wants its token, and there is none here; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what",
-        ),
-        ({"RAY_AUTH_MODE": ""}, "wants its token, and without RAY_AUTH_MODE none is sent; set"),
-        ({"RAY_AUTH_TOKEN": "e" * 64}, "wants its token, and that of RAY_AUTH_TOKEN is another; set"),
-        ({"RAY_AUTH_TOKEN_PATH": "token"}, "wants its token, and that of token is another; set"),
-        ({"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"}, "and RAY_AUTH_MODE=disabled sends none; set"),
+        ({}, "there is none here"),
+        ({"RAY_AUTH_MODE": ""}, "without RAY_AUTH_MODE none is sent"),
+        ({"RAY_AUTH_TOKEN": "e" * 64}, "that of RAY_AUTH_TOKEN is another"),
+        ({"RAY_AUTH_TOKEN_PATH": "token"}, "that of token is another"),
+        ({"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled sends none"),
     ],
 )
 def test_a_token_that_is_missing_or_wrong_is_one_line(
@@ -168,8 +129,7 @@ def test_a_token_that_is_missing_or_wrong_is_one_line(
         monkeypatch.setenv(name, value)
     Path("token").write_text("e" * 64)
     with serving(HeadNode(HEALTH, CLUSTER_ID, token=TOKEN)) as address:
-        code, line = refused(capfd, f"resources.ray_address={address}")
-    assert code == 2 and message in line
+        assert message in refused(capfd, f"resources.ray_address={address}")
 
 
 def test_a_cluster_that_takes_our_token_or_wants_none_is_joined(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,3 @@ def test_responses_to_one_prompt_count_as_one_observation() -> None:
     reward = interval(found["reward"])
     assert reward.high - reward.low > 0.5
     assert summarize(responses, "reward", 1.0) == {name: values.value for name, values in found.items()}
-
-
-def test_intervals_repeat() -> None:
-    values = PromptValues.of(np.linspace(0, 1, 50).tolist())
-    assert interval(values) == interval(values)

@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from controller.config import Config, load, to_yaml
-from controller.config.file import Setting, settings, value_of
+from controller.config.file import Setting, settings
 from tests.controller.config_workspace import write_workspace
+from tests.refusals import refused
 from workers.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
 SETTINGS = list(settings(Config()))
-ROOT = Path(__file__).parents[3]
 NEEDED = ("model.path=m", "data.train=t.jsonl", "reward.function=r.py:f")
 
 
@@ -35,14 +35,14 @@ def test_files_lie_one_over_the_other_and_the_last_names_the_run(tmp_path: Path)
     assert config.run.name == "mine"
     assert load([tmp_path / "mine.yaml", base]).run.steps == 10
     (tmp_path / "wrong.yaml").write_text("policy: {rank: 1}\n")
-    with pytest.raises(ConfigError, match=r"wrong.yaml: policy.rank is not a setting; did you mean policy.ranks\?"):
+    with refused("wrong.yaml: policy.rank"):
         load([base, tmp_path / "wrong.yaml"])
 
 
 @pytest.mark.parametrize("blank", ["data.validation=", "data.validation= ", "data.validation=''"])
 def test_a_blank_text_on_the_command_line_is_no_text(tmp_path: Path, blank: str) -> None:
     assert load(write_workspace(tmp_path), [blank]).data.validation == ""
-    with pytest.raises(ConfigError, match=r"policy\.ranks must be a whole number"):
+    with refused("policy.ranks"):
         load(write_workspace(tmp_path), ["policy.ranks="])
 
 
@@ -50,11 +50,6 @@ def test_a_configuration_written_as_yaml_reads_back_as_itself(tmp_path: Path) ->
     config = load(write_workspace(tmp_path), ["validation.sampling.temperature=0", "run.seed=7"])
     (tmp_path / "written.yaml").write_text(to_yaml(config))
     assert load(tmp_path / "written.yaml") == config
-
-
-def test_the_template_and_the_examples_are_valid() -> None:
-    for path in [*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("examples/*/config.yaml")]:
-        assert load(path).run.name
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=ids)
@@ -72,110 +67,89 @@ def test_a_setting_with_a_letter_missing_is_recognised(setting: Setting) -> None
         load(None, [f"{wrong}=1"])
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("policy.max_token=1", "policy.max_token is not a setting; did you mean policy.max_tokens?"),
-        ("max_tokens=1", "max_tokens is not a setting; did you mean policy.max_tokens?"),
-        ("rollout.temperature=1", "rollout.temperature is not a setting; did you mean rollout.sampling.temperature?"),
-        ("actor.max_tokens=1", "actor.max_tokens is not a setting; the configuration has run, model, data, "),
-        ("actor.zzz=1", "actor.zzz is not a setting; the configuration has run, model, data, "),
-        ("run.qqqqqq=1", "run.qqqqqq is not a setting; run has name, dir, steps, "),
-        ("run.steps.x=1", "run.steps must be a whole number (int), not {'x': 1}."),
-        ("policy.max_tokens=many", "policy.max_tokens must be a whole number (int), not 'many'."),
-        ("policy.max_tokens=1.5", "policy.max_tokens must be a whole number (int), not 1.5."),
-        ("policy.max_tokens=true", "policy.max_tokens must be a whole number (int), not true."),
-        ("policy.max_tokens=", "policy.max_tokens must be a whole number (int), not empty."),
-        ("policy.max_tokens='4096'", "policy.max_tokens must be a whole number (int), not '4096'."),
-        ("policy.optimizer.learning_rate=fast", "policy.optimizer.learning_rate must be a number (float), not 'fast'."),
-        ("data.shuffle=1", "data.shuffle must be true or false (bool), not 1."),
-        ("data.train=[a,b]", "data.train must be a text (str), not ['a', 'b']."),
-        (
-            "policy.optimizer=adam",
-            "policy.optimizer is a section and takes settings (policy.optimizer.NAME), not 'adam'.",
-        ),
-        ("policy.ranks=0", "policy.ranks must be at least 1 and at most 100,000, not 0."),
-        ("policy.optimizer.beta1=1", "policy.optimizer.beta1 must be at least 0 and below 1, not 1.0."),
-        ("rollout.sampling.top_p=0", "rollout.sampling.top_p must be above 0 and at most 1, not 0.0."),
-        ("rollout.sampling.top_p=1.1", "rollout.sampling.top_p must be above 0 and at most 1, not 1.1."),
-        (
-            "policy.optimizer.learning_rate=.nan",
-            "policy.optimizer.learning_rate must be above 0 and at most 1, not",
-        ),
-        (
-            "policy.optimizer.learning_rate=1e308",
-            "policy.optimizer.learning_rate must be above 0 and at most 1, not",
-        ),
-        ("algorithm.loss.clip_high=.inf", "algorithm.loss.clip_high must be at most 1,000,000.0, not inf."),
-        ("algorithm.loss.clip_high=.nan", "algorithm.loss.clip_high must be at least 0, not nan."),
-        (
-            "algorithm.loss.clip_cov_low=-1e300",
-            "algorithm.loss.clip_cov_low must be at most 1,000,000.0 in size, ",
-        ),
-        (
-            "batch.prompts_per_step=100000000000",
-            "batch.prompts_per_step must be at least 1 and at most 1,000,000, ",
-        ),
-        ("policy.max_tokens=1000000001", "policy.max_tokens must be at most 1,000,000,000, not 1000000001."),
-        ("reward.functions={f: .nan}", "reward.functions must be at most 1,000,000.0 in size, not {'f': nan}."),
-        ("run.steps=1:30", "run.steps: 1:30 is a number in another base in YAML. "),
-        ("run.steps=010", "run.steps: 010 is a number in another base in YAML. "),
-        ("run.name=010", "run.name: 010 is a number in another base in YAML. "),
-        (f"run.seed={'1' * 5001}", "run.seed: '1111111111"),
-        (f"policy.optimizer.learning_rate=1{'0' * 400}", "policy.optimizer.learning_rate: '1000000"),
-        (f"rollout.engine={{a: !!int '{'1' * 5001}'}}", "rollout.engine: '1111"),
-        ("run.dir=a${run.seed", "run.dir: of ${...} only other settings are read, not 'a${run.seed'."),
-        ("run.dir=\ud800", "run.dir: the value '\\ud800' is not valid YAML; "),
-        ("model.dtype=float16", "model.dtype must be one of auto, float32, bfloat16, not 'float16'."),
-        ("run.seed=${run.sed}", "run.seed: Interpolation key 'run.sed' not found."),
-        (
-            "run.seed=${run.dir}",
-            "run.seed: While dereferencing interpolation '${run.dir}': Value 'runs' of type 'str' ",
-        ),
-        ("--policy.ranks=1", "'--policy.ranks=1' is not an override; write key.sub=value."),
-        ("policy.ranks", "'policy.ranks' is not an override; write key.sub=value."),
-        ("run.name=[a", "run.name: the value '[a' is not valid YAML; quote it, as in run.name='\"...\"'."),
-    ],
-)
-def test_a_wrong_override_is_refused_in_one_line_that_says_why(override: str, message: str) -> None:
+REFUSED = [
+    "policy.max_token=1",
+    "max_tokens=1",
+    "rollout.temperature=1",
+    "actor.max_tokens=1",
+    "actor.zzz=1",
+    "run.qqqqqq=1",
+    "run.steps.x=1",
+    "policy.max_tokens=many",
+    "policy.max_tokens=1.5",
+    "policy.max_tokens=true",
+    "policy.max_tokens=",
+    "policy.max_tokens='4096'",
+    "policy.optimizer.learning_rate=fast",
+    "data.shuffle=1",
+    "data.train=[a,b]",
+    "policy.optimizer=adam",
+    "policy.ranks=0",
+    "policy.optimizer.beta1=1",
+    "rollout.sampling.top_p=0",
+    "rollout.sampling.top_p=1.1",
+    "policy.optimizer.learning_rate=.nan",
+    "policy.optimizer.learning_rate=1e308",
+    "algorithm.loss.clip_high=.inf",
+    "algorithm.loss.clip_high=.nan",
+    "algorithm.loss.clip_cov_low=-1e300",
+    "batch.prompts_per_step=100000000000",
+    "policy.max_tokens=1000000001",
+    "reward.functions={f: .nan}",
+    "run.steps=1:30",
+    "run.steps=010",
+    "run.name=010",
+    f"run.seed={'1' * 5001}",
+    f"policy.optimizer.learning_rate=1{'0' * 400}",
+    f"rollout.engine={{a: !!int '{'1' * 5001}'}}",
+    "run.dir=a${run.seed",
+    "run.dir=\ud800",
+    "model.dtype=float16",
+    "run.seed=${run.sed}",
+    "run.seed=${run.dir}",
+    "--policy.ranks=1",
+    "policy.ranks",
+    "run.name=[a",
+]
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_wrong_override_is_refused_in_one_line_that_begins_with_it(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, [*NEEDED, override])
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).removeprefix("'").startswith(override.partition("=")[0].removesuffix(".x"))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "named"),
     [
-        (b"run:\n  steps: 1\n dir: [", "line 3: not valid YAML: "),
-        (b"run: {steps: 1}\nrun: {steps: 2}", "line 2: not valid YAML: found duplicate key run."),
-        (b"- run\n- model", "must hold sections"),
-        (b"just words", "just words is not a setting; "),
-        (b"\xff\xfe\xfa", "is not a YAML text file: "),
-        (b"run.steps: 3", "run.steps: in YAML a dot does not nest; write `run: {steps: ...}`."),
-        (b"policy: {max_token: 3}", "policy.max_token is not a setting; did you mean policy.max_tokens?"),
-        (b"run:\n  steps: 1:30", "line 2: 1:30 is a number in another base in YAML. "),
-        (b"run:\n  dir: a${run.seed", "line 2: of ${...} only other settings are read, not 'a${run.seed'."),
-        (b"run: {seed: 1" + b"0" * 400 + b"}", "line 1: '10000"),
-        (b"run: &a {name: *a}", "not valid YAML: "),
-        (b"policy:", "policy is a section and takes settings (policy.NAME), not empty."),
-        (b"policy: {1: 3}", "policy.1 is not a setting; policy has ranks, "),
-        (b"", "model.path is not set; "),
+        (b"run:\n  steps: 1\n dir: [", "wrong.yaml, line 3"),
+        (b"run: {steps: 1}\nrun: {steps: 2}", "wrong.yaml, line 2"),
+        (b"- run\n- model", "wrong.yaml"),
+        (b"just words", "wrong.yaml: just words"),
+        (b"\xff\xfe\xfa", "wrong.yaml"),
+        (b"run.steps: 3", "wrong.yaml: run.steps"),
+        (b"policy: {max_token: 3}", "wrong.yaml: policy.max_token"),
+        (b"run:\n  steps: 1:30", "wrong.yaml, line 2"),
+        (b"run:\n  dir: a${run.seed", "wrong.yaml, line 2"),
+        (b"run: {seed: 1" + b"0" * 400 + b"}", "wrong.yaml, line 1"),
+        (b"run: &a {name: *a}", "wrong.yaml"),
+        (b"policy:", "wrong.yaml: policy"),
+        (b"policy: {1: 3}", "wrong.yaml: policy.1"),
+        (b"", "model.path"),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path: Path, content: bytes, named: str) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
+    with refused(named):
         load(path)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value) or "not set" in message
 
 
 @pytest.mark.parametrize("path", ["nowhere.yaml", "."])
 def test_a_path_that_is_no_file_is_named(path: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"there is no file {path}.")):
+    with refused(path):
         load(path)
 
 
@@ -203,22 +177,18 @@ def test_validation_samples_as_long_as_training_does_unless_told(tmp_path: Path)
 def test_nothing_in_a_configuration_is_executed(tmp_path: Path) -> None:
     path = tmp_path / "code.yaml"
     path.write_text(f"run: {{name: !!python/object/apply:os.mkdir [{tmp_path / 'made'}]}}")
-    with pytest.raises(ConfigError, match="not valid YAML"):
+    with refused("code.yaml"):
         load(path)
     assert not (tmp_path / "made").exists()
 
 
-def test_value_of_follows_a_full_key() -> None:
-    assert value_of(Config(), "policy.optimizer.beta1") == 0.9
+SHIPPED = sorted([*(REPOSITORY / "configs").glob("*.yaml"), *(REPOSITORY / "examples").glob("*/config.yaml")])
 
 
-SHIPPED = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").glob("*/config.yaml")])
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_every_configuration_that_ships_fits_the_schema(path: Path) -> None:
     config = load(path)
-    assert config.reward.weights or config.rollout.environment
+    assert config.run.name and (config.reward.weights or config.rollout.environment)
 
 
 def test_a_mapping_given_again_replaces_the_one_before(tmp_path: Path) -> None:
@@ -227,7 +197,7 @@ def test_a_mapping_given_again_replaces_the_one_before(tmp_path: Path) -> None:
     config = load(path, ["data.sources={c.jsonl: 3}"])
     assert config.data.sources == {"c.jsonl": 3.0}
     assert config.reward.functions == {"f.py:g": 1.0}
-    with pytest.raises(ConfigError, match=r"^data.sources.c: data.sources is given whole, in place of the one before"):
+    with refused("data.sources.c"):
         load(path, ["data.sources.c=3"])
 
 
@@ -238,9 +208,9 @@ def test_arguments_of_the_engine_add_up_and_hold_any_value(tmp_path: Path) -> No
     )
     config = load(path, ["rollout.engine.a=x", "rollout.engine.d=null"])
     assert config.rollout.engine == {"a": "x", "b": {"c": [2]}, "d": None}
-    with pytest.raises(ConfigError, match=r"^rollout.engine must be values by name .*, not 'fp8'"):
+    with refused("rollout.engine"):
         load(path, ["rollout.engine=fp8"])
-    with pytest.raises(ConfigError, match=r"^rollout.engine: \$\{...\} is not read here"):
+    with refused("rollout.engine"):
         load(path, ["rollout.engine.a=${run.seed}"])
 
 
@@ -251,5 +221,5 @@ def test_what_an_older_run_recorded_of_a_dropped_setting_is_left_out_if_it_chang
         if idle == "false":
             assert load(file).balance == Config().balance
         else:
-            with pytest.raises(ConfigError, match=r"balance\.redeal_groups is not a setting"):
+            with refused("balance.redeal_groups"):
                 load(file)
