@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from controller.data.records import Record
 from controller.offline.tokenized import Row, example_row, preference_examples, sft_examples
 from examples.addition.warm_start import tokenizer as characters
+from tests.refusals import refused
 from workers.errors import DataError
 from workers.rendering import Renderer
 
@@ -76,41 +77,35 @@ def test_a_record_is_a_conversation_where_it_has_one() -> None:
     assert learned(sft_row(tokenizer(PLAIN), record | {"messages": None})) == "____6<eos>"
     del record["messages"]
     assert learned(sft_row(tokenizer(PLAIN), record)) == "____6<eos>"
-    with pytest.raises(DataError, match=r"record 3 has neither 'messages' nor 'response'; set data.messages_key"):
+    with refused("record 3", DataError):
         sft_examples({"prompt": "3+3="}, SFT, "record 3")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_and_not_guessed() -> None:
-    with pytest.raises(DataError, match=r"record 5: the chat template of model.path renders messages differently"):
-        sft_row(tokenizer(FORGETFUL), {"messages": turns("1+1", "2", "2+2", "4")}, "record 5")
+STRICT = "{% if messages | length > 2 %}{{ raise_exception('one turn alone') }}{% endif %}"
 
 
-@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by prefixes"])
-def test_a_template_that_raises_names_the_record(template: str) -> None:
-    strict = "{% if messages | length > 2 %}{{ raise_exception('one turn alone') }}{% endif %}" + template
-    with pytest.raises(DataError, match=r"record 5 is not rendered by the chat template of model.path: .*one turn"):
-        sft_row(tokenizer(strict), {"messages": turns("1+1", "2", "2+2", "4")}, "record 5")
+@pytest.mark.parametrize("template", [FORGETFUL, STRICT + MARKED, STRICT + PLAIN, None])
+def test_a_template_that_is_missing_raises_or_rewrites_earlier_turns_is_refused_and_not_guessed(
+    template: str | None,
+) -> None:
+    with refused("model.path", DataError):
+        sft_row(tokenizer(template), {"messages": turns("1+1", "2", "2+2", "4")}, "record 5")
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    "record",
     [
-        ({"messages": turns("1+1")}, "has no token to learn"),
-        ({"messages": []}, "has an empty list of chat messages"),
-        ({"messages": "1+1=2"}, "has a value of type str in place of a list of chat messages"),
-        ({"messages": ["1+1", "2"]}, "has a chat message that is no object with a role and a content"),
-        ({"prompt": "1+1=", "response": 2}, "has a text as prompt, and a response of type int"),
-        ({"prompt": turns("1+1"), "response": 2}, "has a value of type int in place of a list of chat messages"),
+        {"messages": turns("1+1")},
+        {"messages": []},
+        {"messages": "1+1=2"},
+        {"messages": ["1+1", "2"]},
+        {"prompt": "1+1=", "response": 2},
+        {"prompt": turns("1+1"), "response": 2},
     ],
 )
-def test_a_record_without_anything_to_learn_is_refused(record: Record, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_a_record_without_anything_to_learn_is_refused(record: Record) -> None:
+    with refused("record 1", DataError):
         sft_row(tokenizer(PLAIN), record)
-
-
-def test_chat_messages_need_a_template() -> None:
-    with pytest.raises(DataError, match=r"the tokenizer of model.path has no chat template"):
-        sft_row(tokenizer(), {"messages": turns("1+1", "2")})
 
 
 def test_pairs_share_their_prompt_given_or_common() -> None:
@@ -118,9 +113,10 @@ def test_pairs_share_their_prompt_given_or_common() -> None:
     assert pair(tokenizer(), {"prompt": "1+1=", "chosen": "2", "rejected": "3"}) == expected
     whole = {"chosen": turns("1+1", "2"), "rejected": turns("1+1", "3")}
     assert pair(tokenizer(PLAIN), whole) == expected
-    with pytest.raises(DataError, match=r"record 2 has no prompt; set data.prompt_key"):
-        preference_examples({"chosen": "2", "rejected": "3"}, PAIR, "record 2")
-    with pytest.raises(DataError, match=r"record 2 has no 'rejected'; set data.chosen_key and data.rejected_key"):
-        preference_examples({"prompt": "1+1=", "chosen": "2"}, PAIR, "record 2")
-    with pytest.raises(DataError, match=r"record 2 has no prompt, and its chosen and rejected messages begin differ"):
-        preference_examples({"chosen": turns("1+1", "2"), "rejected": turns("2+2", "3")}, PAIR, "record 2")
+    for record in (
+        {"chosen": "2", "rejected": "3"},
+        {"prompt": "1+1=", "chosen": "2"},
+        {"chosen": turns("1+1", "2"), "rejected": turns("2+2", "3")},  # whose beginnings differ
+    ):
+        with refused("record 2", DataError):
+            preference_examples(record, PAIR, "record 2")
