@@ -11,7 +11,7 @@ from balancing import plan_batch
 from controller.actors.layout import Pool
 from controller.actors.resources import reserve
 from controller.actors.worker_group import Share, WorkerGroup
-from tests.workers.model.exact import Case
+from tests.workers.model.cases import Case
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import DataProto

@@ -10,7 +10,7 @@ from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM
 
 from tests.workers.model.reference_attention import reference_attention
-from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, tiny_config, unpacked_log_probs
+from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.attention import ATTENTION_NAME, Installed, choose_backend, packed_attention
@@ -190,9 +190,3 @@ def test_a_window_computed_block_by_block_equals_one_mask(window, features):
         torch.nn.Identity(), query, key, value, mask, 0.5, features.get("softcap"), features.get("sinks")
     )
     assert relative_error(actual, expected) < 1e-12
-
-
-def test_tiny_config_is_grouped_query():
-    """Key-value heads fewer than query heads, so that the tests above cover their repetition."""
-    config = tiny_config()
-    assert config.num_key_value_heads < config.num_attention_heads

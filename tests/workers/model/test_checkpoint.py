@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers.model.ranks import PRELOADED, RankPool, dp_rank
+from tests.workers.model.ranks import PRELOADED, RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
-from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.config import ModelConfig, OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, DataError
 from workers.model.checkpoint_folder import (
     MANIFEST,
@@ -135,48 +135,6 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(model, tmp_path, ranks:
     # The same random numbers follow only where every rank has a state of its own to go on from.
     same = [result[2] for result in results] == draws
     assert same == (writers == readers)
-
-
-def one_step(model: str, parallel: ParallelConfig, save_as: Path | None, go_on_from: Path | None) -> torch.Tensor:
-    """Log-probs of the whole batch after one optimiser step, from the start or from a checkpoint."""
-    engine = build(model, parallel=parallel)
-    if engine.module.model._can_set_experts_implementation():
-        engine.module.model.set_experts_implementation("eager")  # the grouped product takes no float64
-    if go_on_from is not None:
-        engine.load_checkpoint(go_on_from)
-    whole, share = random_sequences(COUNT), COUNT // engine.parallel.dp
-    mine = whole.slice(dp_rank(engine.parallel) * share, (dp_rank(engine.parallel) + 1) * share)
-    engine.forward_backward(mine, [(0, share)], sft, Denominators.of(whole))
-    engine.optimizer_step()
-    if save_as is not None:
-        engine.save_checkpoint(save_as, step=1)
-        engine.wait_for_checkpoint()
-    return engine.log_probs(whole, [(0, COUNT)])[0]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ("tensor_parallel",),
-        ("context_parallel",),
-        ("replicate",),
-        ("expert_parallel",),
-        ("expert_parallel", "tensor_parallel"),
-    ],
-    ids=" and ".join,
-)
-def test_a_checkpoint_is_read_under_another_parallelism(tmp_path, ranks: RankPool, settings):
-    """Four ranks, two of them for each setting, and one rank: either goes on from what the other saved."""
-    family = "qwen3_moe" if "expert_parallel" in settings else "qwen2"
-    model = save_tiny_model(tmp_path / "model", family, vocab_size=40)
-    alone, shared = ParallelConfig(), ParallelConfig(**dict.fromkeys(settings, 2))
-    one_step(model, alone, tmp_path / "alone", None)
-    expected = one_step(model, alone, None, tmp_path / "alone")
-    ranks.run(one_step, 4, model, shared, tmp_path / "shared", None)
-    found = ranks.run(one_step, 4, model, shared, None, tmp_path / "alone")
-    found.append(one_step(model, alone, None, tmp_path / "shared"))
-    for log_probs in found:
-        torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=1e-6)
 
 
 def fail_on_a_full_disk(model: str, path: Path) -> str:

@@ -1,4 +1,6 @@
-"""Context-parallel attention by itself: every rank computes its part, and the parts are those of the whole."""
+"""Context-parallel attention by itself: half precision, features and the order of transfers.
+
+The rest, through a model: `test_exactness.py`."""
 
 import torch
 import torch.distributed as dist
@@ -43,21 +45,15 @@ def tensors(row: PackedRow, heads: int, key_value_heads: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def run_part(
-    method: str, lengths: list[int], heads: int, key_value_heads: int, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:
+def ring_in_half_precision(lengths: list[int]) -> tuple[Tensor, ...]:
     """On one rank: the positions of its part, output and gradients there."""
     group = dist.group.WORLD
     cp, rank = group.size(), group.rank()
     row = packed(lengths, 2 * cp)
-    query, key, value, grad = (tensor.to(dtype) for tensor in tensors(row, heads, key_value_heads))
+    query, key, value, grad = (tensor.bfloat16() for tensor in tensors(row, 4, 2))
     positions = torch.from_numpy(zigzag_positions(row.padded_lengths, cp, rank))
     inputs = [tensor[:, :, positions].requires_grad_() for tensor in (query, key, value)]
-    if method == "ring":
-        attention = RingAttention(row, group, CPU)
-    else:
-        attention = Ulysses(packed_attention("sdpa", row, CPU), row, group, CPU)
-    output = attention(*inputs, SCALE)
+    output = RingAttention(row, group, CPU)(*inputs, SCALE)
     output.backward(grad[:, positions])
     return positions, output.detach(), *(tensor.grad for tensor in inputs)
 
@@ -80,7 +76,7 @@ PACKED, ALONE = [9, 1, 30, 16, 4], [37]
 
 def test_ring_in_half_precision_is_off_by_rounding_alone(ranks: RankPool):
     expected = whole_row(PACKED, 8, 4, 2)
-    for positions, output, *gradients in ranks.run(run_part, 4, "ring", PACKED, 4, 2, torch.bfloat16):
+    for positions, output, *gradients in ranks.run(ring_in_half_precision, 4, PACKED):
         assert output.dtype == torch.bfloat16
         assert relative_error(output.double(), expected[0][:, positions]) < 2e-2
         for actual, gradient in zip(gradients, expected[1:], strict=True):

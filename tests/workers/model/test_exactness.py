@@ -16,21 +16,10 @@ from transformers import AutoModelForCausalLM
 from controller.actors.roles import _model_arguments
 from controller.config import load
 from tests.controller.config_workspace import write_workspace
-from tests.workers.model.exact import (
-    OPTIMIZER,
-    Case,
-    CountedCalls,
-    Way,
-    assert_gradients,
-    build_engine,
-    check,
-    learn,
-    random_plan,
-    reference_outcome,
-    way,
-    whole_gradients,
-)
+from tests.workers.model.cases import OPTIMIZER, Case, Way, random_plan, way
+from tests.workers.model.exact import CountedCalls, assert_gradients, build_engine, check, learn, whole_gradients
 from tests.workers.model.ranks import RankPool, dp_rank
+from tests.workers.model.reference import reference_outcome
 from tests.workers.model.tiny import random_sequences, relative_error, reward_model, save_tiny_model
 from workers.config import LossConfig, ModelConfig, ParallelConfig
 from workers.metrics import Metrics, merge, results
@@ -278,41 +267,45 @@ def test_nan_on_one_rank_makes_all_skip_the_step_which_counts_once(ranks: RankPo
     assert "grad_norm" not in metrics
 
 
-def train_and_save(path: str, way: Way, checkpoint: str) -> dict[str, Tensor]:
+def train_and_save(case: Case, path: str, way: Way, checkpoint: str) -> dict[str, Tensor]:
     """On every rank: one step, a checkpoint, one more step under another plan; the weights after it."""
-    engine = build_engine(PLAIN, path, way.parallel)
-    learn(engine, PLAIN, way, seed=0)
+    engine = build_engine(case, path, way.parallel)
+    learn(engine, case, way, seed=0)
     engine.optimizer_step()
     engine.save_checkpoint(checkpoint, step=1)
     engine.wait_for_checkpoint()
-    return weights_after_a_step(engine, way)
+    return weights_after_a_step(engine, case, way)
 
 
-def load_and_train(path: str, way: Way, checkpoint: str) -> dict[str, Tensor]:
-    engine = build_engine(PLAIN, path, way.parallel)
+def load_and_train(case: Case, path: str, way: Way, checkpoint: str) -> dict[str, Tensor]:
+    engine = build_engine(case, path, way.parallel)
     engine.load_checkpoint(checkpoint)
-    return weights_after_a_step(engine, way)
+    return weights_after_a_step(engine, case, way)
 
 
-def weights_after_a_step(engine: TrainingEngine, way: Way) -> dict[str, Tensor]:
-    learn(engine, PLAIN, way, seed=2)
+def weights_after_a_step(engine: TrainingEngine, case: Case, way: Way) -> dict[str, Tensor]:
+    learn(engine, case, way, seed=2)
     engine.optimizer_step()
     return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("case", "before", "after"),
     [
-        ("dp 2, tp 2", "ring 2"),
-        ("copies 2, ring 2", "tp 2"),
-        ("pp 2, dp 2", "dp 1"),
-        ("pp 2, tp 2", "pp 2, ring 2"),
-        ("dp 2", "pp 2"),
+        (PLAIN, "dp 2, tp 2", "ring 2"),
+        (PLAIN, "copies 2, ring 2", "tp 2"),
+        (PLAIN, "pp 2, tp 2", "pp 2, ulysses 2"),
+        (PLAIN, "dp 2", "pp 2"),
+        (PLAIN, "pp 2, dp 2", "dp 1"),
+        (moe(), "dp 1", "dp 4, ep 2"),
+        (moe(), "dp 2, tp 2, ep 2", "dp 1"),
     ],
 )
-def test_training_continues_from_a_checkpoint_under_another_sharding(ranks: RankPool, folder, tmp_path, before, after):
-    checkpoint, path = str(tmp_path / "checkpoint"), model(folder)
-    expected = ranks.run(train_and_save, way(before).ranks, path, way(before), checkpoint)[0]
-    for weights in ranks.run(load_and_train, way(after).ranks, path, way(after), checkpoint):
+def test_training_continues_from_a_checkpoint_under_another_sharding(
+    ranks: RankPool, folder, tmp_path, case, before, after
+):
+    checkpoint, path = str(tmp_path / "checkpoint"), model(folder, case)
+    expected = ranks.run(train_and_save, way(before).ranks, case, path, way(before), checkpoint)[0]
+    for weights in ranks.run(load_and_train, way(after).ranks, case, path, way(after), checkpoint):
         for name, weight in expected.items():
             assert relative_error(weights[name], weight) < 1e-6, name

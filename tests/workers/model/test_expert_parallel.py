@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 from transformers import AutoModelForCausalLM, GraniteMoeConfig
 
-from tests.workers.model.exact import Case, build_engine
+from tests.workers.model.cases import Case
+from tests.workers.model.exact import build_engine
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ParallelConfig

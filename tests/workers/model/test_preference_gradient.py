@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from controller.config.offline import PreferenceLossConfig
 from controller.offline.preference_losses import pair_loss
-from tests.workers.model.exact import Way, random_plan, way
+from tests.workers.model.cases import Way, random_plan, way
 from tests.workers.model.ranks import RankPool, dp_rank
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import ModelConfig, OptimizerConfig

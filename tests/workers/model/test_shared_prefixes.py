@@ -1,8 +1,7 @@
 """Rows in which what sequences begin with is one run of cells, and attention over them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import product
 from queue import Queue
 
@@ -13,19 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from balancing import plan_batch
 from balancing.alignment import zigzag_positions
 from balancing.prefixes import fewest_worth_sharing
 from tests.workers.model.tiny import (
-    VOCABULARY,
-    branch,
-    compute_in_float64,
     random_sequences,
     relative_error,
     save_tiny_model,
-    unpacked_log_probs,
 )
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
@@ -491,83 +485,9 @@ def own_only(runs: tuple[Run, ...]) -> list[tuple[range, range]]:
     return [(first, first)]
 
 
-def balancing_loss(logits: list[Tensor], chosen: int) -> Tensor:
-    """The auxiliary loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961) over all layers' routers.
-
-    logits: [T, E] by layer. chosen: experts of a token.
-    """
-    every = torch.cat(logits).softmax(-1)
-    taken = torch.zeros_like(every).scatter_(1, every.topk(chosen).indices, 1.0)
-    return every.shape[1] * (taken.mean(0) * every.mean(0)).sum()
-
-
-@contextmanager
-def recorded_routers(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """The logits [T, E] of every router, in the order in which they are called."""
-    found: list[Tensor] = []
-    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
-    handles = [router.register_forward_hook(lambda _, given, output: found.append(output[0])) for router in routers]
-    yield found
-    for handle in handles:
-        handle.remove()
-
-
-def first_of_each(sequences: DataProto) -> Tensor:
-    """bool [T]: tokens that no sequence before has in that place after the same beginning."""
-    seen: set[tuple[int, ...]] = set()
-    first = []
-    for ids in sequences.tokens["input_ids"].split(sequences.lengths.tolist()):
-        beginnings = [tuple(ids[: end + 1].tolist()) for end in range(len(ids))]
-        first += [beginning not in seen for beginning in beginnings]
-        seen.update(beginnings)
-    return torch.tensor(first)
-
-
-def test_an_auxiliary_loss_of_routers_weighs_each_shared_token_once(tmp_path):
-    """The loss and its gradients, against transformers' own passes of one sequence at a time."""
-    config = ModelConfig(path=save_tiny_model(tmp_path, "qwen3_moe"), share_prefixes="always", min_shared_tokens=1)
-    sequences, packed = distinct(random_sequences(branching=True)), load_model(config, torch.float64)
-    own = AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float64, attn_implementation="sdpa")
-    for model in (own, packed.model):
-        compute_in_float64(model)
-    with recorded_routers(packed.model) as logits:
-        laid_out = RowLayout(config, None, packed, CPU, torch.float64).lay_out(sequences)
-        packed(**laid_out.arguments, temperature=1.0)
-    with recorded_routers(own) as alone:
-        unpacked_log_probs(own, sequences)
-    first, layers = first_of_each(sequences), len(logits)
-    assert sum(laid_out.rows.lengths) == int(first.sum()) < len(first)
-    losses = [
-        balancing_loss(logits, chosen=2),
-        balancing_loss([torch.cat(alone[layer::layers])[first] for layer in range(layers)], chosen=2),
-        balancing_loss([torch.cat(alone[layer::layers]) for layer in range(layers)], chosen=2),
-    ]
-    once, expected, every_time = (loss.item() for loss in losses)
-    assert once == pytest.approx(expected, rel=1e-12)
-    assert once != pytest.approx(every_time, rel=1e-3)
-    for loss in losses[:2]:
-        loss.backward()
-    gradients = {name: each.grad for name, each in packed.model.named_parameters() if each.grad is not None}
-    assert any(name.endswith(".gate.weight") for name in gradients)
-    for name, gradient in gradients.items():
-        assert relative_error(gradient, own.get_parameter(name).grad) < 1e-9, name
-
-
-def distinct(sequences: DataProto) -> DataProto:
-    """Each ends with a token of its own: a row computes the last token of every sequence."""
-    sequences.tokens["input_ids"][sequences.lengths.cumsum(0) - 1] = torch.arange(len(sequences)) + VOCABULARY - 11
-    return sequences
-
-
 def test_a_layout_packs_as_before_where_nothing_is_shared(tmp_path):
     config = ModelConfig(path=save_tiny_model(tmp_path / "model"), dtype="float32")
     layout = RowLayout(config, None, load_model(config, torch.float32), CPU, torch.float32)
     assert not isinstance(layout.lay_out(sequences_of("abcdefgh", "hgfedcba")).rows, SharedRow)
     prefix = "a" * config.min_shared_tokens
     assert isinstance(layout.lay_out(sequences_of(prefix + "b", prefix + "c")).rows, SharedRow)
-
-
-def test_branching_sequences_begin_as_one_before_them():
-    rows = [torch.randint(100, (9,)) for _ in range(5)]
-    branch(rows, seed=1)
-    assert any(int(one[0]) == int(rows[0][0]) for one in rows[1:])

@@ -1,0 +1,161 @@
+"""What is computed (Case), on which ranks (Way) and in which micro-batches (random_plan); what comes out (Outcome)."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.workers.model.tiny import random_sequences
+from workers.config import LoraConfig, LossConfig, OptimizerConfig, ParallelConfig
+from workers.dataproto import DataProto
+from workers.model.losses import group_tokens
+
+CONSTANT_LENGTH = 40
+GROUPS = torch.arange(11) // 3  # of the sequences
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, max_grad_norm=0.1, warmup_steps=1, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and loss, and settings that must not change what is learned."""
+
+    family: str = "qwen2"
+    tied: bool = True
+    layers: int = 2
+    sizes: tuple[tuple[str, Any], ...] = ()  # more of the model's configuration
+    head: str = "lm"  # value: a critic and its loss
+    dtype: str = "float64"
+    aggregation: str = "token_mean"
+    temperature: float = 1.0
+    reshard_after_forward: bool = True
+    gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    layout: str = "packed"
+    forward_layout: str = "same"
+    length_multiple: int = 1
+    share_prefixes: str = "never"
+    shared_by: str = "tree"  # attention of shared tokens: a call a tree as on CPUs, a level or a path as on GPUs
+    router_replay: str = "none"
+    router_losses: tuple[float, float] = (0.0, 0.0)  # coefficients of load-balancing and z-loss
+    lora: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def tolerance(self) -> float:
+        return 1e-9 if self.dtype == "float64" else 1e-5
+
+    @property
+    def adapters(self) -> LoraConfig:
+        return LoraConfig(**dict(self.lora))
+
+    @property
+    def model(self) -> tuple[Any, ...]:
+        """The settings that the model's files depend on."""
+        return self.family, self.tied, self.layers, self.sizes, self.head
+
+    @property
+    def sequences(self) -> DataProto:
+        sequences = random_sequences(branching=self.share_prefixes == "always")
+        columns = sequences.columns | {"group_tokens": group_tokens(sequences, GROUPS)}
+        tokens = sequences.tokens
+        if self.router_replay != "none":
+            tokens = tokens | {"routed_experts": recorded_choices(sequences, self.layers)}
+        if self.head == "value":
+            tokens = tokens | {"returns": torch.linspace(-1, 2, sequences.num_tokens, dtype=torch.float64)}
+        return replace(sequences, columns=columns, tokens=tokens)
+
+    @property
+    def loss(self) -> LossConfig:
+        return LossConfig(
+            aggregation=self.aggregation,
+            constant_length=CONSTANT_LENGTH if self.aggregation == "sequence_mean_token_sum_norm" else 0,
+            clip_high=0.3,
+            entropy_coefficient=0.02,
+            kl_coefficient=0.1,
+        )
+
+
+@dataclass(frozen=True)
+class Way:
+    """Ranks and how they share the model."""
+
+    ranks: int
+    parallel: ParallelConfig
+
+    @property
+    def dp(self) -> int:
+        parallel = self.parallel
+        return self.ranks // (parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel)
+
+
+NAMES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "virtual": "virtual_stages", "copies": "replicate"}
+NAMES |= {"ulysses": "context_parallel", "ring": "context_parallel", "ep": "expert_parallel"}
+
+
+def way(text: str) -> Way:
+    """From sizes such as "dp 2, ring 2, deferred". dp counts the ranks of all copies, and is their number by default.
+    deferred: gradients are reduced in the last micro-step alone."""
+    words = [part.split() for part in text.split(", ")]
+    sizes = {word[0]: int(word[1]) for word in words if len(word) == 2}
+    settings: dict[str, Any] = {NAMES[name]: size for name, size in sizes.items() if name != "dp"}
+    if "ring" in sizes:
+        settings["context_parallel_method"] = "ring"
+    parallel = ParallelConfig(**settings, defer_gradient_reduction="deferred" in text)
+    dp = sizes.get("dp", parallel.replicate)
+    return Way(dp * parallel.context_parallel * parallel.tensor_parallel * parallel.pipeline_parallel, parallel)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What a plan gives one dp rank: rows of `random_sequences()`, and micro-batches over these."""
+
+    rows: list[int]
+    micro_batches: list[tuple[int, int]]
+
+
+def random_plan(dp: int, seed: int, count: int = 11) -> list[RankShare]:
+    """Sequences in random order; ranks with at least one; micro-batches of any size, none included, in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(count, generator=generator)
+    bounds = (torch.randperm(count - 1, generator=generator)[: dp - 1] + 1).sort().values.tolist()
+    steps = int(torch.randint(1, 5, (), generator=generator))
+    shares = []
+    for rows in order.tensor_split(bounds):
+        cuts = torch.randint(0, len(rows) + 1, (steps - 1,), generator=generator).sort().values.tolist()
+        spans = list(zip([0, *cuts], [*cuts, len(rows)], strict=True))
+        shares.append(RankShare(rows.tolist(), [spans[i] for i in torch.randperm(steps, generator=generator)]))
+    return shares
+
+
+@cache
+def seed_with_gaps(dp: int, first: int) -> int:
+    """A seed whose plan has four micro-steps, in some of which a rank has no work."""
+    for seed in count(100 * first):
+        plan = random_plan(dp, seed)
+        spans = [span for share in plan for span in share.micro_batches]
+        if len(plan[0].micro_batches) == 4 and any(start == stop for start, stop in spans):
+            return seed
+    raise AssertionError
+
+
+@dataclass
+class Outcome:
+    """outputs: by row of the mini-batch, [L, 2], log-probs and entropies, or values and the score of the sequence."""
+
+    outputs: dict[int, Tensor]
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def recorded_choices(sequences: DataProto, layers: int) -> Tensor:
+    """int16 [T, layers, 2]: two of four experts, the same where sequences begin alike; -1 for each last token."""
+    ids, ends = sequences.tokens["input_ids"], sequences.lengths.cumsum(0)
+    places = torch.arange(len(ids)) - torch.repeat_interleave(ends - sequences.lengths, sequences.lengths)
+    mixed = (7 * ids + 3 * places)[:, None] + 5 * torch.arange(layers)
+    first = mixed % 4
+    chosen = torch.stack([first, (first + 1 + mixed // 4 % 3) % 4], dim=-1)
+    chosen[ends - 1] = -1
+    return chosen.to(torch.int16)

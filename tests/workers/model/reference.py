@@ -1,0 +1,213 @@
+"""The outcome of a case by transformers' own forward pass, one unpadded sequence at a time, in float64.
+
+Losses, metrics and the optimiser's step are written out again.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.workers.model.cases import CONSTANT_LENGTH, GROUPS, OPTIMIZER, Case, Outcome
+from tests.workers.model.tiny import compute_in_float64, unpacked_log_probs, unpacked_values
+from workers.config import LoraConfig, LossConfig
+from workers.dataproto import DataProto
+from workers.model.lora import add_adapters
+
+LOAD = "expert_load_max_over_mean"
+
+
+@cache
+def reference_outcome(case: Case, path: str) -> Outcome:
+    kind = AutoModelForCausalLM if case.head == "lm" else AutoModelForSequenceClassification
+    attention = "eager" if case.family == "gpt_oss" else "sdpa"  # which leaves out sinks
+    model = kind.from_pretrained(path, dtype=torch.float64, attn_implementation=attention)
+    if case.lora:
+        add_adapters(model, case.adapters)
+    keep_float64(case, model)
+    sequences = case.sequences
+    mismatch = replay_routers(model, sequences, case.router_replay)
+    load, routers = expert_load(model), router_losses(model, case.router_losses)
+    outputs, loss, metrics = (policy_reference if case.head == "lm" else value_reference)(case, model, sequences)
+    added, measured = routers()
+    (loss + added).backward()
+    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
+    reference_update(model)
+    steps = {"grad_norm": float(norm), "skipped_steps": 0.0, "learning_rate": 0.5e-2}
+    return Outcome(
+        dict(enumerate(outputs)),
+        {**metrics, **load(), **mismatch(), **measured, **steps, "loss": loss.item()},
+        gradients,
+        revert_weight_conversion(model, merged_weights(model, case.adapters)),  # by the names of the files
+    )
+
+
+def policy_reference(case: Case, model: Any, sequences: DataProto) -> tuple[list[Tensor], Tensor, dict[str, float]]:
+    found = unpacked_log_probs(model, sequences, case.temperature)
+    masks = sequences.tokens["loss_mask"].split(sequences.lengths.tolist())
+    outputs = [(torch.stack(both, -1) * mask[:, None]).detach() for both, mask in zip(found, masks, strict=True)]
+    return outputs, *reference_loss(found, sequences, case.loss)
+
+
+def value_reference(case: Case, model: Any, sequences: DataProto) -> tuple[list[Tensor], Tensor, dict[str, float]]:
+    """A value stands at the token it is a value before: the hidden state one earlier."""
+    found = unpacked_values(model, sequences)
+    values = torch.cat([torch.cat([each[:1] * 0, each[:-1]]) for each in found])
+    mask, lengths = sequences.tokens["loss_mask"], sequences.lengths.tolist()
+    scores = torch.cat([each[-1:].expand(len(each)) for each in found])
+    outputs = torch.stack([values * mask, scores], -1).detach()
+    loss = 0.5 * (values - sequences.tokens["returns"])[mask].square().mean()
+    return list(outputs.split(lengths)), loss, {}
+
+
+def merged_weights(model: Any, lora: LoraConfig) -> dict[str, Tensor]:
+    """The model's weights by name, each adapter added to the weight it adapts: W + alpha / rank B A."""
+    state = dict(model.state_dict())
+    for name in [name for name in state if ".lora_A." in name]:
+        stem, _, rest = name.partition(".lora_A.")
+        change = state.pop(f"{stem}.lora_B.{rest}") @ state.pop(name)
+        state[f"{stem}.weight"] = state.pop(f"{stem}.base_layer.weight") + lora.alpha / lora.rank * change
+    return {name.replace(".base_layer.", "."): weight for name, weight in state.items()}
+
+
+def replay_routers(model: torch.nn.Module, sequences: DataProto, setting: str) -> Callable[[], dict[str, float]]:
+    """Let the routers of a Qwen3-MoE choose as recorded, sequence after sequence; the metric of its passes."""
+    if setting == "none":
+        return dict
+    recorded = sequences.tokens["routed_experts"].long().split(sequences.lengths.tolist())
+    passes, differing, compared = Counter[int](), [], []
+
+    def hook(layer: int) -> Callable[..., Any]:
+        def choose(router: torch.nn.Module, given: Any, outputs: Any) -> Any:
+            logits, _, own = outputs
+            choice = recorded[passes[layer]][:, layer]
+            passes[layer] += 1
+            known = choice[:, :1] >= 0
+            compared.append(2 * int(known.sum()))
+            differing.append(sum(one not in mine for one, mine in expert_pairs(choice[known[:, 0]], own[known[:, 0]])))
+            if setting == "compare":
+                return outputs
+            choice = torch.where(known, choice, own)
+            scores = logits.softmax(-1).gather(-1, choice)
+            return logits, scores / scores.sum(-1, keepdim=True) if router.norm_topk_prob else scores, choice
+
+        return choose
+
+    for layer, decoder_layer in enumerate(model.model.layers):
+        decoder_layer.mlp.gate.register_forward_hook(hook(layer))
+    return lambda: {"router_mismatch": sum(differing) / sum(compared)}
+
+
+def expert_pairs(choice: Tensor, own: Tensor) -> list[tuple[int, list[int]]]:
+    return [(one, mine) for chosen, mine in zip(choice.tolist(), own.tolist(), strict=True) for one in chosen]
+
+
+def expert_load(model: torch.nn.Module) -> Callable[[], dict[str, float]]:
+    """What the engine's metric is to be after the passes that follow: of a mixture of experts alone."""
+    chosen: dict[torch.nn.Module, list[Tensor]] = {}
+    for module in model.modules():
+        if hasattr(module, "experts"):
+            chosen[module.experts] = []
+            module.experts.register_forward_pre_hook(lambda experts, given: chosen[experts].append(given[1].flatten()))
+
+    def load() -> dict[str, float]:
+        counts = [torch.bincount(torch.cat(taken), minlength=experts.num_experts) for experts, taken in chosen.items()]
+        worst = [float(count.max() / count.double().mean()) for count in counts]
+        return {LOAD: max(worst)} if worst else {}
+
+    return load
+
+
+def router_losses(
+    model: torch.nn.Module, coefficients: tuple[float, float]
+) -> Callable[[], tuple[Tensor | float, dict[str, float]]]:
+    """What the routers' losses add to the loss, and their metrics, after passes of one sequence each."""
+    if coefficients == (0.0, 0.0):
+        return lambda: (0.0, {})
+    passes: dict[torch.nn.Module, list[tuple[Tensor, Tensor]]] = {}
+    for name, module in model.named_modules():
+        if name.endswith((".gate", ".router")):
+            passes[module] = []
+            module.register_forward_hook(
+                lambda router, given, outputs: passes[router].append((outputs[0], outputs[2])) or None
+            )
+
+    def losses() -> tuple[Tensor, dict[str, float]]:
+        layers = passes.values()
+        balance = torch.stack([torch.stack([balance_loss(*each) for each in layer]).mean() for layer in layers])
+        z = torch.stack([torch.cat([logits for logits, _ in layer]).logsumexp(-1).square().mean() for layer in layers])
+        metrics = {"router_aux_loss": balance.mean().item(), "router_z_loss": z.mean().item()}
+        kept = {name: metrics[name] for name, each in zip(metrics, coefficients, strict=True) if each}
+        return coefficients[0] * balance.sum() + coefficients[1] * z.sum(), kept
+
+    return losses
+
+
+def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
+    """Of one sequence in one layer, as equations 17 to 20 of arXiv:2412.19437 have it."""
+    experts = logits.shape[-1]
+    load = torch.bincount(chosen.flatten(), minlength=experts).double() * experts / chosen.numel()
+    return (load * logits.softmax(-1).mean(0)).sum()
+
+
+def reference_loss(outputs: list, sequences: DataProto, config: LossConfig) -> tuple[Tensor, dict[str, float]]:
+    """Sequence by sequence; metrics are plain means over all loss tokens."""
+    by_sequence, watched, owners = [], [], []
+    for index, (log_probs, entropy) in enumerate(outputs):
+        part = sequences.slice(index, index + 1)
+        mask = part.tokens["loss_mask"]
+        if not mask.any():
+            continue
+        log_probs, entropy = log_probs[mask], entropy[mask]
+        old, reference, rollout = (part.tokens[f"{name}_log_probs"][mask] for name in ("old", "reference", "rollout"))
+        advantage = part.columns["advantages"]
+        ratio = (log_probs - old).exp()
+        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        kl = (reference - log_probs).exp() - 1 - (reference - log_probs)
+        surrogate = torch.minimum(ratio * advantage, clipped * advantage)
+        owners.append(int(GROUPS[index]))
+        by_sequence.append(-surrogate - config.entropy_coefficient * entropy + config.kl_coefficient * kl)
+        approximate_kl = ratio.log() - 1 + 1 / ratio
+        was_clipped = (clipped * advantage < ratio * advantage).double()
+        watched.append(torch.stack([was_clipped, approximate_kl, entropy, kl, (rollout - log_probs).abs()]).detach())
+    every = torch.cat(watched, dim=1)
+    names = ["clip_fraction", "approximate_kl", "entropy", "reference_kl", "rollout_mismatch_mean"]
+    metrics = {**dict(zip(names, every.mean(1).tolist(), strict=True)), "rollout_mismatch_max": float(every[4].max())}
+    aggregate = {
+        "token_mean": lambda: torch.cat(by_sequence).mean(),
+        "sequence_mean_token_mean": lambda: torch.stack([losses.mean() for losses in by_sequence]).mean(),
+        "sequence_mean_token_sum": lambda: torch.stack([losses.sum() for losses in by_sequence]).mean(),
+        "sequence_mean_token_sum_norm": lambda: (
+            torch.stack([losses.sum() for losses in by_sequence]).mean() / CONSTANT_LENGTH
+        ),
+        "group_mean_token_mean": lambda: torch.stack(
+            [
+                torch.cat([losses for losses, owner in zip(by_sequence, owners, strict=True) if owner == group]).mean()
+                for group in set(owners)
+            ]
+        ).mean(),
+    }
+    return aggregate[config.aggregation](), metrics
+
+
+def reference_update(model: torch.nn.Module) -> None:
+    """The first AdamW step by hand: corrected moments are the gradient and its square. Half the peak rate: warm-up."""
+    rate = OPTIMIZER.learning_rate / 2
+    with torch.no_grad():
+        for parameter in (each for each in model.parameters() if each.grad is not None):
+            decay = OPTIMIZER.weight_decay if parameter.ndim >= 2 else 0.0
+            step = parameter.grad / (parameter.grad.abs() + OPTIMIZER.epsilon)
+            parameter.mul_(1 - rate * decay).sub_(rate * step)
+
+
+def keep_float64(case: Case, model: Any) -> None:
+    """Norms and routers in float64 where tokens are shared. transformers' are in float32, also of a float64 model: then
+    it shows in the gradients whether a token's parts are added before its norm, or after."""
+    if case.share_prefixes == "always" or model._can_set_experts_implementation():
+        compute_in_float64(model)
