@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from controller.generation.router import Router
+from tests.refusals import refused
 from workers.errors import DataError
 from workers.rollout.requests import ERROR, PartialResponse, SampleRequest, SampleResult
 
@@ -161,7 +161,7 @@ def test_a_lost_replica_costs_no_retry_and_its_requests_go_first() -> None:
 
 def test_the_same_sample_twice_is_refused_by_name() -> None:
     router = Router(1, max_concurrent=1, max_retries=0)
-    with pytest.raises(DataError, match=r"sample 3 of prompt 'a'"):
+    with refused("sample 3 of prompt 'a'", DataError):
         router.submit([request("a", 3), request("a", 3)])
 
 
