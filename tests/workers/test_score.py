@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from workers.reward import last_turn
+from workers.reward import last_turn, turns
 from workers.score import Score, beside_environment
 
 SCORED = Score(0.5, "text", {"format": 0.5}, "42")
@@ -37,3 +37,17 @@ def test_a_failure_of_either_is_the_samples(scored: Score, environment: Score) -
 )
 def test_the_last_turn_is_the_last_run_of_sampled_tokens(mask: list[int], turn: tuple[int, int]) -> None:
     assert last_turn(np.array(mask, dtype=bool)) == slice(*turn)
+
+
+def test_turns_and_observations_are_told_apart_by_the_loss_mask() -> None:
+    mask = np.array([True, True, False, True, False, False])
+    assert turns(mask) == [
+        ("policy", slice(0, 2)),
+        ("environment", slice(2, 3)),
+        ("policy", slice(3, 4)),
+        ("environment", slice(4, 6)),
+    ]
+
+
+def test_a_response_of_one_turn_has_no_turns_to_tell_apart() -> None:
+    assert turns(np.ones(3, bool)) == []

@@ -1,12 +1,18 @@
 """The mesh, what cannot be arranged on it, and gradients that lie on several."""
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import GPT2Config, GPT2LMHeadModel, GraniteMoeConfig, GraniteMoeForCausalLM
 
 from tests.workers.model.ranks import RankPool, dp_rank
-from tests.workers.model.tiny import save_tiny_model
+from tests.workers.model.tiny import save_tiny_model, save_tokenizer
 from workers.config import ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.engine import TrainingEngine
@@ -80,26 +86,42 @@ def test_clipping_takes_the_norm_over_all_meshes(ranks: RankPool):
         torch.testing.assert_close(torch.stack(gradients), values / 2)
 
 
-def refusal(path: str, parallel: ParallelConfig, layout: str) -> str:
+def gpt2(path: Path) -> str:
+    config = GPT2Config(vocab_size=37, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    GPT2LMHeadModel(config).save_pretrained(path)
+    save_tokenizer(path, 37)
+    return str(path)
+
+
+def granite(path: Path) -> str:
+    config = GraniteMoeConfig(vocab_size=37, hidden_size=32, intermediate_size=16, num_hidden_layers=1)
+    GraniteMoeForCausalLM(config).save_pretrained(path)
+    save_tokenizer(path, 37)
+    return str(path)
+
+
+ODD = partial(save_tiny_model, hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
+WINDOWED = partial(save_tiny_model, family="mistral windowed")
+RING = ParallelConfig(context_parallel=2, context_parallel_method="ring")
+REFUSALS = [
+    (ODD, 2, ParallelConfig(context_parallel=2), "3 attention heads"),
+    (WINDOWED, 2, RING, "sliding_window"),
+    (gpt2, 2, ParallelConfig(pipeline_parallel=2), "transformer.wpe.weight"),
+    (save_tiny_model, 4, ParallelConfig(pipeline_parallel=4), "policy.parallel.pipeline_parallel=4"),
+    (save_tiny_model, 2, ParallelConfig(expert_parallel=2), "policy.parallel.expert_parallel=2"),
+    (granite, 2, ParallelConfig(expert_parallel=2), "(granitemoe)"),
+]
+
+
+def refusal(path: str, parallel: ParallelConfig) -> str:
     with pytest.raises((ConfigError, UnsupportedModelError)) as error:
-        TrainingEngine(
-            ModelConfig(path=path, layout=layout), optimizer=None, total_steps=1, device="cpu", parallel=parallel
-        )
+        TrainingEngine(ModelConfig(path=path), optimizer=None, total_steps=1, device="cpu", parallel=parallel)
+    dist.barrier()
     return str(error.value)
 
 
-def test_combinations_that_cannot_be_computed_are_refused_by_every_rank(ranks: RankPool, tmp_path):
-    odd = save_tiny_model(tmp_path / "odd", hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
-    windowed = save_tiny_model(tmp_path / "windowed", "mistral windowed")
-    ring = ParallelConfig(context_parallel=2, context_parallel_method="ring")
-    for path, parallel, layout, message in [
-        (
-            odd,
-            ParallelConfig(context_parallel=2),
-            "packed",
-            "has 3 attention heads, which policy.parallel.context_parallel * tensor_parallel = 2 does not",
-        ),
-        (windowed, ring, "packed", "with sliding_window, and ring attention is causal only"),
-    ]:
-        for text in ranks.run(refusal, 2, path, parallel, layout):
-            assert message in text
+@pytest.mark.parametrize(("save", "count", "parallel", "named"), REFUSALS)
+def test_models_that_ranks_cannot_share_are_refused_by_every_rank(
+    ranks: RankPool, tmp_path: Path, save: Callable[[Path], str], count: int, parallel: ParallelConfig, named: str
+):
+    assert all(named in text for text in ranks.run(refusal, count, save(tmp_path), parallel))

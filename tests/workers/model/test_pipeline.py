@@ -5,17 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.workers.model.ranks import RankPool
-from tests.workers.model.tiny import random_sequences, save_tiny_model, save_tokenizer
+from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from workers.errors import ConfigError, UnsupportedModelError
+from workers.errors import ConfigError
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.stage_split import split_layers
@@ -107,20 +105,3 @@ def test_both_copies_of_a_tied_weight_stay_alike_to_the_last_bit(ranks: RankPool
     first, *between, last = ranks.run(tied_copies, 4, save_tiny_model(tmp_path / "model", num_hidden_layers=4))
     assert between == [None, None]
     assert torch.equal(first, last)
-
-
-def refusal(path: str, count: int) -> str:
-    with pytest.raises((ConfigError, UnsupportedModelError)) as error:
-        build(path, ParallelConfig(pipeline_parallel=count))
-    dist.barrier()
-    return str(error.value)
-
-
-def test_models_that_cannot_be_cut_are_refused_by_every_rank(ranks: RankPool, tmp_path: Path):
-    config = transformers.GPT2Config(vocab_size=37, n_positions=64, n_embd=32, n_layer=2, n_head=4)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    save_tokenizer(tmp_path / "gpt2", 37)
-    for text in ranks.run(refusal, 2, str(tmp_path / "gpt2"), 2):
-        assert "transformer.wpe.weight beside embedding, layers, norm and output layer" in text
-    for text in ranks.run(refusal, 4, save_tiny_model(tmp_path / "shallow"), 4):
-        assert "has 2 layers, fewer than the parts of policy.parallel.pipeline_parallel=4; lower it." in text
