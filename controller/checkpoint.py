@@ -8,18 +8,14 @@
 The workers' half is `workers.model.checkpoint`. A run can resume from a step when all its folders are complete.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from controller.config import TrainingConfig
 from controller.data.identity import differences
-from workers.errors import CheckpointError, ConfigError, WorkerError
-from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest, remove
-
-if TYPE_CHECKING:
-    from controller.actors.roles import TrainingRoles
-    from controller.config import TrainingConfig
-    from controller.observability.console import Console
+from workers.errors import ConfigError
+from workers.model.checkpoint_folder import MANIFEST, complete, read_manifest
 
 FOLDER = Path("checkpoints") / "policy"
 
@@ -88,7 +84,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     return [found for found, _ in reversed(complete(path / FOLDER))]
 
 
-def check_same_data(config: "TrainingConfig", data: dict[str, Any]) -> None:
+def check_same_data(config: TrainingConfig, data: dict[str, Any]) -> None:
     """Raise ConfigError if run.resume would use a checkpoint of other data and run.other_data does not allow it.
 
     data: identity of the training data, see `controller.data.identity`.
@@ -97,59 +93,13 @@ def check_same_data(config: "TrainingConfig", data: dict[str, Any]) -> None:
         return
     folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
     for path in checkpoints_at(folder)[:1]:
-        _refuse_other_data(path, data, read_manifest(path).extra.get("data") or {})
+        refuse_other_data(path, data, read_manifest(path).extra.get("data") or {})
 
 
-def _refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> None:
+def refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> None:
     found = differences(now, then)
     if found:
         raise ConfigError(
             f"run.resume: {path} was trained on other data: {'; '.join(found)}; set that back, or go on with the new "
             "data by run.other_data=restart (from its first prompt) or keep_place."
         )
-
-
-def resume(config: "TrainingConfig", roles: "TrainingRoles", console: "Console", data: dict[str, Any]) -> Progress:
-    """Load the newest good checkpoint that run.resume asks for; a fresh Progress where it asks for none.
-
-    data: identity of the run's training data; run.other_data decides what happens if the checkpoint's differs. A
-    checkpoint that fails to load is logged and the one before it is tried. Raises CheckpointError if there are
-    checkpoints and none loads: starting from scratch would overwrite them.
-    """
-    if config.run.resume == "never":
-        return Progress(data=data)
-    folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
-    candidates = checkpoints_at(folder.resolve())
-    for path in candidates:
-        try:
-            found = [group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()]
-            samples = samples_path(path)
-            progress = replace(Progress(**found[0]), samples=str(samples) if samples.exists() else "")
-        except (CheckpointError, WorkerError, TypeError) as error:  # TypeError: fields that no Progress has
-            console.log(f"{path} cannot be loaded: {error}")
-            continue
-        if config.run.other_data == "refuse":  # checked before the start too, but of the newest one only
-            _refuse_other_data(path, data, progress.data)
-        console.log(f"going on from {path}")
-        if config.run.resume == "auto":
-            _remove_later(roles, path, progress.step)
-        return _with_data(progress, data, config, console)
-    if candidates:
-        raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")
-    return Progress(data=data)
-
-
-def _with_data(progress: Progress, data: dict[str, Any], config: "TrainingConfig", console: "Console") -> Progress:
-    """The progress with this run's data; at their first prompt if they differ and run.other_data=restart."""
-    if config.run.other_data == "restart" and differences(data, progress.data):
-        console.log("the training data are not those of the checkpoint: they are taken from their first prompt")
-        progress = replace(progress, position=0, active=[], samples="")
-    return replace(progress, data=data)
-
-
-def _remove_later(roles: "TrainingRoles", path: Path, step: int) -> None:
-    """Remove checkpoints of later steps, which failed to load or lack a role: new ones will take their names."""
-    for role in roles.trained:
-        for found, manifest in complete(role_path(path, role).parent):
-            if manifest.step > step:
-                remove(found)

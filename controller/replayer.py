@@ -13,7 +13,7 @@ import cloudpickle
 
 from balancing import CostModel
 from controller.actors.roles import Roles, start_roles_without_engines
-from controller.checkpoint import resume
+from controller.checkpoint_writer import resume
 from controller.collector import Collector
 from controller.config import Config, to_yaml
 from controller.data.prompts import Prompt, Prompts
@@ -126,6 +126,6 @@ def replaying(config: Config, recorded: Path, console: Console) -> Iterator[Repl
         tempfile.TemporaryDirectory(prefix="ballast-replay-") as folder,
         RunWriter(Path(folder), to_yaml(config), [], timeline=False) as writer,
     ):
-        progress = resume(config, roles, console, {})
+        progress = resume(config, roles, console.log, {})
         session = Session(roles, progress, RunRecord(console, LiveMetrics(), writer))
         yield Replayer(config, session, recorded, cost_model=cost_model)

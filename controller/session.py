@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from balancing import BalancingError
 from controller.actors.cluster_address import cluster_address
 from controller.actors.layout import idle_gpus, reserved
-from controller.checkpoint import checkpoints_at, resume
+from controller.checkpoint import checkpoints_at
+from controller.checkpoint_writer import resume
 from controller.config import TrainingConfig, to_yaml
 from controller.generation.fleet import RestartBudget
 from controller.interrupts import heeded, in_main_thread
@@ -108,8 +109,9 @@ def session(
     live = LiveMetrics(exported.export)
     with exported, live.entering("start", start(live)) as roles:
         with console.waiting("the checkpoint that run.resume names, or the models"):
-            progress = resume(config, roles, console, data)
-        trackers = open_trackers(config, progress, console.log, exported)
+            progress = resume(config, roles, console.log, data)
+        trackers, ids = open_trackers(config, progress.trackers, progress.step, console.log, exported)
+        progress = replace(progress, trackers=ids)
         # A run that resumes under its own name keeps its records; under a new name there are none.
         with RunWriter(
             config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step

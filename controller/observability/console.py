@@ -31,8 +31,8 @@ from controller.observability.health import LEAST_MISMATCH
 from controller.observability.slow_work import told_if_slow
 
 if TYPE_CHECKING:
-    from controller.samples import Rollout
     from workers.remote_batch import RemoteBatch
+    from workers.score import Score
 
 Metrics = Mapping[str, float]
 GAP = "  "
@@ -347,20 +347,23 @@ class Console:
         self.log(f"validation at step {step}  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items()))
 
     def completions(
-        self, rollout: "Rollout", count: int, trained_on: "RemoteBatch", asked: Callable[[str], dict[str, str]]
+        self,
+        scores: Mapping[tuple[str, int], "Score"],
+        trained_on: "RemoteBatch",
+        asked: Callable[[str], dict[str, str]],
     ) -> None:
-        """A table of the first `count` samples: prompt, response, reward, and advantage where each has one of its own.
+        """Print a table of samples: prompt, response, reward, and advantage if samples have one.
 
-        trained_on: those of the samples that are trained on, with a column `advantages` [B]; others show none. asked:
-        the texts of what a prompt's uid asks.
+        scores: by (uid, sample). trained_on: the trained samples, with a column `advantages` [B]; others show none.
+        asked: the texts of the prompt with a uid.
         """
-        if not count:
+        if not scores:
             return
         advantages = _advantages(trained_on)
         table = Table("prompt", "sample", "response", title="completions", title_justify="left")
         for name in ("reward", "advantage") if advantages else ("reward",):
             table.add_column(name, justify="right")
-        for key, score in list(rollout.by_sample.items())[:count]:
+        for key, score in scores.items():
             numbers = [f"{score.reward:.3f}"]
             if advantages:
                 numbers.append(f"{advantages[key]:+.3f}" if key in advantages else "-")

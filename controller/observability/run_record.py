@@ -13,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -27,10 +28,25 @@ from controller.observability.timeline import TimelineRecorder
 from workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
-    from controller.samples import Rollout
     from workers.model.timing import MicroStepTime
+    from workers.score import Score
 
 RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
+
+
+class Samples(Protocol):
+    """The part of `controller.samples.Rollout` that is recorded."""
+
+    by_sample: Mapping[tuple[str, int], "Score"]
+
+    @property
+    def batch(self) -> RemoteBatch: ...
+
+    def without_tokens(self) -> "Samples": ...
+
+    def examples(
+        self, count: int, asked: Callable[[str], dict[str, str]], characters: int = ...
+    ) -> list[dict[str, Any]]: ...
 
 
 class RunRecord:
@@ -48,7 +64,7 @@ class RunRecord:
         self._step, self._planned = 0, False
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
-        self.rollout: Rollout | None = None
+        self.rollout: Samples | None = None
         self.trained = RemoteBatch({}, {})
 
     @contextmanager
@@ -80,7 +96,7 @@ class RunRecord:
         """Add metrics of the step; of one name, the last counts."""
         self.metrics |= metrics
 
-    def samples(self, rollout: "Rollout", trained: RemoteBatch, asked: Callable[[str], dict[str, str]]) -> None:
+    def samples(self, rollout: Samples, trained: RemoteBatch, asked: Callable[[str], dict[str, str]]) -> None:
         """Record the samples of a step. asked: the texts of what a prompt's uid asks."""
         self.writer.samples(self._step, rollout.examples(RECORDED_SAMPLES, asked))
         self.live.samples(rollout.batch)
@@ -94,7 +110,8 @@ class RunRecord:
     def completions(self, count: int) -> None:
         """Show the first `count` samples of the step, with their rewards and advantages."""
         if self.rollout is not None:
-            self.console.completions(self.rollout, count, self.trained, self._asked)
+            scores = dict(islice(self.rollout.by_sample.items(), count))
+            self.console.completions(scores, self.trained, self._asked)
 
     def all_samples(self) -> list[dict[str, Any]]:
         """All samples of the step, with their whole texts."""

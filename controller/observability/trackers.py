@@ -14,16 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from controller.config import TrainingConfig
 from controller.config.file import settings, value_of
 from controller.observability.ray_metrics import RayMetrics, RayTracker
 from controller.observability.run_folder import finite, writing
 from workers.errors import ConfigError
-
-if TYPE_CHECKING:
-    from controller.checkpoint import Progress
 
 
 class Tracker(Protocol):
@@ -217,28 +214,28 @@ def _in_markdown(value: Any) -> str:
 
 
 def open_trackers(
-    config: TrainingConfig, progress: "Progress", log: Callable[[str], None], exported: RayMetrics
-) -> list[Tracker]:
-    """Ray's metrics and the trackers of tracking.*; ids of the run in services go into `progress.trackers`.
+    config: TrainingConfig, known: Mapping[str, str], after: int, log: Callable[[str], None], exported: RayMetrics
+) -> tuple[list[Tracker], dict[str, str]]:
+    """Open Ray's metrics and the trackers of tracking.*; also returns the run's id in each service.
 
-    A run that resumes under its own name resumes in its trackers; under a new name it is a new run there too. Raises
-    ConfigError if a service does not take the run.
+    known: ids of the resumed run, which its trackers continue; under a new name it is a new run there too. after: the
+    last recorded step. Raises ConfigError if a service does not take the run.
     """
     folder, tracking = config.run_folder, config.tracking
     folder.mkdir(parents=True, exist_ok=True)
-    known = progress.trackers if config.run.resume == "auto" else {}
-    progress.trackers = {}
+    known = known if config.run.resume == "auto" else {}
+    ids: dict[str, str] = {}
     trackers: list[Tracker] = [RayTracker(exported)]
     if tracking.tensorboard:
-        trackers.append(TensorBoardTracker(folder / "tensorboard", after=progress.step))
+        trackers.append(TensorBoardTracker(folder / "tensorboard", after=after))
     flat = {found.key: value_of(config, found.key) for found in settings(config)}
     shared = (tracking.project, config.run.name, flat)
     if tracking.wandb:
         wandb = WandbTracker(folder, *shared, id=known.get("wandb", ""))
         trackers.append(wandb)
-        progress.trackers["wandb"] = wandb.id
+        ids["wandb"] = wandb.id
     if tracking.mlflow:
         mlflow = MlflowTracker(*shared, log, id=known.get("mlflow", ""))
         trackers.append(mlflow)
-        progress.trackers["mlflow"] = mlflow.id
-    return trackers
+        ids["mlflow"] = mlflow.id
+    return trackers, ids

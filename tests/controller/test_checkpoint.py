@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at, resume
+from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at
+from controller.checkpoint_writer import resume
 from controller.config import load
 from controller.observability.metrics import RunWriter
 from workers.errors import CheckpointError, ConfigError
@@ -89,13 +90,13 @@ def test_an_older_checkpoint_is_not_taken_silently_with_other_data(
             return read_manifest(Path(path)).extra
 
     config = load(None, ["model.path=model", f"run.dir={tmp_path}", "run.name=run", "run.resume=auto"])
-    roles, console = SimpleNamespace(trained={"policy": Policy()}), SimpleNamespace(log=str)
+    roles = SimpleNamespace(trained={"policy": Policy()})
     check_same_data(config, newest)
     with pytest.raises(ConfigError, match=r"step-1 was trained on other data: run.seed=1 was 0"):
-        resume(config, roles, console, newest)
+        resume(config, roles, str, newest)
     assert len(checkpoints_at(tmp_path / "run")) == 2, "it was refused, and a checkpoint removed"
     config.run.other_data = "keep_place"
-    assert resume(config, roles, console, newest).data == newest
+    assert resume(config, roles, str, newest).data == newest
 
 
 @given(data=st.data())
@@ -120,4 +121,4 @@ def test_a_run_goes_on_from_before_a_checkpoint_whose_progress_is_another(tmp_pa
     progress[str(paths[1])] |= {"unheard_of": 1}
     roles = SimpleNamespace(trained={"policy": SimpleNamespace(load_checkpoint=lambda path: progress[path])})
     config = load(None, ["model.path=m", "data.train=t", "reward.function=r:f", f"run.resume={tmp_path}"])
-    assert resume(config, roles, SimpleNamespace(log=lambda text: None), {}).step == 1
+    assert resume(config, roles, str, {}).step == 1

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from controller.observability.console import BLOCKS, Console, Samples, Status, sparkline
 from controller.observability.run_log import run_log
-from controller.samples import Rollout
 from workers.remote_batch import RemoteBatch
 from workers.score import Score
 
@@ -262,12 +261,12 @@ def asked(uid: str) -> dict[str, str]:
 
 
 def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> None:
-    scores = {("a", 0): Score(1.0, "[bold]4[/bold] \\boxed"), ("b", 0): Score(0.0, "5"), ("b", 1): Score(0.0, "6")}
+    scores = {("a", 0): Score(1.0, "[bold]4[/bold] \\boxed"), ("b", 0): Score(0.0, "5")}
     trained_on = RemoteBatch(
         {"uid": np.array(["a"]), "sample": np.array([0]), "advantages": np.array([0.75], np.float32)}, {}
     )
     output = recorded(terminal=False)
-    Console(output).completions(Rollout(trained_on, scores, 0, 0), 2, trained_on, asked)
+    Console(output).completions(scores, trained_on, asked)
     text = output.export_text()
     assert "[bold]4[/bold] \\boxed" in text
     assert "+0.750" in text
@@ -279,14 +278,14 @@ def test_with_a_critic_there_is_no_column_of_advantages() -> None:
     """They are of tokens then, and stay where these are."""
     batch = RemoteBatch({"uid": np.array(["a"]), "sample": np.array([0])}, {})
     output = recorded(terminal=False)
-    Console(output).completions(Rollout(batch, {("a", 0): Score(1.0, "4")}, 0, 0), 1, batch, asked)
+    Console(output).completions({("a", 0): Score(1.0, "4")}, batch, asked)
     assert "advantage" not in output.export_text()
 
 
 def test_no_completions_are_shown_unless_asked_for() -> None:
     output = recorded(terminal=False)
     batch = RemoteBatch({"uid": np.array(["a"])}, {})
-    Console(output).completions(Rollout(batch, {("a", 0): Score(1.0, "4")}, 0, 0), 0, batch, asked)
+    Console(output).completions({}, batch, asked)
     assert output.export_text() == ""
 
 

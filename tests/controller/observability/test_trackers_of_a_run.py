@@ -15,11 +15,11 @@ from controller.observability.trackers import open_trackers
 
 def record(config: Config, progress: Progress, step: int) -> dict[str, str]:
     """A run of one step; returns its ids in the services."""
-    trackers = open_trackers(config, progress, print, RayMetrics(config.run.name))
+    trackers, ids = open_trackers(config, progress.trackers, progress.step, print, RayMetrics(config.run.name))
     with RunWriter(config.run_folder, "", trackers, after=progress.step) as writer:
         writer.step(step, {"policy/loss": float(step)})
     wandb.teardown()
-    return progress.trackers
+    return ids
 
 
 def test_a_resumed_run_goes_on_in_its_trackers_and_one_under_a_new_name_does_not(
