@@ -16,10 +16,10 @@ from controller.evaluate import METRICS
 from controller.evaluate import finish as finish_evaluation
 from controller.generate import finish as finish_generation
 from controller.interrupts import handlers_kept
-from controller.intervals import Interval
 from controller.sampling.jobs import Request
 from controller.sampling.output import SAMPLES
 from controller.sampling.running import Finish, prepare_job
+from controller.validation_metrics import Interval
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from controller.config.sampler import EvaluateConfig
-from controller.intervals import CONFIDENCE, interval
 from controller.observability.run_folder import finite, writing
 from controller.sampling.jobs import Job
 from controller.sampling.output import Line, scored_response
 from controller.sampling.running import prepare
 from controller.session import exit_code
-from controller.validation_metrics import by_prompt
+from controller.validation_metrics import CONFIDENCE, by_prompt, interval
 from workers.errors import RolloutError
 
 if TYPE_CHECKING:

@@ -37,11 +37,10 @@ from controller.data.records import Record, check_loss_columns, read_records
 from controller.observability.shown_text import redacted, shortened
 from controller.observability.slow_work import Say, told_if_slow
 from controller.preflight.algorithm_checks import check_keep_best
-from workers.chat_template import template_of
 from workers.dataproto import record_column
 from workers.environment import as_text
 from workers.errors import ConfigError, DataError
-from workers.rendering import Renderer, render_isolated
+from workers.rendering import Renderer, render_isolated, template_of
 from workers.rollout.requests import COUNTS
 from workers.score import Score
 from workers.user_code.environments import Answered, try_environment

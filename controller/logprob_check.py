@@ -19,8 +19,7 @@ import numpy as np
 
 from controller.config import Config
 from workers.errors import MismatchError
-from workers.metrics import Metric, results
-from workers.tolerance import TOLERANCE
+from workers.metrics import TOLERANCE, Metric, results
 
 MEAN, LARGEST = "rollout_mismatch_mean", "rollout_mismatch_max"
 COARSER = ("quantization", "kv_cache_dtype")

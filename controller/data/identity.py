@@ -18,7 +18,7 @@ from controller.config.file import value_of
 from controller.config.model_files import TOKENIZERS, read_model_files
 from controller.config.offline import OfflineConfig
 from controller.data.records import Record
-from workers.chat_template import template_of
+from workers.rendering import template_of
 
 DataIdentity = dict[str, Any]
 """JSON: `sources`, of each [records, SHA-256]; `weights`, shares of them; `tokenizer`, SHA-256; `settings` that set

@@ -8,7 +8,7 @@
     ipo     (h - 1 / (2 beta))^2                                           Azar et al. 2023, eq. 17
 
 The loss of P pairs is the mean over them. Its gradient by the log-prob of a sequence needs the whole pair, but is one
-number, known after a forward pass (`workers.model.losses.preference`).
+number, known after a forward pass (`workers.model.losses.supervised`).
 
 P pairs, 2P sequences: chosen, rejected, chosen, ...
 """

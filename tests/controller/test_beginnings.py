@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import plan_batch
-from controller.beginnings import shared_beginnings
+from controller.planner import shared_beginnings
 from workers.dataproto import DataProto
 from workers.model.shared_prefixes import pack_shared
 from workers.rollout.prefix_hashes import prefix_hashes

@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.intervals import BOOTSTRAP, WILSON, bootstrap, interval, wilson
-from controller.validation_metrics import PromptValues, ScoredResponse, by_prompt, summarize
+from controller.validation_metrics import (
+    BOOTSTRAP,
+    WILSON,
+    PromptValues,
+    ScoredResponse,
+    bootstrap,
+    by_prompt,
+    interval,
+    summarize,
+    wilson,
+)
 
 Z_95 = 1.959963984540054
 

@@ -5,21 +5,215 @@
 
 At no time are more than ROUND_BYTES of weights whole on a rank, or those of one conversion (a layer's experts are the
 largest).
+
+From the shards of tensors to the whole of them on one rank.
+
+    [shards of rank 0] [shards of rank 1] ... --gather, dimension by dimension of the mesh--> whole tensors on `keeper`
+
+Only the keeper holds the whole; an all-gather would make every rank hold it. Where FSDP2 sharded a part that tensor
+parallelism had sharded before, the mesh's dimensions are undone from left to right: FSDP's first.
+
+Maps tensors of a model to those of its checkpoint: transformers renames and fuses some of them in memory.
+
+    in memory                                             on disk
+    ...layers.0.mlp.experts.gate_up_proj [E, 2F, H] --+--> ...layers.0.block_sparse_moe.experts.0.w1.weight [F, H]
+                                                      +--> ...layers.0.block_sparse_moe.experts.0.w3.weight [F, H] ...
+    model.norm.weight --------------------------------+--> the same
+
+`save_pretrained` converts a whole state dict at once. Here every conversion stands alone, so that weights can be
+gathered, converted and sent on a few at a time. The rules and operations are transformers' own.
 """
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
 
-from workers.model.checkpoint_names import Conversion, converted_metadata, plan_conversions
-from workers.model.gathering import gather_to
 from workers.model.parallel import full_tensor
 from workers.model.pipeline import Stage
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors `sources` of a model that together make one or several of its checkpoint.
+
+    target: the name in the checkpoint; `converter` may make several of it. patterns: the pattern of the converter that
+    each source matched. Fused weights have patterns and a converter; other weights are only renamed.
+    """
+
+    sources: tuple[str, ...]
+    target: str
+    patterns: tuple[str, ...] = ()
+    converter: WeightConverter | None = None
+
+    def apply(self, tensors: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+        """The checkpoint's tensors by name, of those of `sources` in their order; works on the meta device too.
+
+        A converted tensor may be a view of its source.
+        """
+        if self.converter is None:
+            return {self.target: tensors[0]}
+        converter = copy.deepcopy(self.converter)  # a converter collects the tensors added to it
+        for source, pattern, tensor in zip(self.sources, self.patterns, tensors, strict=True):
+            converter.add_tensor(self.target, source, pattern, tensor)
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
+    """The conversions that transformers applied when it loaded `model` from its files.
+
+    For a model made from its configuration alone, those that it applies to the family's usual files.
+    """
+    rules = getattr(model, "_weight_conversions", None)
+    if rules is None:
+        # As in transformers' `revert_weight_conversion`: only the files show whether there was a prefix.
+        rules = get_model_conversion_mapping(model, add_legacy=False)
+        rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
+    return rules
+
+
+def plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> list[Conversion]:
+    """The conversions of a model's tensors `names` into those of its checkpoint, in the order of `names`.
+
+    rules: see `loading_rules`. Where several ranks share a model they must use the same.
+    """
+    reversed_rules = [rule.reverse_transform() for rule in reversed(rules)]
+    renamings = [rule for rule in reversed_rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in reversed_rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, list[tuple[str, str | None]]] = {}
+    for name in names:
+        target, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        found.setdefault(target, []).append((name, pattern))
+    plan = []
+    for target, matched in found.items():
+        sources, patterns = zip(*matched, strict=True)
+        if patterns[0] is None:
+            plan.append(Conversion(sources, target))
+        else:
+            plan.append(Conversion(sources, target, patterns, by_pattern[patterns[0]]))
+    return plan
+
+
+def converted_metadata(
+    plan: Sequence[Conversion], sources: Mapping[str, Tensor], model: PreTrainedModel
+) -> dict[str, Tensor]:
+    """The checkpoint tensors that `plan` makes of `sources`, by name in its order, on the meta device."""
+    made: dict[str, Tensor] = {}
+    for conversion in plan:
+        made |= conversion.apply([sources[name].to("meta") for name in conversion.sources], model)
+    return made
+
+
+def gather_to(tensors: Mapping[str, Tensor], keeper: int) -> dict[str, Tensor]:
+    """The whole of each of `tensors` on the global rank `keeper`, nothing on the others; collective over all ranks.
+
+    What ranks share alike travels together: a collective takes about as long for one small tensor as for many. A tensor
+    that is no DTensor is whole on every rank, and costs nothing.
+    """
+    alike: dict[Any, dict[str, DTensor]] = defaultdict(dict)
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            replicated = tuple(placement.is_replicate() for placement in tensor.placements)
+            alike[tensor.device_mesh, replicated, tensor.dtype][name] = tensor
+        elif dist.get_rank() == keeper:
+            whole[name] = tensor
+    for (mesh, _, _), shards in alike.items():
+        gathered = _gathered(list(shards.values()), mesh, keeper)
+        whole |= zip(shards, gathered, strict=True) if gathered else {}
+    return whole
+
+
+def _gathered(tensors: list[DTensor], mesh: DeviceMesh, keeper: int) -> list[Tensor] | None:
+    here, there = mesh.get_coordinate(), _coordinate(mesh, keeper)
+    if here is None or there is None:  # another group of ranks holds the same, the keeper among them
+        return None
+    parts = [tensor.to_local() for tensor in tensors]
+    for dimension, placement in enumerate(tensors[0].placements):
+        if placement.is_replicate():
+            if here[dimension] != there[dimension]:
+                return None
+            continue
+        undone = _undo(parts, tensors, dimension, here, there[dimension])
+        if undone is None:
+            return None
+        parts = undone
+    return parts
+
+
+def _undo(
+    parts: list[Tensor], tensors: list[DTensor], dimension: int, here: list[int], keeper: int
+) -> list[Tensor] | None:
+    """`parts` as they were before they were sharded over a dimension of the mesh, on that dimension's rank `keeper`.
+
+    Shards are as `torch.chunk` makes them: equal but the last ones, which are padded here for the sake of the gather.
+    """
+    mesh = tensors[0].device_mesh
+    ranks = mesh.size(dimension)
+    rows = [_rows(tensor, dimension, here) for tensor in tensors]
+    padded = []
+    for part, tensor, count in zip(parts, tensors, rows, strict=True):
+        mine = part.movedim(_sharded_dimension(tensor.placements[dimension]), 0)
+        padded.append(mine.new_zeros(-(-count // ranks), *mine.shape[1:]))
+        padded[-1][: len(mine)] = mine
+    sent = torch.cat([shard.flatten() for shard in padded])
+    received = sent.new_empty(ranks, len(sent)) if here[dimension] == keeper else None
+    pieces = None if received is None else list(received)
+    dist.gather(sent, pieces, group=mesh.get_group(dimension), group_dst=keeper)
+    if received is None:
+        return None
+    whole, columns = [], received.split([shard.numel() for shard in padded], dim=1)
+    for shards, shard, tensor, count in zip(columns, padded, tensors, rows, strict=True):
+        sharded = _sharded_dimension(tensor.placements[dimension])
+        whole.append(shards.reshape(-1, *shard.shape[1:])[:count].movedim(0, sharded).contiguous())
+    return whole
+
+
+def _rows(tensor: DTensor, dimension: int, here: list[int]) -> int:
+    """Rows, of its part here, that a dimension of the mesh shares."""
+    mesh, sharded = tensor.device_mesh, _sharded_dimension(tensor.placements[dimension])
+    rows = tensor.shape[sharded]
+    for later in range(dimension + 1, mesh.ndim):
+        placement = tensor.placements[later]
+        if not placement.is_replicate() and _sharded_dimension(placement) == sharded:
+            rows = _chunk(rows, mesh.size(later), here[later])
+    return rows
+
+
+def _chunk(rows: int, ranks: int, rank: int) -> int:
+    """Rows of `rank`'s part when `rows` rows are sharded over `ranks`."""
+    largest = -(-rows // ranks)
+    return max(0, min(rows - rank * largest, largest))
+
+
+def _sharded_dimension(placement: Placement) -> int:
+    dimension: int = placement.dim  # type: ignore[attr-defined]  # of Shard, and of FSDP2's strided one
+    return dimension
+
+
+def _coordinate(mesh: DeviceMesh, rank: int) -> list[int] | None:
+    places = torch.nonzero(mesh.mesh == rank)
+    return places[0].tolist() if len(places) else None
+
 
 Item = TypeVar("Item")
 

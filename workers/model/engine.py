@@ -28,10 +28,8 @@ from workers.errors import ConfigError, DataError
 from workers.metrics import Metric, Metrics
 from workers.model.checkpoint import Checkpointer
 from workers.model.checkpoint_weights import CheckpointWeights, Shard
-from workers.model.compile import compile_layers
 from workers.model.expert_parallel import share_experts
 from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
-from workers.model.input_checks import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
 from workers.model.layout import LaidOut, RowLayout
 from workers.model.loading import Source
 from workers.model.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
@@ -45,10 +43,11 @@ from workers.model.losses import (
     rollout_mismatch,
     to_metrics,
 )
-from workers.model.model import PackedModel, compute_dtype, load_tokenizer
+from workers.model.model import PackedModel, compile_layers, compute_dtype, load_tokenizer
 from workers.model.model_rules import check_model
 from workers.model.numerics_check import check_against_reference, make_probe, own_outputs
 from workers.model.optimizer import make_optimizer, make_schedule
+from workers.model.packing import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
 from workers.model.parallel import make_parallel, prepare_backward, reshard, shard_model
 from workers.model.passes import Passes, Work, outputs, predictions_of
 from workers.model.pipeline import Stage, clip_over_stages

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
 from workers.errors import UnsupportedModelError
-from workers.model.experts import blocks_with_experts, find_experts
 from workers.model.model import described
 from workers.model.parallel import Parallel
+from workers.model.tensor_parallel import blocks_with_experts, find_experts
 
 DISPATCHED = {"ep_dispatch_experts", "grouped_gemm"}
 """transformers' names of the two parts of a plan: modules that exchange tokens, parameters that are cut by expert."""

@@ -4,12 +4,14 @@
     rank 0: all files there? --> index, the source's other files byte for byte --> rename
 
 A rank holds one file at a time in host memory. The folder is one that all ranks see.
+
+Weights as a safetensors file that has the mode of the files beside it.
 """
 
 import copy
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +19,26 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from workers.errors import OutputError, clause
 from workers.model.agreement import raise_on_all_ranks
-from workers.model.checkpoint_names import Conversion
-from workers.model.checkpoint_weights import CheckpointWeights
-from workers.model.weight_file import write_weights
+from workers.model.checkpoint_weights import CheckpointWeights, Conversion
+
+
+def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
+    """Write contiguous tensors. Raises what `safetensors.torch.save_file` does.
+
+    The library makes the file readable for its owner alone, whatever the umask: a model could not be read by others.
+    """
+    file.touch()
+    mode = file.stat().st_mode & 0o777
+    save_file(dict(weights), file, metadata={"format": "pt"})
+    file.chmod(mode)
+
 
 FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"

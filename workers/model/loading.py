@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from workers.model.agreement import raise_on_all_ranks
-from workers.model.checkpoint_names import loading_rules
+from workers.model.checkpoint_weights import loading_rules
 from workers.model.model import PackedModel
 
 Packed = TypeVar("Packed", bound=PackedModel)

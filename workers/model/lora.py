@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 from workers.config import LoraConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.checkpoint_weights import Shard
+from workers.model.export import write_weights
 from workers.model.model import described
 from workers.model.model_rules import WITHOUT_LINEAR
 from workers.model.parallel import full_tensor
-from workers.model.weight_file import write_weights
 
 ADAPTER = "default"  # peft's name for the only adapter of a model
 ALL_LINEAR = "all-linear"

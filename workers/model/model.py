@@ -4,22 +4,41 @@ config.json --check_layout--> safetensors --> HF model + ballast_packed --> Pack
                                           --> HF model + its own attention --> PackedCausalLM  padded layout
 
 Shapes: R rows of W cells (R = 1 when packed), N predicted tokens.
+
+torch.compile of each decoder layer, before FSDP wraps it: norms, rotary embedding and gated products become one
+kernel each.
+
+    layer.__call__ --gradient checkpointing--> FSDP gathers --> [compiled: norm, q k v, rotary] --> attention, as it is
+                                                            --> [compiled: o, norm, MLP] --> FSDP frees
+
+`forward` is compiled and not the layer, so that FSDP's hooks and checkpointing run around it as without compiling (as
+in torchtitan). Attention is a graph break on purpose: traced, it would be compiled again for every layer index that
+`ballast_packed` reads, and for every list of segment lengths. Without it all layers of one kind share their graphs, and
+rows of any length do: dimensions are dynamic from the start. Compiled apart are only passes with and without gradient,
+inputs that require one or do not, and rows of one token; all of them come in the first step.
 """
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
 from workers.model.activations import activations_on_host
-from workers.model.attention import ATTENTION_NAME, PackedAttention
+from workers.model.attention import ATTENTION_NAME, PackedAttention, ballast_packed
 from workers.model.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features
 from workers.model.logprobs import linear_log_probs
 from workers.model.model_rules import check_kernel_features, check_layout
@@ -380,3 +399,16 @@ def _check_path(path: str) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
+
+
+BACKEND = "inductor"  # tests on a CPU take one that only traces
+MOST_GRAPHS = 64
+"""Graphs of one function. A family with two kinds of layers and adapters exceeds dynamo's default of 8, beyond which
+dynamo runs the function uncompiled, with a warning."""
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Compile the forward pass of each layer, in place; it happens when each first runs. Before `shard_model`."""
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(ballast_packed))
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=BACKEND, recompile_limit=MOST_GRAPHS)

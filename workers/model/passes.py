@@ -20,8 +20,7 @@ from workers.dataproto import DataProto
 from workers.model.layout import LaidOut, RowLayout
 from workers.model.losses import Predictions, ValuePredictions
 from workers.model.model import PackedModel
-from workers.model.pipeline import Stage
-from workers.model.pipeline_exchange import Arrival, Exchange
+from workers.model.pipeline import Arrival, Exchange, Stage
 from workers.model.stage_layers import Part, Passing
 from workers.model.timing import MicroStep, MicroStepClock
 from workers.model.values import PackedValueModel

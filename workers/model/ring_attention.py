@@ -38,8 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from workers.model.flash_kernels import Segments
-from workers.model.merged_attention import Block, add, attend, gradients
+from workers.model.flash_kernels import Block, Segments, add, attend, gradients
 from workers.model.packing import PackedRow
 from workers.model.shared_attention import ring_blocks
 from workers.model.shared_prefixes import SharedRow

@@ -29,11 +29,11 @@ from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.errors import UnsupportedModelError
 from workers.metrics import Reduction
-from workers.model.experts import blocks_with_experts
 from workers.model.layout import LaidOut
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
 from workers.model.parallel import Parallel
+from workers.model.tensor_parallel import blocks_with_experts
 
 ROUTERS = ("gate", "router")
 """The names that `families.ROUTER_LOSS_FAMILIES` give to the router of a block."""

@@ -24,11 +24,11 @@ from torch.overrides import TorchFunctionMode
 from workers.dataproto import DataProto
 from workers.errors import DataError, UnsupportedModelError
 from workers.metrics import Reduction
-from workers.model.experts import blocks_with_experts, find_experts, own_cells
 from workers.model.layout import LaidOut
 from workers.model.losses import Statistic, Statistics
 from workers.model.model import PackedModel
 from workers.model.parallel import Parallel
+from workers.model.tensor_parallel import blocks_with_experts, find_experts, own_cells
 
 COLUMN = "routed_experts"
 """int16 [T, L, k], per token: the experts that the sampler chose in each layer; rows of dense layers are not read."""

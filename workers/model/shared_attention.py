@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from workers.model.flash_kernels import Segments, flash_forward
-from workers.model.merged_attention import Block, add, attend, gradients, take
+from workers.model.flash_kernels import Block, Segments, add, attend, flash_forward, gradients, take
 from workers.model.shared_prefixes import Run, SharedRow, Stripe
 
 WHOLE = Stripe(0, 1)

@@ -9,11 +9,13 @@
 
 Shardings are by torch's `parallelize_module` (Shoeybi et al. 2019 for the cuts), and are applied before FSDP2, which
 then shards each rank's part again. T must divide by tp: `balancing.alignment.length_multiple`.
+
+Finds a model's experts, and the tokens that meet them on a rank.
 """
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -26,7 +28,21 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
-from workers.model.experts import blocks_with_experts
+
+def find_experts(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold all experts of a layer in 3-D parameters, as transformers marks them."""
+    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "num_experts")]
+
+
+def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold a router and its experts."""
+    experts = {id(module) for module in find_experts(model)}
+    return [module for module in model.modules() if any(id(child) in experts for child in module.children())]
+
+
+def own_cells(row: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The part of a row, [T] or [T, ...], whose tokens meet the experts on this rank. mesh: of tensor parallelism."""
+    return row.chunk(mesh.size())[mesh.get_local_rank()]
 
 
 def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -7,9 +7,8 @@ import numpy as np
 
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
 from workers.rollout.engine_options import check_engine_options
-from workers.rollout.engine_process import mark_actor
 from workers.rollout.placement import BACKENDS
-from workers.rollout.weight_transfer import ENGINE_OF_BACKEND
+from workers.rollout.weight_transfer import ENGINE_OF_BACKEND, mark_actor
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams

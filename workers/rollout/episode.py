@@ -7,22 +7,29 @@
 
 The next request's prompt is `Episode.ids`, the sampled ids themselves: tokenizing their text again need not give the
 same tokens, and the trainer's log-probs would then be of tokens that were never sampled.
+
+Responses that an engine has not finished: what they have so far, and how they are continued.
+
+engine --partial_responses--> PartialResponse --kept by the driver--> request with `begun` --rest--> after --> Turn
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workers.environment import Observation, Text, as_text
 from workers.errors import EpisodeError
 from workers.rollout.conversation import Conversation
-from workers.rollout.requests import LENGTH, STOP, TURNS
+from workers.rollout.requests import LENGTH, STOP, TURNS, PartialResponse
 from workers.score import Score
 from workers.user_code.environments import RemoteEnvironment
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 @dataclass(frozen=True)
@@ -214,3 +221,50 @@ def _with(score: Score, observation: Observation) -> Score:
 
 def _of_no_weights(tokens: int) -> np.ndarray:
     return np.full(tokens, -1, np.int32)
+
+
+def partial_responses(engine: "AsyncLLM") -> dict[str, PartialResponse]:
+    """The responses so far of the engine's requests, by their names, for those with tokens.
+
+    vLLM gives the versions of tokens with a finished output only; its output processor has them before.
+    """
+    states = engine.output_processor.request_states.values()
+    return {state.external_req_id: _partial(state) for state in states if state.detokenizer.num_output_tokens()}
+
+
+def _partial(state: Any) -> PartialResponse:
+    return PartialResponse(
+        np.array(state.detokenizer.output_token_ids, dtype=np.int32),
+        np.array(state.logprobs_processor.logprobs.logprobs, dtype=np.float32),
+        token_versions(state._weight_version_spans()),
+    )
+
+
+def token_versions(spans: Sequence[Any]) -> np.ndarray:
+    """int32 [tokens] of vLLM's spans of tokens by the version of the weights."""
+    return np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans]).astype(np.int32)
+
+
+def joined(begun: PartialResponse | None, rest: PartialResponse) -> PartialResponse:
+    """A response whose beginning was sampled earlier than the rest."""
+    if begun is None:
+        return rest
+    return PartialResponse(
+        np.concatenate([begun.ids, rest.ids]),
+        np.concatenate([begun.log_probs, rest.log_probs]),
+        np.concatenate([begun.versions, rest.versions]),
+    )
+
+
+def after(begun: PartialResponse, rest: Turn) -> Turn:
+    """The whole turn of which `rest` was sampled after `begun`."""
+    whole = joined(begun, PartialResponse(rest.ids, rest.log_probs, rest.versions))
+    read = rest.read_tokens - len(begun.ids)
+    return replace(
+        rest,
+        ids=whole.ids,
+        log_probs=whole.log_probs,
+        versions=whole.versions,
+        read_tokens=read,
+        cached_tokens=min(rest.cached_tokens, read),
+    )

@@ -10,6 +10,14 @@
 
 On GPUs the bytes never leave the devices: see `workers.rollout.gpu_transfer`. This module imports neither torch nor
 vLLM until it is used, because every process of vLLM imports it as a plugin.
+
+Processes of an engine end with the actor that started them, however that ends.
+
+    RolloutWorker --spawn--> VLLM::EngineCore --spawn--> VLLM::Worker, where several share a model
+       SIGKILL -------------------> SIGKILL ------------------> SIGKILL
+
+Otherwise vLLM's scheduler outlives a killed actor and keeps its memory (on a GPU: nearly all of it), which the engine
+started in its place then lacks.
 """
 
 import functools
@@ -20,17 +28,31 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workers.rollout.engine_process import end_with_actor
 from workers.rollout.placement import BACKENDS
 
 if TYPE_CHECKING:
     from torch import Tensor
+from workers.user_code.process import end_with_parent
+
+ACTOR = "BALLAST_ROLLOUT_ACTOR"
+
+
+def mark_actor() -> None:
+    """Mark this process as the actor; processes that inherit its environment end with it."""
+    os.environ[ACTOR] = str(os.getpid())
+
+
+def end_with_actor() -> None:
+    """Below a marked actor: let the kernel kill this process when the one that started it ends."""
+    if os.environ.get(ACTOR) not in (None, str(os.getpid())):
+        end_with_parent()
+
 
 # The engine's side of each backend, by the name that vLLM knows it by: module and class.
 ENGINES = {
-    "shared_memory": ("workers.rollout.shared_memory", "SharedMemoryWeightTransferEngine"),
-    "complete_ipc": ("workers.rollout.gpu_engines", "CompleteIPCWeightTransferEngine"),
-    "complete_nccl": ("workers.rollout.gpu_engines", "CompleteNCCLWeightTransferEngine"),
+    "shared_memory": ("workers.rollout.complete_update", "SharedMemoryWeightTransferEngine"),
+    "complete_ipc": ("workers.rollout.complete_update", "CompleteIPCWeightTransferEngine"),
+    "complete_nccl": ("workers.rollout.complete_update", "CompleteNCCLWeightTransferEngine"),
 }
 ENGINE_OF_BACKEND = dict(zip(BACKENDS.values(), ENGINES, strict=True))
 

@@ -35,8 +35,7 @@ from workers.rollout.engine import (
     refusal,
     sampling_parameters,
 )
-from workers.rollout.episode import Episode, Limits, Turn, play
-from workers.rollout.partial_response import after, joined, partial_responses, token_versions
+from workers.rollout.episode import Episode, Limits, Turn, after, joined, partial_responses, play, token_versions
 from workers.rollout.placement import check_placement
 from workers.rollout.prefix_hashes import prefix_hashes
 from workers.rollout.requests import (

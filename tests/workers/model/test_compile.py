@@ -16,7 +16,7 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.metrics import results
-from workers.model import compile as compiling
+from workers.model import model as compiling
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.parallel import full_tensor

@@ -14,9 +14,9 @@ from tests.workers.model.tiny import files_beside, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import OutputError
 from workers.model import checkpoint_weights
+from workers.model.checkpoint_weights import gather_to
 from workers.model.engine import TrainingEngine
 from workers.model.export import INDEX
-from workers.model.gathering import gather_to
 
 
 def save_as(path: Path, family: str, dtype: torch.dtype, **overrides: object) -> str:

@@ -16,7 +16,7 @@ from workers.dataproto import DataProto
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, Predictions, kl_estimate, make_policy_loss, to_metrics
-from workers.model.losses.exponential import LARGEST_LOG_RATIO, bounded_exp
+from workers.model.losses.kl import LARGEST_LOG_RATIO, bounded_exp
 
 FAR = st.one_of(st.floats(-1e4, 1e4, width=32), st.floats(-60, 120, width=32), st.floats(-1, 1, width=32))
 TOKEN = st.tuples(FAR, st.sampled_from([-2.0, -1.0, 0.0, 1.0, 3.0]), st.booleans())

@@ -24,11 +24,11 @@ from tests.workers.model.tiny import (
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError, UnsupportedModelError
-from workers.model import merged_attention, ring_attention, shared_attention
+from workers.model import flash_kernels as merged_attention
+from workers.model import ring_attention, shared_attention
 from workers.model.attention import PackedAttention
-from workers.model.flash_kernels import flash_backward, flash_forward
+from workers.model.flash_kernels import Block, flash_backward, flash_forward
 from workers.model.layout import RowLayout
-from workers.model.merged_attention import Block
 from workers.model.model import load_model
 from workers.model.model_rules import shares_prefixes
 from workers.model.numerics_check import check_numerics

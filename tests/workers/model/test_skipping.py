@@ -10,8 +10,8 @@ from workers.config import ModelConfig, OptimizerConfig
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError, NonFiniteError
 from workers.model.engine import TrainingEngine
-from workers.model.input_checks import check_sequences, max_positions
 from workers.model.losses import Denominators, Predictions, sft
+from workers.model.packing import check_sequences, max_positions
 
 ALL = [(0, 5), (5, 11)]
 

@@ -7,18 +7,18 @@ import sys
 
 import psutil
 
-from workers.rollout.engine_process import ACTOR, end_with_actor
+from workers.rollout.weight_transfer import ACTOR, end_with_actor
 
 CHILD = """
 import time
-from workers.rollout.engine_process import end_with_actor
+from workers.rollout.weight_transfer import end_with_actor
 end_with_actor()
 print("up", flush=True)
 time.sleep(100)
 """
 ACTOR_SCRIPT = f"""
 import subprocess, sys, time
-from workers.rollout.engine_process import mark_actor
+from workers.rollout.weight_transfer import mark_actor
 mark_actor()
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()

@@ -10,9 +10,12 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tests.workers.rollout import tiny
-from workers.rollout.complete_update import CompleteUpdate
-from workers.rollout.gpu_engines import CompleteIPCWeightTransferEngine, CompleteNCCLWeightTransferEngine
-from workers.rollout.shared_memory import SharedMemoryWeightTransferEngine
+from workers.rollout.complete_update import (
+    CompleteIPCWeightTransferEngine,
+    CompleteNCCLWeightTransferEngine,
+    CompleteUpdate,
+    SharedMemoryWeightTransferEngine,
+)
 from workers.rollout.weight_transfer import ENGINES, pack_weights, private_file, register, unpack_weights
 
 

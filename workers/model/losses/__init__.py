@@ -19,8 +19,7 @@ from workers.model.losses.aggregation import Denominators, aggregate, group_toke
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.covariance import clip_cov, hold_back, kl_cov
 from workers.model.losses.kl import kl_estimate, kl_of_loss
-from workers.model.losses.predictions import Predictions
-from workers.model.losses.preference import weighted_log_probs
+from workers.model.losses.predictions import Predictions, Statistic, Statistics, mean, to_metrics, total
 from workers.model.losses.registry import (
     POLICY_LOSSES,
     LossFunction,
@@ -31,10 +30,8 @@ from workers.model.losses.registry import (
     policy_loss,
     prepare,
 )
-from workers.model.losses.sequence_ratio import gmpo, gspo
-from workers.model.losses.statistics import Statistic, Statistics, mean, to_metrics, total
-from workers.model.losses.supervised import make_sft_loss, sft
-from workers.model.losses.token_ratio import cispo, ppo_clip, reinforce, sapo
+from workers.model.losses.supervised import make_sft_loss, sft, weighted_log_probs
+from workers.model.losses.token_ratio import cispo, gmpo, gspo, ppo_clip, reinforce, sapo
 from workers.model.losses.value import (
     ValueLossFunction,
     ValuePredictions,

@@ -18,10 +18,8 @@ from torch import Tensor
 from workers.config import RolloutCorrectionConfig
 from workers.errors import ConfigError
 from workers.metrics import Reduction
-from workers.model.losses.exponential import bounded_expm1
-from workers.model.losses.kl import kl_estimate
-from workers.model.losses.predictions import Predictions
-from workers.model.losses.statistics import Statistics, extreme, mean
+from workers.model.losses.kl import bounded_expm1, kl_estimate
+from workers.model.losses.predictions import Predictions, Statistics, extreme, mean
 
 
 def correction_weights(predictions: Predictions, config: RolloutCorrectionConfig) -> tuple[Tensor | None, Statistics]:

@@ -25,11 +25,9 @@ from workers.config import LossConfig
 from workers.dataproto import DataProto
 from workers.errors import DataError
 from workers.model.losses.aggregation import Denominators
-from workers.model.losses.exponential import bounded_exp
-from workers.model.losses.predictions import Predictions
-from workers.model.losses.ratio import log_ratio_to_old, ratio_statistics
-from workers.model.losses.registry import policy_loss
-from workers.model.losses.statistics import Statistics, mean
+from workers.model.losses.kl import bounded_exp
+from workers.model.losses.predictions import Predictions, Statistics, mean
+from workers.model.losses.registry import log_ratio_to_old, policy_loss, ratio_statistics
 from workers.model.losses.token_ratio import surrogate
 
 

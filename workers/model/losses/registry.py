@@ -11,6 +11,8 @@ To add one of your own, give `algorithm.loss.name=custom` and `algorithm.loss.fu
     @policy_loss("mine", aggregation="token_mean")                    @policy_loss("mine", aggregation="token_mean")
     def mine(predictions, config):                                    @per_sequence_loss
         return -predictions["advantages"] * predictions.log_probs, {} def mine(sequence, config): ...
+
+Importance ratios r_t = pi(y_t) / pi_old(y_t) and their metrics, for the losses that use them.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +30,37 @@ from workers.errors import ConfigError, DataError
 from workers.model.loss_rules import check_loss, undecorated
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
-from workers.model.losses.kl import kl_of_loss
-from workers.model.losses.predictions import Predictions
-from workers.model.losses.ratio import ratio_to_old
-from workers.model.losses.statistics import Statistic, Statistics, joined, mean, total
+from workers.model.losses.kl import bounded_exp, kl_estimate, kl_of_loss
+from workers.model.losses.predictions import Predictions, Statistic, Statistics, joined, mean, total
 from workers.user_code.functions import load
+
+
+def log_ratio_to_old(predictions: Predictions) -> Tensor:
+    """log r_t = log_prob_t - old_log_prob_t, [N], with gradient.
+
+    Without `old_log_probs` the policy before the update is taken as old, r_t = 1: exact for the first and only update
+    on a batch, and one forward pass cheaper.
+    """
+    return predictions.log_probs - predictions.columns.get("old_log_probs", predictions.log_probs.detach())
+
+
+def ratio_to_old(predictions: Predictions) -> Tensor:
+    """r_t, [N], with gradient; see `bounded_exp`."""
+    return bounded_exp(log_ratio_to_old(predictions))
+
+
+def clip(ratio: Tensor, config: LossConfig) -> Tensor:
+    """clip(r, 1 - clip_low, 1 + clip_high)."""
+    return ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+
+
+def ratio_statistics(log_ratio: Tensor, clipped: Tensor) -> Statistics:
+    """clipped: bool [N], tokens to which the clip gives no gradient."""
+    return {
+        "clip_fraction": mean(clipped.to(log_ratio.dtype)),
+        "approximate_kl": mean(kl_estimate(-log_ratio.detach(), "k3")),
+    }
+
 
 TokenLosses = Callable[[Predictions, LossConfig], tuple[Tensor, Statistics]]
 LossFunction = Callable[[Predictions, Denominators], tuple[Tensor, Statistics]]

@@ -16,8 +16,7 @@ from workers.config import ValueLossConfig
 from workers.dataproto import DataProto
 from workers.metrics import Metric
 from workers.model.losses.aggregation import Denominators, aggregate
-from workers.model.losses.predictions import PackedTokens, columns_at
-from workers.model.losses.statistics import Statistics, mean, total
+from workers.model.losses.predictions import PackedTokens, Statistics, columns_at, mean, total
 from workers.model.packing import ModelInput
 
 
