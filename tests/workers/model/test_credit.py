@@ -49,20 +49,6 @@ def test_gae_equals_the_paper_on_ragged_rows(lengths: list[int], gamma: float, l
     np.testing.assert_allclose(returns, advantages + values)
 
 
-def test_gae_by_hand() -> None:
-    # Sequences of 2 and 1 tokens. delta: 0 + 0.5 * 2 - 1 = 0 and 3 - 2 = 1; A: 0 + 0.5 * 0.5 * 1, 1.
-    advantages, returns = gae(
-        np.array([0.0, 3.0, 5.0]), np.array([1.0, 2.0, 4.0]), np.array([2, 1]), gamma=0.5, lam=0.5
-    )
-    assert advantages.tolist() == [0.25, 1.0, 1.0]
-    assert returns.tolist() == [1.25, 3.0, 5.0]
-
-
-def test_with_lambda_and_gamma_1_the_return_is_the_reward_to_go() -> None:
-    _, returns = gae(np.array([0.0, 0.0, 1.0]), np.array([0.3, 0.9, 0.1]), np.array([3]))
-    assert returns == pytest.approx([1.0, 1.0, 1.0])
-
-
 def test_gae_refuses_sizes_that_disagree() -> None:
     with pytest.raises(DataError, match="3 rewards and 2 values for sequences of 3 tokens"):
         gae(np.zeros(3), np.zeros(2), np.array([3]))

@@ -72,12 +72,9 @@ def worked_example() -> PackedRow:
     return pack(batch, length_multiple(context_parallel=2, tensor_parallel=1))
 
 
-def test_p2_each_sequence_is_padded_to_the_multiple(worked_example):
+def test_p2_p3_each_sequence_is_padded_and_both_cumulative_lengths_are_kept(worked_example):
     assert worked_example.padded_lengths == (4, 4, 8, 4)
     assert worked_example.input_ids[0].tolist() == [1, 1, 0, 0, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 0, 0, 4, 0, 0, 0]
-
-
-def test_p3_original_and_padded_cumulative_lengths_are_kept(worked_example):
     assert worked_example.lengths == (2, 4, 6, 1)
     assert worked_example.cu_seqlens.tolist() == [0, 2, 6, 12, 13]
     assert worked_example.cu_seqlens_padded.tolist() == [0, 4, 8, 16, 20]

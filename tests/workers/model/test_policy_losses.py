@@ -144,12 +144,6 @@ def logs(*values: float) -> list[float]:
     return [math.log(value) for value in values]
 
 
-def test_reinforce_by_hand():
-    loss, gradient, _ = loss_and_gradient(LossConfig("reinforce"), [-1.0, -2.0], [2], advantages=[3.0, -1.0])
-    assert loss == pytest.approx(0.5)  # (3 - 2) / 2
-    assert gradient == pytest.approx([-1.5, 0.5])
-
-
 def test_ppo_clip_bounds_are_separate_and_depend_on_the_sign_of_the_advantage():
     loss, gradient, metrics = loss_and_gradient(
         LossConfig(clip_low=0.2, clip_high=0.4),
@@ -190,15 +184,6 @@ def test_gspo_clips_whole_sequences():
     assert loss == pytest.approx(-(1.2 + 1.0) / 2)
     assert gradient == pytest.approx([0.0, 0.0, -0.25, -0.25])  # -s A / (sequences * tokens)
     assert metrics["clip_fraction"] == 0.5
-
-
-def test_gmpo_clips_tokens_before_the_mean():
-    # Log-ratios 1 and -0.2 with bound 0.4: mean of 0.4 and -0.2 is 0.1.
-    loss, gradient, _ = loss_and_gradient(
-        LossConfig("gmpo", clip_low=0.4, clip_high=0.4), [1.0, -0.2], [2], old_log_probs=[0.0] * 2, advantages=[2.0] * 2
-    )
-    assert loss == pytest.approx(-2 * math.exp(0.1))
-    assert gradient == pytest.approx([0.0, -math.exp(0.1)])
 
 
 def test_sapo_has_the_policy_gradient_on_policy_and_fades_away_from_it():

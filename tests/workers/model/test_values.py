@@ -107,14 +107,6 @@ def test_the_clipped_loss_by_hand():
     assert results(to_metrics([statistics]))["value_clip_fraction"] == 0.5
 
 
-def test_without_a_clip_it_is_a_regression():
-    values = torch.tensor([0.0, 3.0], dtype=torch.float64, requires_grad=True)
-    loss, _ = make_value_loss(ValueLossConfig(clip=0.0))(predictions(values, returns=[1.0, 1.0]), Denominators(2, 1))
-    loss.backward()
-    assert loss.item() == pytest.approx((1 + 4) / 2 / 2)
-    assert values.grad.tolist() == pytest.approx([-0.5, 1.0])
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
 def test_loss_and_explained_variance_do_not_depend_on_the_cut(aggregation):
     sequences = random_sequences()
