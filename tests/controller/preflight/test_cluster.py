@@ -10,7 +10,7 @@ from controller.actors.layout import pools, role_requests
 from controller.config import Config
 from controller.fit import main
 from controller.preflight.cluster import Cluster, groups_across_nodes, parse_cluster, place, roles_on_node
-from tests.controller.config_workspace import write_workspace
+from tests.refusals import refused
 from workers.errors import ConfigError
 
 EIGHT = Cluster(nodes=1, cpus=64, gpus=8, gpu_gib=80)
@@ -31,18 +31,18 @@ def test_a_cluster_is_read_from_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("8x8xH100", "'8x8xH100' is none of nodes, gpus"),
-        ("nodes=1,cpus=four", "'cpus=four' is none of"),
-        ("nodes=1", "cpus must be above 0"),
-        ("nodes=0,cpus=1", "nodes must be above 0"),
-        ("nodes=1.5,cpus=1", "a count must be above 0 and whole"),
-        ("nodes=1,cpus=8,gpus=8", "gpu_gib must be above 0"),
+        ("8x8xH100", "'8x8xH100'"),
+        ("nodes=1,cpus=four", "'cpus=four'"),
+        ("nodes=1", "cpus"),
+        ("nodes=0,cpus=1", "nodes"),
+        ("nodes=1.5,cpus=1", "whole"),
+        ("nodes=1,cpus=8,gpus=8", "gpu_gib"),
     ],
 )
-def test_a_line_of_another_form_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_line_of_another_form_is_refused(text: str, named: str) -> None:
+    with refused(named):
         parse_cluster(text)
 
 
@@ -84,13 +84,13 @@ def test_no_node_gives_more_than_it_has(
 
 
 def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no node has 0.5 CPU and 1 GPU left for bundle 8 of pool training"):
+    with refused("bundle 8 of pool training"):
         config = gpu_config(ranks=9)
         config.rollout.replicas = 9
         place(config, EIGHT)
     config = gpu_config(ranks=4)
     config.rollout.placement, config.rollout.tensor_parallel = "apart", 8
-    with pytest.raises(ConfigError, match=r"no node has 0.25 CPU and 8 GPU left for bundle 0 of pool rollout"):
+    with refused("bundle 0 of pool rollout"):
         place(config, EIGHT)
     place(config, Cluster(nodes=2, cpus=64, gpus=8, gpu_gib=80))
 
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_named() -> None:
 def test_an_engine_that_shares_gpus_stays_on_one_node() -> None:
     config = gpu_config(ranks=6)
     config.rollout.replicas, config.rollout.tensor_parallel = 3, 2
-    with pytest.raises(ConfigError, match=r"rollout 2 would share GPUs of several nodes.*3 \+ 3 bundles on its nodes"):
+    with refused("rollout 2 would share"):
         place(config, Cluster(nodes=2, cpus=8, gpus=3, gpu_gib=80))
     config.rollout.replicas = 2
     placed = place(config, Cluster(nodes=2, cpus=8, gpus=3, gpu_gib=80))
@@ -114,12 +114,10 @@ def test_groups_that_cross_the_network_are_counted() -> None:
 
 
 def test_a_described_cluster_needs_config_json_alone_and_no_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_workspace(tmp_path)
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.jsonl"):
-        (tmp_path / name).unlink()
+        (workspace / name).unlink()
     dry_run = ["--config", "config.yaml", "--dry-run", "resources.device=auto"]
     assert main([*dry_run, "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8"]) == 0
     page = capsys.readouterr().out
@@ -131,10 +129,8 @@ def test_a_described_cluster_needs_config_json_alone_and_no_data(
 
 
 def test_a_model_of_the_hub_is_asked_for_its_config_json_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_workspace(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     arguments = ["--config", "config.yaml", "--dry-run", "--cluster", "nodes=1,gpus=2,gpu_gib=80,cpus=8"]
     assert main([*arguments, "resources.device=auto", "model.path=nobody/nothing"]) == 2
@@ -144,10 +140,8 @@ def test_a_model_of_the_hub_is_asked_for_its_config_json_alone(
 
 
 def test_cpu_nodes_have_a_placement_and_no_gpu_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_workspace(tmp_path)
     dry_run = ["--config", "config.yaml", "resources.device=auto", "--dry-run"]
     assert main([*dry_run, "--cluster", "nodes=2,cpus=0.5"]) == 0
     page = capsys.readouterr().out

@@ -10,22 +10,15 @@ from controller.config import Config, changed_yaml, load
 from controller.config.conditions import effect_words
 from controller.config.file import settings
 from controller.preflight.describe import describe, settings_page
-from tests.controller.config_workspace import write_workspace
-
-
-@pytest.fixture(autouse=True)
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory, which model.path starts from."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return load(write_workspace(tmp_path))
+def config(workspace: Path) -> Config:
+    return load("config.yaml")
 
 
-def with_overrides(tmp_path: Path, *overrides: str) -> Config:
-    return load(write_workspace(tmp_path), overrides)
+def page_of(*overrides: str) -> str:
+    return describe(load("config.yaml", overrides))
 
 
 def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) -> None:
@@ -45,7 +38,7 @@ def test_the_dry_run_says_what_runs_where_and_whether_it_fits(config: Config) ->
 
 
 def test_the_dry_run_prints_what_differs_from_the_defaults_and_on_demand_everything(
-    tmp_path: Path, config: Config
+    workspace: Path, config: Config
 ) -> None:
     page = describe(config)
     assert "== configuration, where it differs from the defaults (--all: everything) ==" in page
@@ -53,44 +46,44 @@ def test_the_dry_run_prints_what_differs_from_the_defaults_and_on_demand_everyth
     everything = describe(config, everything=True)
     assert "learning_rate" in everything and "over_long" in everything
     assert len(changed_yaml(config).splitlines()) < 30
-    (tmp_path / "changed.yaml").write_text(changed_yaml(config))
-    assert load(tmp_path / "changed.yaml") == config
-    follows = with_overrides(tmp_path, "validation.sampling.max_new_tokens=7")
+    (workspace / "changed.yaml").write_text(changed_yaml(config))
+    assert load(workspace / "changed.yaml") == config
+    follows = load("config.yaml", ["validation.sampling.max_new_tokens=7"])
     assert "validation:\n  sampling:\n    max_new_tokens: 7" in changed_yaml(follows)
     assert "validation:\n  sampling" not in changed_yaml(config)
 
 
-def test_the_dry_run_shows_the_reference_only_where_there_is_one(tmp_path: Path) -> None:
-    without = describe(with_overrides(tmp_path))
-    with_kl = describe(with_overrides(tmp_path, "algorithm.loss.kl_coefficient=0.1"))
+def test_the_dry_run_shows_the_reference_only_where_there_is_one(workspace: Path) -> None:
+    without = page_of()
+    with_kl = page_of("algorithm.loss.kl_coefficient=0.1")
     assert "reference: 2 actors" in with_kl
     assert "reference.forward_max_tokens 4096 >=" in with_kl
     assert "reference: 2 actors" not in without
     assert "reference.forward_max_tokens 4096 >=" not in without
 
 
-def test_the_dry_run_counts_gpus_by_placement(tmp_path: Path) -> None:
+def test_the_dry_run_counts_gpus_by_placement(workspace: Path) -> None:
     gpus = ("resources.device=cuda", "policy.ranks=4", "rollout.replicas=2", "rollout.tensor_parallel=2")
-    shared = describe(with_overrides(tmp_path, *gpus))
+    shared = page_of(*gpus)
     assert "pool training: 4 x {CPU: 0.5, GPU: 1}, strategy PACK" in shared
     assert "reserved in all: 2.25 CPUs, 4 GPUs" in shared
-    apart = describe(with_overrides(tmp_path, *gpus, "rollout.placement=apart"))
+    apart = page_of(*gpus, "rollout.placement=apart")
     assert "pool rollout: 2 x {CPU: 0.25, GPU: 2}" in apart
     assert "reserved in all: 1.75 CPUs, 8 GPUs" in apart
 
 
 @pytest.mark.parametrize("override", ["model.dtype=bfloat16", "rollout.sampling.top_p=0.9", "policy.max_tokens=100"])
-def test_the_dry_run_notes_what_is_allowed_but_costs(tmp_path: Path, config: Config, override: str) -> None:
+def test_the_dry_run_notes_what_is_allowed_but_costs(config: Config, override: str) -> None:
     assert "== notes ==" not in describe(config)
-    assert "== notes ==" in describe(with_overrides(tmp_path, override))
+    assert "== notes ==" in page_of(override)
 
 
-def test_a_cap_on_sequences_bounds_the_room_of_a_micro_batch(tmp_path: Path) -> None:
-    assert "room for at least 3 such" in describe(with_overrides(tmp_path, "policy.max_sequences=3"))
+def test_a_cap_on_sequences_bounds_the_room_of_a_micro_batch(workspace: Path) -> None:
+    assert "room for at least 3 such" in page_of("policy.max_sequences=3")
 
 
-def test_every_epoch_is_counted_in_the_optimiser_steps_of_a_run(tmp_path: Path) -> None:
-    page = describe(with_overrides(tmp_path, "run.steps=10", "batch.mini_batches=2", "batch.epochs=3"))
+def test_every_epoch_is_counted_in_the_optimiser_steps_of_a_run(workspace: Path) -> None:
+    page = page_of("run.steps=10", "batch.mini_batches=2", "batch.epochs=3")
     assert "; 2 a step, in each of 3 epochs" in page
     assert "the run: 10 steps, 60 optimiser steps" in page
 
@@ -136,19 +129,19 @@ def test_mini_batch_sizes_are_those_of_an_even_split(prompts: int, samples: int,
     assert config.mini_batch_sizes == tuple(len(part) for part in parts)
 
 
-def test_sizes_left_at_zero_follow_other_settings(tmp_path: Path) -> None:
-    config = with_overrides(tmp_path)
+def test_sizes_left_at_zero_follow_other_settings(workspace: Path) -> None:
+    config = load("config.yaml")
     assert (config.forward_max_tokens, config.reference_max_tokens, config.max_model_tokens) == (4096, 4096, 96)
     assert config.total_optimizer_steps == 20
     assert config.reference_model == config.model
-    told = with_overrides(
-        tmp_path,
+    overrides = [
         "policy.forward_max_tokens=5000",
         "reference.forward_max_tokens=6000",
         "rollout.max_model_tokens=128",
         "policy.optimizer.total_steps=7",
         "reference.path=other",
-    )
+    ]
+    told = load("config.yaml", overrides)
     assert (told.forward_max_tokens, told.reference_max_tokens, told.max_model_tokens) == (5000, 6000, 128)
     assert told.total_optimizer_steps == 7
     assert (told.reference_model.path, told.reference_model.dtype) == ("other", "auto")
