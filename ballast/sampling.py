@@ -9,17 +9,17 @@ from typing import Any
 from ballast.records import Records, data_file
 from ballast.settings import Values, as_overrides, check_type, known_keys, load_settings
 from ballast.training import Settings
+from controller.algorithm.validation_metrics import Interval
 from controller.config.python_rewards import Reward
 from controller.config.sampler import EvaluateConfig, GenerateConfig, SamplerConfig
 from controller.config.sections import BaseRunConfig
 from controller.evaluate import METRICS
 from controller.evaluate import finish as finish_evaluation
 from controller.generate import finish as finish_generation
-from controller.interrupts import handlers_kept
+from controller.lifecycle.interrupts import handlers_kept
 from controller.sampling.jobs import Request
 from controller.sampling.output import SAMPLES
 from controller.sampling.running import Finish, prepare_job
-from controller.validation_metrics import Interval
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ballast.settings import Values, listed, load_settings
 from controller.config import Config, TrainingConfig
 from controller.config.offline import OfflineConfig
 from controller.config.python_rewards import Reward, give_rewards, give_step
-from controller.interrupts import handlers_kept
+from controller.lifecycle.interrupts import handlers_kept
 from controller.observability.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from controller.algorithm.validation_metrics import CONFIDENCE, by_prompt, interval
 from controller.config.sampler import EvaluateConfig
+from controller.lifecycle.session import exit_code
 from controller.observability.run_folder import finite, writing
 from controller.sampling.jobs import Job
 from controller.sampling.output import Line, scored_response
 from controller.sampling.running import prepare
-from controller.session import exit_code
-from controller.validation_metrics import CONFIDENCE, by_prompt, interval
 from workers.errors import RolloutError
 
 if TYPE_CHECKING:

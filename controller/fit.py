@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING
 import cloudpickle
 
 from controller.actors.cluster_address import check_cluster
+from controller.checkpoints.run_lock import locked
 from controller.config import Config, load
 from controller.config.model_files import fetch_description, read_model_files
 from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
-from controller.generation.fleet import RestartBudget
-from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
-from controller.model_checks import check_models, numerics_lines
+from controller.engines.fleet import RestartBudget
+from controller.lifecycle.inputs import Inputs, prompt_lines, read_inputs, tokenized, tried_lines, try_inputs
+from controller.lifecycle.model_checks import check_models, numerics_lines
+from controller.lifecycle.session import exit_code, finished, run_training, session
 from controller.preflight.arguments import Arguments, parse_arguments
 from controller.preflight.checks import check
 from controller.preflight.cluster import check_machine, run_on
 from controller.preflight.data_checks import is_elsewhere
 from controller.preflight.describe import describe, warnings
 from controller.preflight.describe_cluster import print_cluster
-from controller.run_lock import locked
-from controller.session import exit_code, finished, run_training, session
 
 if TYPE_CHECKING:
     from controller.actors.roles import Roles

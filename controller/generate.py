@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from controller.config.sampler import GenerateConfig
 from controller.config.training import counted
+from controller.lifecycle.session import exit_code
 from controller.sampling.jobs import Job
 from controller.sampling.output import SAMPLES, Line
 from controller.sampling.running import prepare
-from controller.session import exit_code
 
 if TYPE_CHECKING:
     from controller.observability.console import Console

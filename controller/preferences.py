@@ -9,10 +9,10 @@ from functools import partial
 
 from controller.config.offline import PreferencesConfig
 from controller.data.records import Record
+from controller.lifecycle.session import exit_code
 from controller.offline.running import OfflineCommand
 from controller.offline.tokenized import Example, preference_examples
 from controller.preflight.arguments import Command
-from controller.session import exit_code
 
 
 def _examples(config: PreferencesConfig, record: Record, where: str) -> tuple[Example, ...]:

@@ -14,16 +14,16 @@ from functools import partial
 from pathlib import Path
 
 from controller.actors.cluster_address import check_address, check_cluster
-from controller.checkpoint import FOLDER, checkpoints_at
+from controller.checkpoints.progress import FOLDER, checkpoints_at
 from controller.config import Config, load_as
 from controller.config.recorded import check_trusted, load_recorded
-from controller.model_checks import check_models
+from controller.lifecycle.model_checks import check_models
+from controller.lifecycle.session import exit_code, ray_session
 from controller.observability.run_folder import RunFolder, recorded_steps
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check_layout
-from controller.session import exit_code, ray_session
 from workers.errors import ConfigError, DataError
-from workers.model.checkpoint_folder import complete, read_manifest
+from workers.model.checkpoint.checkpoint_folder import complete, read_manifest
 
 SHOWN = (
     "policy/loss",

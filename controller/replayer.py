@@ -13,21 +13,21 @@ import cloudpickle
 
 from balancing import CostModel
 from controller.actors.roles import Roles, start_roles_without_engines
-from controller.checkpoint_writer import resume
-from controller.collector import Collector
+from controller.algorithm.logprob_check import LogProbCheck, Proof
+from controller.checkpoints.checkpoint_writer import resume
 from controller.config import Config, to_yaml
 from controller.data.prompts import Prompt, Prompts
-from controller.inputs import find_step
-from controller.logprob_check import LogProbCheck, Proof
+from controller.lifecycle.inputs import find_step
+from controller.lifecycle.session import Session
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
 from controller.observability.run_folder import step_file
 from controller.observability.run_record import RunRecord
+from controller.rollout.buffer import RolloutBuffer
+from controller.rollout.sample_files import read_step
+from controller.rollout.samples import Rollout
 from controller.run import Run
-from controller.sample_files import read_step
-from controller.samples import Rollout
-from controller.session import Session
 from controller.step import step
 from controller.training_loop import advance
 from workers.errors import DataError, MismatchError
@@ -44,7 +44,7 @@ class Replayer(Run):
         super().__init__(config, session, NoPrompts(), None, cost_model=cost_model)
         self.logprob_check = ToldMismatch(config, session.record)
 
-    def new_collector(self, prompts: Prompts) -> Collector:
+    def new_collector(self, prompts: Prompts) -> RolloutBuffer:
         """Return one that reads files."""
         arguments = self.config, self.roles, prompts, self.planner, self.record, self.progress
         return RecordedSamples(self.recorded, *arguments)
@@ -66,7 +66,7 @@ class Replayer(Run):
         return self.record.metrics
 
 
-class RecordedSamples(Collector):
+class RecordedSamples(RolloutBuffer):
     """The samples that a run has recorded. folder: of the run."""
 
     def __init__(self, folder: Path, *arguments: Any) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from controller.lifecycle.session import exit_code
 from controller.observability.report import write_report
 from controller.preflight.arguments import OneLineParser
-from controller.session import exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

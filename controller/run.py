@@ -5,22 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from balancing import CostModel
-from controller import advantages
 from controller.actors.roles import Roles
-from controller.checkpoint import Progress, remove_old_samples, samples_path
-from controller.collector import Collector
+from controller.algorithm import advantages
+from controller.algorithm.logprob_check import LogProbCheck
+from controller.algorithm.validation_metrics import summarize
+from controller.checkpoints.progress import Progress, remove_old_samples, samples_path
 from controller.config import Config
-from controller.continuous_collector import ContinuousCollector
 from controller.data.prompts import PromptDataset, Prompts
-from controller.logprob_check import LogProbCheck
+from controller.lifecycle.session import Session
 from controller.observability.metrics import staleness, throughput, waiting
 from controller.observability.run_folder import step_file
 from controller.observability.shown_text import other_columns, shown_prompt
-from controller.sample_files import write_step
-from controller.samples import Rollout
-from controller.session import Session
+from controller.rollout.async_buffer import AsyncRolloutBuffer
+from controller.rollout.buffer import RolloutBuffer
+from controller.rollout.sample_files import write_step
+from controller.rollout.samples import Rollout
 from controller.training_loop import TrainingRun
-from controller.validation_metrics import summarize
 from workers.errors import ConfigError
 from workers.rollout.requests import VALIDATION_STEP
 
@@ -44,9 +44,9 @@ class Run(TrainingRun[Config, Roles]):
         self.collector = self.new_collector(prompts)
         self.logprob_check = LogProbCheck(config, self.weight_version)
 
-    def new_collector(self, prompts: Prompts) -> Collector:
+    def new_collector(self, prompts: Prompts) -> RolloutBuffer:
         """Return the source of the steps' samples."""
-        collector = ContinuousCollector if self.config.rollout.max_staleness else Collector
+        collector = AsyncRolloutBuffer if self.config.rollout.max_staleness else RolloutBuffer
         return collector(self.config, self.roles, prompts, self.planner, self.record, self.progress)
 
     def begin(self) -> None:

@@ -9,10 +9,10 @@ from functools import partial
 
 from controller.config.offline import SftConfig
 from controller.data.records import Record
+from controller.lifecycle.session import exit_code
 from controller.offline.running import OfflineCommand
 from controller.offline.tokenized import Example, sft_examples
 from controller.preflight.arguments import Command
-from controller.session import exit_code
 
 
 def _examples(config: SftConfig, record: Record, where: str) -> tuple[Example, ...]:

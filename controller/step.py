@@ -21,15 +21,15 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from balancing import Plan
-from controller import advantages
 from controller.actors.worker_group import WorkerGroup
-from controller.logprob_check import Proof
-from controller.planner import group_numbers, with_group_tokens
+from controller.algorithm import advantages
+from controller.algorithm.logprob_check import Proof
+from controller.planning.planner import group_numbers, with_group_tokens
 from controller.run import Run
 from controller.training_loop import prefixed
 from workers.config import LossConfig, ValueLossConfig
 from workers.metrics import Metric, Metrics, merge, results
-from workers.model.credit import KlPenalty
+from workers.model.losses.returns import KlPenalty
 from workers.remote_batch import RemoteBatch
 from workers.rollout.requests import PROOF_STEP
 

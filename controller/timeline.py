@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from controller.lifecycle.session import exit_code
 from controller.observability.timeline import write_trace
 from controller.preflight.arguments import OneLineParser
-from controller.session import exit_code
 
 
 def parse_steps(text: str) -> range:

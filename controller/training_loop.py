@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from balancing import CostModel
 from balancing.compiled import telling_of_compilation
-from controller.checkpoint import Progress
-from controller.checkpoint_writer import CheckpointWriter
+from controller.checkpoints.checkpoint_writer import CheckpointWriter
+from controller.checkpoints.progress import Progress
 from controller.config import Config
 from controller.config.offline import OfflineConfig
-from controller.cost_model_fitting import CostModelFitter, over_stages, seconds_of_stages
-from controller.interrupts import Interrupts
-from controller.model_card import write_card
-from controller.planner import Planner
-from controller.session import Session
+from controller.lifecycle.interrupts import Interrupts
+from controller.lifecycle.model_card import write_card
+from controller.lifecycle.session import Session
+from controller.planning.cost_model_fitting import CostModelFitter, over_stages, seconds_of_stages
+from controller.planning.planner import Planner
 from workers.errors import ConfigError
 
 if TYPE_CHECKING:

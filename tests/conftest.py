@@ -69,7 +69,7 @@ def documentation_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("controller.model_checks.MOST_BYTES", 2**28)  # the hub's models here are gigabytes of zeros
+    monkeypatch.setattr("controller.lifecycle.model_checks.MOST_BYTES", 2**28)  # the hub's models are zeros here
     write_documentation_workspace(tmp_path)
     return tmp_path
 

@@ -29,8 +29,7 @@ from tests.library_calls import (
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("workers", "workers/model", "workers/model/losses", "workers/rollout")
-FILES = [path.relative_to(ROOT) for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+FILES = [path.relative_to(ROOT) for path in sorted((ROOT / "workers").rglob("*.py"))]
 
 
 def flash_attn_varlen_func(
@@ -57,7 +56,8 @@ def flash_attn_varlen_func(
 @cache
 def tables(folder: str) -> Tables:
     """Of what class the objects are that a folder's modules call."""
-    return {"workers/rollout": _rollout_tables, "workers/model": _model_tables}.get(folder, Tables)()
+    rooms = {"workers/rollout": _rollout_tables, "workers/model": _model_tables}
+    return next((table() for room, table in rooms.items() if folder.startswith(room)), Tables())
 
 
 def _rollout_tables() -> Tables:

@@ -15,7 +15,7 @@ import torch
 from controller import evaluate, generate
 from controller.config import load, to_yaml
 from controller.replay import Request, settings
-from controller.sample_files import read_samples, read_step
+from controller.rollout.sample_files import read_samples, read_step
 from tests.controller.config_workspace import write_workspace
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import ModelConfig

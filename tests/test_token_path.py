@@ -10,14 +10,14 @@ import ray
 import torch
 
 from balancing import plan_batch
-from controller.generation.rounds import RolloutRound
-from controller.samples import assemble
+from controller.engines.engine_pool import RolloutBatch
+from controller.rollout.samples import assemble
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
 from workers.dispatch import DispatchMode, Join, RankCoordinates, Split, join_tokens, split_arguments
 from workers.model.layout import RowLayout
 from workers.model.losses import Predictions
-from workers.policy import PolicyWorker
+from workers.roles.policy import PolicyWorker
 from workers.rollout.episode import Episode, Limits
 from workers.rollout.requests import SampleRequest
 from workers.rollout.worker import _as_turn, _flush, _success
@@ -62,7 +62,7 @@ def test_a_sample_keeps_its_tokens_and_log_probs_through_every_form(
         prompt + ids for ids in responses.values()
     ]
 
-    finished = RolloutRound(results, ["block"] * 2, [], 0)
+    finished = RolloutBatch(results, ["block"] * 2, [], 0)
     rollout = assemble(finished, {result.key: Score(float(result.sample), "") for result in results})
     batch = rollout.batch.with_columns(advantages=rollout.batch["reward"] - 0.5)
     assert [(ref, row) for ref, _, row in batch.tokens["input_ids"]] == [("block", 0), ("block", 1)]

@@ -373,7 +373,7 @@ class ValueLossConfig:
 
 @dataclass
 class GaeConfig:
-    """Generalised advantage estimation; formulas: `workers.model.credit`."""
+    """Generalised advantage estimation; formulas: `workers.model.losses.returns`."""
 
     gamma: float = setting(1.0, "Discount per token.", minimum=0, maximum=1)
     lam: float = setting(
@@ -406,8 +406,8 @@ class RewardModelConfig:
 @dataclass
 class KlInRewardConfig:
     """A penalty on the KL to the reference, subtracted from the rewards: per token with algorithm.advantage=gae or
-    reinforce_plus_plus (with baseline or not), per sequence otherwise. Formulas: `workers.model.credit` and
-    `controller.advantages`."""
+    reinforce_plus_plus (with baseline or not), per sequence otherwise. Formulas: `workers.model.losses.returns` and
+    `controller.algorithm.advantages`."""
 
     only_with = ((".target above 0", "horizon"),)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from workers.config import LossConfig
 from workers.errors import BallastError, ConfigError, clause, named
-from workers.model.loss_rules import undecorated
+from workers.model.rules.loss_rules import undecorated
 from workers.rendering import Messages, check_size, forms, in_form
 from workers.user_code.functions import load
 from workers.user_code.process import RAISED
@@ -35,7 +35,7 @@ def try_loss(
 
     from workers.dataproto import DataProto
     from workers.model.losses import Denominators, Predictions, make_policy_loss, prepare, to_metrics
-    from workers.model.packing import pack, with_work
+    from workers.model.rows.packing import pack, with_work
 
     loss = make_policy_loss(config)
     mask = torch.tensor([False, True, True, False, True, True, True])

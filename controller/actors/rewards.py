@@ -10,9 +10,9 @@ import ray
 
 from controller.config.sections import RewardConfig
 from controller.data.prompts import Prompt
-from controller.generation.engines import cause_of
+from controller.engines.engine_calls import cause_of
 from workers.errors import LostError, ResourceError, WorkerError
-from workers.reward import RewardWorker, ScoreRequest
+from workers.roles.reward import RewardWorker, ScoreRequest
 from workers.rollout.requests import SampleResult
 from workers.score import Score, beside_environment
 from workers.user_code.rewards import RewardFunction

@@ -22,12 +22,11 @@ from controller.actors.worker_group import Share, WorkerGroup
 from controller.config import Config, TrainingConfig
 from controller.config.file import value_of
 from controller.config.training import ReferenceSettings, counted
-from controller.generation.engines import MakeActor
-from controller.generation.fleet import RestartBudget
-from controller.generation.rounds import Rollouts
+from controller.engines.engine_calls import MakeActor
+from controller.engines.engine_pool import EnginePool
+from controller.engines.fleet import RestartBudget
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
-from workers.base import Worker
 from workers.config import (
     CriticConfig,
     ModelConfig,
@@ -36,12 +35,13 @@ from workers.config import (
     ReferenceConfig,
     RewardModelConfig,
 )
-from workers.critic import CriticWorker
 from workers.errors import LostError, RolloutError, WorkerError
 from workers.model.timing import MicroStepTime
-from workers.model_worker import ReferenceWorker, RewardModelWorker
-from workers.policy import PolicyWorker
 from workers.remote_batch import RemoteBatch
+from workers.roles.base import Worker
+from workers.roles.critic import CriticWorker
+from workers.roles.model_worker import ReferenceWorker, RewardModelWorker
+from workers.roles.policy import PolicyWorker
 from workers.rollout.placement import ranks_of_engine
 from workers.rollout.requests import WeightLoad
 from workers.rollout.worker import RolloutWorker
@@ -86,7 +86,7 @@ class TrainingRoles:
 class Roles(TrainingRoles):
     """The actors of a reinforcement-learning run. `critic` is None where the advantage is not gae."""
 
-    rollouts: Rollouts
+    rollouts: EnginePool
     rewards: RewardPool
     critic: WorkerGroup | None = None
     reward_model: WorkerGroup | None = None
@@ -315,12 +315,12 @@ def new_rollouts(
     devices: list[str] | None = None,
     environment: bytes = b"",
     replaceable: bool,
-) -> Rollouts:
+) -> EnginePool:
     """The engines, which end with the starter's stack; `start` builds them.
 
     devices: of each engine, where it shares the policy's. replaceable: whether one that is lost can be put back alone.
     """
-    rollouts = Rollouts(
+    rollouts = EnginePool(
         _engine_maker(config, starter, devices or [], environment),
         replace(config.rollout, replicas=config.engines),
         budget,
@@ -397,7 +397,7 @@ def start_roles_without_engines(config: Config, console: Console) -> Iterator[Ro
         policy = starter.built_policy(new_policy(starter, config, config.total_optimizer_steps))
         reference = _reference(starter, config) if config.starts_reference else None
         critic = _critic(starter, config) if config.uses_critic else None
-        rollouts = Rollouts(_no_engine, replace(config.rollout, replicas=0))
+        rollouts = EnginePool(_no_engine, replace(config.rollout, replicas=0))
         rewards = RewardPool([], config.model.path, replace(config.reward, workers=0), cpus=0.0)
         yield RolesWithoutEngines(policy, reference, rollouts, rewards, critic)
 

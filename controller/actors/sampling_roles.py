@@ -9,8 +9,8 @@ from controller.actors.roles import Starter, new_policy, new_reward_model, new_r
 from controller.actors.worker_group import WorkerGroup
 from controller.config.sampler import SamplerConfig
 from controller.config.training import TrainingConfig
-from controller.generation.fleet import RestartBudget
-from controller.generation.rounds import Rollouts
+from controller.engines.engine_pool import EnginePool
+from controller.engines.fleet import RestartBudget
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from workers.user_code.rewards import RewardFunction
@@ -20,7 +20,7 @@ from workers.user_code.rewards import RewardFunction
 class SamplingRoles:
     """`reward_model` is None without reward.model.path."""
 
-    rollouts: Rollouts
+    rollouts: EnginePool
     rewards: RewardPool
     reward_model: WorkerGroup | None
 

@@ -17,8 +17,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from controller.actors.resources import Reservation
-from controller.generation.engines import cause_of
-from workers.base import Worker
+from controller.engines.engine_calls import cause_of
 from workers.dispatch import (
     DISPATCH_ATTRIBUTE,
     DispatchMode,
@@ -30,6 +29,7 @@ from workers.dispatch import (
 )
 from workers.errors import BallastError, LostError, WorkerError
 from workers.metrics import merge
+from workers.roles.base import Worker
 
 LOST_SECONDS = 3.0  # Ray says within this time that an actor is gone, after its peers noticed
 MEANWHILE_SECONDS = 0.5
@@ -182,7 +182,7 @@ class WorkerGroup:
         timeout_s: float = 300.0,
         collective_timeout_s: float = 300.0,
     ) -> None:
-        """Start pp * dp * cp * tp actors and their process group; the order is that of `workers.model.parallel`.
+        """Start pp * dp * cp * tp actors and their process group, in the order of `ParallelRanks`.
 
         arguments: keyword arguments of the worker class beside role, coordinates and world_size. collective_timeout_s:
         for which ranks wait for each other in a collective. Raises WorkerError if a worker cannot be built or the

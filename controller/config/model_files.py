@@ -1,4 +1,4 @@
-"""Find the files of a model, and read what needs no transformers; `controller.model_checks` does the rest.
+"""Find the files of a model, and read what needs no transformers; `controller.lifecycle.model_checks` does the rest.
 
 model.path --folder or hub cache--> ModelFiles(description, weights, tokenizer, chat_template, ends)
 """

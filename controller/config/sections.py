@@ -197,7 +197,7 @@ class AlgorithmConfig:
 
     advantage: str = setting(
         "grpo",
-        "Advantage estimator; formulas: `controller.advantages`. `gae` is PPO's, with a critic.",
+        "Advantage estimator; formulas: `controller.algorithm.advantages`. `gae` is PPO's, with a critic.",
         choices=(
             "gae",
             "grpo",

@@ -203,8 +203,8 @@ class TrainingConfig:
         """
         if model.share_prefixes == "never":
             return model
-        from workers.model.families import features_of_file, is_recurrent
-        from workers.model.model_rules import shares_prefixes
+        from workers.model.rules.families import features_of_file, is_recurrent
+        from workers.model.rules.model_rules import shares_prefixes
 
         description = read_model_files(model.path, "model.path").description
         text = description.get("text_config", description)

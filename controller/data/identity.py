@@ -1,7 +1,7 @@
 """Identity of the training data: a resumed run continues in the stream of prompts only if its data are the same.
 
     records, tokenizer, settings of the order --data_identity--> Progress.data of every checkpoint
-    that and the present identity --differences--> differences in words, which controller.checkpoint refuses
+    that and the present identity --differences--> differences in words, which controller.checkpoints.progress refuses
 
 Paths are not part of it, because data may be moved; nor are run.steps, learning rates and the like, which users change.
 """

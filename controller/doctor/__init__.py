@@ -18,10 +18,10 @@ import rich.console
 
 from controller.config import Config, load
 from controller.doctor.report import Report, fail, looking_at, ok
-from controller.model_checks import check_models
+from controller.lifecycle.model_checks import check_models
+from controller.lifecycle.session import exit_code, ray_session
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.checks import check
-from controller.session import exit_code, ray_session
 from workers.errors import BallastError
 
 ANYWHERE = ("model.path=tiny", "run.name=doctor")  # settings without a default, unused here

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
-from controller.generation.engines import cause_of
+from controller.engines.engine_calls import cause_of
 from controller.observability.slow_work import told_if_slow
 
 LONGEST_TEXT = 400  # characters of an error

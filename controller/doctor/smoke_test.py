@@ -24,8 +24,8 @@ from controller.fit import read_inputs, training
 from controller.observability.console import Console
 from controller.step import step
 from controller.training_loop import train
-from workers.base import Worker
 from workers.dispatch import Split, dispatch
+from workers.roles.base import Worker
 
 REDUCED_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 REPEATS = 5

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from controller.algorithm.validation_metrics import ScoredResponse
 from controller.observability.run_folder import JsonLines, finite, recorded_steps, step_file, writing
-from controller.validation_metrics import ScoredResponse
 from workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:

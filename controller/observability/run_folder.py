@@ -1,7 +1,7 @@
 """The files of a run: how they are written (`metrics.RunWriter`), and `RunFolder`, which reads them back.
 
 runs/NAME/   config.yaml  run.log  metrics.jsonl  lengths.jsonl  samples.jsonl  timeline.jsonl  validation/step-N.jsonl
-             samples/step-N.npz, of which `controller.sample_files` knows the content
+             samples/step-N.npz, of which `controller.rollout.sample_files` knows the content
 """
 
 import json

@@ -35,9 +35,10 @@ RECORDED_SAMPLES = 4  # of each kind: first, slowest, longest
 
 
 class Samples(Protocol):
-    """The part of `controller.samples.Rollout` that is recorded."""
+    """The part of `controller.rollout.samples.Rollout` that is recorded."""
 
-    by_sample: Mapping[tuple[str, int], "Score"]
+    @property
+    def by_sample(self) -> Mapping[tuple[str, int], "Score"]: ...
 
     @property
     def batch(self) -> RemoteBatch: ...

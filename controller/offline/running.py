@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from balancing import CostModel
 from controller.actors.cluster_address import check_cluster
-from controller.checkpoint import check_same_data
+from controller.checkpoints.progress import check_same_data
+from controller.checkpoints.run_lock import locked
 from controller.config import load_as
 from controller.config.offline import OfflineConfig
 from controller.config.training import counted
 from controller.data.identity import DataIdentity, offline_identity
 from controller.data.records import Record, read_records
-from controller.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template, turn_end_warnings
-from controller.model_checks import check_models, numerics_lines
+from controller.lifecycle.inputs import TRIED_PROMPTS, load_renderer, quoted, try_template, turn_end_warnings
+from controller.lifecycle.model_checks import check_models, numerics_lines
+from controller.lifecycle.session import finished, run_training, session
 from controller.observability.slow_work import Say
 from controller.offline.datasets import SequenceDataset, record_name
 from controller.offline.tokenized import Example
@@ -26,8 +28,6 @@ from controller.preflight.arguments import Command, parse_arguments
 from controller.preflight.cluster import check_machine
 from controller.preflight.describe import describe
 from controller.preflight.offline_checks import check_offline
-from controller.run_lock import locked
-from controller.session import finished, run_training, session
 
 if TYPE_CHECKING:
     from controller.actors.roles import TrainingRoles
@@ -165,7 +165,7 @@ class OfflineCommand(Generic[Settings]):
         """Start the roles on a connected Ray and yield a run of them, loaded from the checkpoint of run.resume."""
         from controller.actors.roles import start_training_roles
         from controller.offline.steps import OfflineRun
-        from workers.offline_policy import OfflinePolicyWorker
+        from workers.roles.offline_policy import OfflinePolicyWorker
 
         total_steps = config.optimizer_steps_over(len(inputs.train))
 

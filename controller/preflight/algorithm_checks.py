@@ -3,15 +3,15 @@
 import re
 from collections.abc import Iterable
 
+from controller.algorithm.validation_metrics import is_possible, possible_metrics
 from controller.config import Config
 from controller.config.functions import check_function
 from controller.config.model_files import read_model_files
 from controller.preflight.data_checks import check_column_names
 from controller.preflight.training_checks import OPTIMIZER_STEPS, check_warmup
-from controller.validation_metrics import is_possible, possible_metrics
 from workers.errors import ConfigError
-from workers.model import loss_rules
-from workers.model.model_rules import check_value_head
+from workers.model.rules import loss_rules
+from workers.model.rules.model_rules import check_value_head
 
 
 def check_advantage(config: Config) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.errors import ConfigError
-from workers.model.stage_split import relative_costs, split_layers
+from workers.model.sharding.stage_split import relative_costs, split_layers
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types that `model_shape` counts exactly."""

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from controller.actors.cluster_address import check_address
-from controller.checkpoint import checkpoints_at
+from controller.checkpoints.progress import checkpoints_at
+from controller.checkpoints.run_lock import check_folder_is_free
 from controller.config import Config, TrainingConfig
 from controller.config.model_files import ModelFiles, check_whole, is_job_copy, read_model_files
 from controller.config.training import Limits
-from controller.run_lock import check_folder_is_free
 from workers.config import OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, clause
-from workers.model.model_rules import check_ring_settings, kernel_problem
+from workers.model.rules.model_rules import check_ring_settings, kernel_problem
 
 LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
 
@@ -160,7 +160,7 @@ def check_order(config: TrainingConfig) -> None:
 def check_model_files(config: TrainingConfig) -> ModelFiles:
     """Raise ConfigError for a model of the run without config.json, weights or a tokenizer; returns the policy's files.
 
-    For a described cluster config.json alone is enough. `controller.model_checks` looks into these files.
+    For a described cluster config.json alone is enough. `controller.lifecycle.model_checks` looks into these files.
     """
     for key, path in config.model_paths.items():
         files = read_model_files(path, key)

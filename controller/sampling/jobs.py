@@ -15,8 +15,8 @@ from controller.config.recorded import check_trusted, load_recorded
 from controller.config.sampler import SamplerConfig, check_effect
 from controller.config.training import counted
 from controller.data.prompts import Prompt
-from controller.inputs import Inputs, prompt_lines, read_inputs, tokenized, try_inputs
-from controller.model_checks import check_models
+from controller.lifecycle.inputs import Inputs, prompt_lines, read_inputs, tokenized, try_inputs
+from controller.lifecycle.model_checks import check_models
 from controller.preflight.checks import check_sampler
 from controller.preflight.cluster import check_machine
 from controller.preflight.describe import warnings

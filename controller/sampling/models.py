@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.checkpoint import FOLDER, checkpoints_at
+from controller.checkpoints.progress import FOLDER, checkpoints_at
 from controller.config import Config
 from controller.config.recorded import load_recorded
 from controller.config.sampler import SamplerConfig
 from workers.errors import CheckpointError, ConfigError
-from workers.model.checkpoint_folder import MANIFEST, read_manifest, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import MANIFEST, read_manifest, unfinished_folder
 
 if TYPE_CHECKING:
     from controller.observability.console import Console

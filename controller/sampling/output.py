@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from controller.algorithm.validation_metrics import ScoredResponse
 from controller.config.file import value_of
 from controller.config.functions import source_file
 from controller.config.model_files import TOKENIZERS, WEIGHTS, read_model_files
@@ -22,7 +23,6 @@ from controller.data.identity import DataIdentity
 from controller.data.prompts import Prompt
 from controller.observability.run_folder import finite, writing
 from controller.sampling.models import Model
-from controller.validation_metrics import ScoredResponse
 from workers.errors import ConfigError, DataError
 from workers.rollout.requests import SampleResult
 from workers.score import Score
@@ -122,7 +122,7 @@ def token_columns(result: SampleResult, row: Mapping[str, np.ndarray]) -> Line:
 
 
 def scored_response(line: Line) -> ScoredResponse:
-    """Convert a line for `controller.validation_metrics`."""
+    """Convert a line for `controller.algorithm.validation_metrics`."""
     parts = {name: value for name, value in line["parts"].items() if value is not None}
     return ScoredResponse(line["uid"], line["source"], {"reward": line["reward"]} | parts, line.get("answer", ""))
 

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from controller.actors.cluster_address import check_cluster
+from controller.checkpoints.run_lock import locked
 from controller.config import to_yaml
 from controller.config.sampler import SamplerConfig
 from controller.config.training import counted
+from controller.lifecycle.session import ray_session
 from controller.observability.run_folder import writing
 from controller.observability.run_log import run_log
 from controller.preflight.arguments import OneLineParser
 from controller.preflight.cluster import check_machine
-from controller.run_lock import locked
 from controller.sampling.jobs import Job, Request, described, read_job
 from controller.sampling.output import Key, Line, SamplesFile, as_line, token_columns
-from controller.session import ray_session
 from workers.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def sample_missing(job: Job, file: SamplesFile, missing: Sequence[Key], console:
 
 
 def _requests(job: Job, missing: set[Key]) -> Iterator["SampleRequest"]:
-    from controller.collector import sample_requests
+    from controller.rollout.buffer import sample_requests
 
     for prompt in job.prompts.values():
         requests = sample_requests(job.config, [prompt], job.config.rollout.samples_per_prompt, job.config.seed_step)
@@ -179,7 +179,7 @@ def _scored(
     job: Job, roles: "SamplingRoles", requests: Iterable["SampleRequest"], given_up: list["SampleResult"]
 ) -> Iterator[Sampled]:
     """As `_sampled`, before the scores of a reward model."""
-    from controller.generation.engines import POLL_SECONDS
+    from controller.engines.engine_calls import POLL_SECONDS
 
     rollouts, scoring, waiting = roles.rollouts, roles.rewards.begin(), iter(requests)
     window = WINDOW * job.config.engines * job.config.rollout.max_concurrent
@@ -204,12 +204,12 @@ def _scored(
 
 def _with_model_scores(job: Job, roles: "SamplingRoles", samples: list[Sampled]) -> list[Sampled]:
     """Add the reward model's scores to the rewards."""
-    from controller.generation.rounds import RolloutRound
-    from controller.planner import Planner
-    from controller.samples import assemble
+    from controller.engines.engine_pool import RolloutBatch
+    from controller.planning.planner import Planner
+    from controller.rollout.samples import assemble
 
     assert roles.reward_model is not None
-    finished = RolloutRound([sample.result for sample in samples], [sample.block for sample in samples], [], 0)
+    finished = RolloutBatch([sample.result for sample in samples], [sample.block for sample in samples], [], 0)
     rollout = assemble(finished, {sample.result.key: sample.score for sample in samples})
     plan = Planner(job.config, job.inputs.cost_model).whole(rollout.batch, "reward_model.scores")
     values = roles.reward_model.score(rollout.batch, plan)

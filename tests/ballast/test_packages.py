@@ -13,7 +13,7 @@ from tests.controller.config_workspace import write_workspace
 CHECKED = """
 import sys
 from controller.config import load
-from controller.inputs import reward_functions
+from controller.lifecycle.inputs import reward_functions
 from controller.preflight.checks import check
 
 config = load(sys.argv[1], sys.argv[2:])

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 from balancing import plan_batch
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
-from workers.model.attention import packed_attention
+from workers.model.attention.attention import packed_attention
 from workers.model.logprobs import linear_log_probs
 from workers.model.model import PackedCausalLM, packed_causal_lm
-from workers.model.packing import pack, pad
+from workers.model.rows.packing import pack, pad
 
 HEADER = """# Engine benchmark
 

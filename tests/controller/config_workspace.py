@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.config import load
-from controller.model_checks import check_models
+from controller.lifecycle.model_checks import check_models
 from controller.preflight.checks import check
 from tests.controller.tokenizer_file import write_tokenizer
 from tests.controller.weight_files import qwen2_weights, write_weight_file

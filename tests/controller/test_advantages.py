@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.advantages import ESTIMATORS, estimate, has_signal, maxrl, pass_at_k, whiten
+from controller.algorithm.advantages import ESTIMATORS, estimate, has_signal, maxrl, pass_at_k, whiten
 from controller.config import Config
 from controller.config.file import settings as settings_of
 from tests.refusals import refused

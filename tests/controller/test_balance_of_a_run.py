@@ -41,7 +41,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counted["karmarkar_karp"] += 1
         return karmarkar_karp_twice(weights, ranks, steps)
 
-    monkeypatch.setattr("controller.planner.plan_batch", planned)
+    monkeypatch.setattr("controller.planning.planner.plan_batch", planned)
     monkeypatch.setattr("balancing.assignment.karmarkar_karp_twice", begun)
     return counted
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancing import plan_batch
-from controller.planner import shared_beginnings
+from controller.planning.planner import shared_beginnings
 from workers.dataproto import DataProto
-from workers.model.shared_prefixes import pack_shared
+from workers.model.rows.prefix_rows import pack_shared
 from workers.rollout.prefix_hashes import prefix_hashes
 
 PROMPT = list(range(100, 110))

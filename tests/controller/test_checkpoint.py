@@ -9,12 +9,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from controller.checkpoint import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at
-from controller.checkpoint_writer import resume
+from controller.checkpoints.checkpoint_writer import resume
+from controller.checkpoints.progress import FOLDER, Progress, check_same_data, checkpoint_path, checkpoints_at
 from controller.config import load
 from controller.observability.metrics import RunWriter
 from workers.errors import CheckpointError, ConfigError
-from workers.model.checkpoint_folder import MANIFEST, Manifest, StoredFile, commit, read_manifest, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import (
+    MANIFEST,
+    Manifest,
+    StoredFile,
+    commit,
+    read_manifest,
+    unfinished_folder,
+)
 
 
 def run_writer(folder: Path, after: int = 0) -> RunWriter:

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from controller.checkpoint import Progress, checkpoint_path, checkpoints_at, remove_old_samples, samples_path
-from controller.checkpoint_writer import CheckpointWriter
+from controller.checkpoints.checkpoint_writer import CheckpointWriter
+from controller.checkpoints.progress import Progress, checkpoint_path, checkpoints_at, remove_old_samples, samples_path
 from tests.controller.stand_ins.roles import Saves
 from workers.errors import LostError, OutputError
 

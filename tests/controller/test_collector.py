@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from controller.collector import Collector, overlong_penalty
-from controller.samples import Rollout
+from controller.rollout.buffer import RolloutBuffer, overlong_penalty
+from controller.rollout.samples import Rollout
 from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import RolloutError
 
@@ -47,7 +47,7 @@ def test_prompts_that_a_run_had_begun_ahead_come_first(local_run: Run) -> None:
     found = local_run()
     run = found.run
     progress = replace(run.progress, position=9, active=[3, 5, 6])
-    collector = Collector(found.config, run.roles, run.collector.prompts, run.planner, run.record, progress)
+    collector = RolloutBuffer(found.config, run.roles, run.collector.prompts, run.planner, run.record, progress)
     assert uids(collector.collect(1)) == ["3", "5"]
     assert (collector.position, collector.active) == (9, [6])
     assert uids(collector.collect(2)) == ["6", "9"]

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller import continuous_collector
-from controller.continuous_collector import ContinuousCollector
-from controller.sample_files import read_samples
-from controller.samples import Rollout
+from controller.rollout import async_buffer as continuous_collector
+from controller.rollout.async_buffer import AsyncRolloutBuffer
+from controller.rollout.sample_files import read_samples
+from controller.rollout.samples import Rollout
 from tests.controller.stand_ins.roles import LocalRun
 from workers.dataproto import DataProto
 from workers.errors import RolloutError
@@ -20,9 +20,9 @@ Run = Callable[..., LocalRun]
 AHEAD = ("rollout.max_staleness=1", "rollout.staleness_window=1", "run.steps=4")
 
 
-def collector_of(run: LocalRun) -> ContinuousCollector:
+def collector_of(run: LocalRun) -> AsyncRolloutBuffer:
     collector = run.run.collector
-    assert isinstance(collector, ContinuousCollector)
+    assert isinstance(collector, AsyncRolloutBuffer)
     collector.begin()
     collector.read()
     return collector
@@ -161,7 +161,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     return found
 
 
-def interrupted(run: LocalRun) -> ContinuousCollector:
+def interrupted(run: LocalRun) -> AsyncRolloutBuffer:
     """After a step, with group 2 begun and the others finished."""
     run.engines.slow = {"2"}
     collector = collector_of(run)
@@ -173,11 +173,11 @@ def interrupted(run: LocalRun) -> ContinuousCollector:
     return collector
 
 
-def resumed(run: LocalRun, old: ContinuousCollector, samples: str) -> ContinuousCollector:
+def resumed(run: LocalRun, old: AsyncRolloutBuffer, samples: str) -> AsyncRolloutBuffer:
     """The collector of another run, from the old one's place."""
     inner = run.run
     progress = replace(inner.progress, position=old.position, active=old.active, samples=samples, step=1)
-    collector = ContinuousCollector(
+    collector = AsyncRolloutBuffer(
         run.config, inner.roles, inner.collector.prompts, inner.planner, inner.record, progress
     )
     collector.begin()

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from balancing import CostModel
-from controller.cost_model_fitting import (
+from controller.planning.cost_model_fitting import (
     STEPS_BETWEEN_FITS,
     CostModelFitter,
     over_stages,
     scaled_error,
     seconds_of_stages,
 )
-from controller.planner import NOT_MEASURED, StageTimes
+from controller.planning.planner import NOT_MEASURED, StageTimes
 from workers.model.timing import MicroStepTime
 
 HARDWARE = CostModel(2e-6, 3e-9, "second")

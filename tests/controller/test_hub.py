@@ -7,8 +7,8 @@ import pytest
 from huggingface_hub import HfApi
 
 from controller.config import Config, load
+from controller.lifecycle.session import push_to_hub
 from controller.preflight.checks import check
-from controller.session import push_to_hub
 from tests.controller.config_workspace import refusal
 from workers.errors import OutputError
 

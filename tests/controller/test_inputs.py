@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from controller.config import load
-from controller.inputs import load_renderer, read_inputs
+from controller.lifecycle.inputs import load_renderer, read_inputs
 from tests.controller.bad_inputs import BadInput, check_line
 from tests.controller.stand_ins.run import SETTINGS
 from workers.dataproto import DataProto
 from workers.errors import BallastError, DataError
 from workers.rendering import Renderer
-from workers.reward import RewardWorker, ScoreRequest
+from workers.roles.reward import RewardWorker, ScoreRequest
 
 CHAT = "{% for m in messages %}{{ raise_exception('no x') if m.content == 'x' else m.content }}{% endfor %}"
 ENDLESS = (

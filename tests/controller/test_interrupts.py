@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from controller.interrupts import SIGNALS, Interrupts, handlers_kept
+from controller.lifecycle.interrupts import SIGNALS, Interrupts, handlers_kept
 
 
 @pytest.fixture(autouse=True)

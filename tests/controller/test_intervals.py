@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.validation_metrics import (
+from controller.algorithm.validation_metrics import (
     BOOTSTRAP,
     WILSON,
     PromptValues,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.advantages import adapted_kl_weight, rloo
-from controller.checkpoint import Progress
+from controller.algorithm.advantages import adapted_kl_weight, rloo
+from controller.checkpoints.progress import Progress
 from controller.config import Config, load
 from controller.preflight.checks import check
 from controller.step import with_advantages

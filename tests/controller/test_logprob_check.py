@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from controller.algorithm.logprob_check import LARGEST, MEAN, LogProbCheck, Proof, beyond, compares_exactly
 from controller.config import Config, load
-from controller.logprob_check import LARGEST, MEAN, LogProbCheck, Proof, beyond, compares_exactly
 from tests.controller.stand_ins.run import StandInRun, StandIns
 from workers.errors import MismatchError
 from workers.metrics import Metric

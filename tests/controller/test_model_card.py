@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from controller.config import Config, TrainingConfig, load_as
 from controller.config.offline import PreferencesConfig, SftConfig
-from controller.model_card import write_card
+from controller.lifecycle.model_card import write_card
 
 
 @pytest.mark.parametrize("schema", [Config, SftConfig, PreferencesConfig])

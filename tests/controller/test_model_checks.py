@@ -11,7 +11,7 @@ from vllm import sampling_params
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from controller.fit import main
-from controller.model_checks import CPU_HEAD_SIZES, KV_BLOCK_TOKENS
+from controller.lifecycle.model_checks import CPU_HEAD_SIZES, KV_BLOCK_TOKENS
 from controller.preflight.engine_checks import COLDEST
 from tests.controller.config_workspace import MODEL, check_everything, refusal, write_model
 from tests.controller.tokenizer_file import END

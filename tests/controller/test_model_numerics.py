@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from controller import model_checks
 from controller.fit import main
+from controller.lifecycle import model_checks
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.run import StandIns
 from tests.controller.tokenizer_file import write_tokenizer
@@ -15,7 +15,7 @@ from tests.workers.model.broken import as_broken, save_broken_model
 from tests.workers.model.tiny import save_tiny_model
 from workers.errors import UnsupportedModelError
 from workers.model.engine import TrainingEngine
-from workers.model.parallel import make_parallel
+from workers.model.sharding.parallel import make_parallel
 
 
 def dry_run(*overrides: str) -> int:
@@ -82,7 +82,7 @@ def test_a_run_ends_before_its_first_sample_where_the_model_is_broken(
     process_group: None, stand_ins: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(
-        "workers.model_worker.TrainingEngine",
+        "workers.roles.model_worker.TrainingEngine",
         lambda model, **settings: TrainingEngine(model, **settings | {"device": "cpu"}),
     )
     create_model(tmp_path / "model", seed=0, width=32, layers=2)

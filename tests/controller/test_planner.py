@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from balancing import CostModel
 from balancing.pipeline import Pipeline
 from controller.config import Config
-from controller.planner import Planner, StageTimes, draw_mini_batches, plan_arguments, with_group_tokens
+from controller.planning.planner import Planner, StageTimes, draw_mini_batches, plan_arguments, with_group_tokens
 from workers.remote_batch import RemoteBatch
 
 

@@ -15,7 +15,7 @@ from controller import evaluate, fit, generate, preferences, sft
 from controller.config import Config, load, load_as, to_yaml
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.data.records import read_records
-from controller.inputs import Inputs, prompt_lines, tokenized, try_inputs
+from controller.lifecycle.inputs import Inputs, prompt_lines, tokenized, try_inputs
 from controller.observability.shown_text import shown_prompt
 from examples.addition.warm_start import create_model
 from examples.addition.warm_start import tokenizer as characters

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from controller.config import load
+from controller.lifecycle.session import ray_session
 from controller.observability.console import Console
-from controller.session import ray_session
 from tests.controller.config_workspace import write_workspace
 from tests.end_to_end.processes import MARK, all_end, begin, marked_environment
 from workers.errors import ResourceError
@@ -59,7 +59,7 @@ LOCAL_RAY = """
 import json, os, psutil, ray, signal, sys, time
 from controller.config import load
 from controller.observability.console import Console
-from controller.session import ray_session
+from controller.lifecycle.session import ray_session
 from tests.end_to_end.processes import listening
 
 with ray_session(load(sys.argv[1]), Console()):

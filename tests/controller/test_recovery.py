@@ -6,10 +6,10 @@ import pytest
 
 from controller.config import Config
 from controller.config.sections import RunConfig
-from controller.generation.fleet import RestartBudget
-from controller.session import recovering, resuming
+from controller.engines.fleet import RestartBudget
+from controller.lifecycle.session import recovering, resuming
 from workers.errors import LostError, WorkerError
-from workers.model.checkpoint_folder import Manifest, commit
+from workers.model.checkpoint.checkpoint_folder import Manifest, commit
 
 
 class Attempts:

@@ -12,7 +12,7 @@ import ray
 
 from balancing import CostModel
 from controller.actors.roles import RolesWithoutEngines
-from controller.checkpoint import Progress, checkpoint_path
+from controller.checkpoints.progress import Progress, checkpoint_path
 from controller.config import Config, load, to_yaml
 from controller.observability.console import Console
 from controller.observability.run_folder import recorded_steps, step_file

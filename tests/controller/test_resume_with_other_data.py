@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from controller.checkpoint import checkpoint_path
+from controller.checkpoints.progress import checkpoint_path
 from controller.config import load
 from controller.data.identity import DataIdentity, differences
-from controller.inputs import read_inputs, try_inputs
+from controller.lifecycle.inputs import read_inputs, try_inputs
 from tests.controller.stand_ins.run import SETTINGS, StandIns, write_stand_in_workspace
 from workers.errors import ConfigError
-from workers.model.checkpoint_folder import read_manifest
+from workers.model.checkpoint.checkpoint_folder import read_manifest
 
 OWN = ("data.validation=''", "rollout.placement=apart", "run.checkpoint_every=1", "data.train=mine.jsonl")
 TRAINED = range(5, 13)  # of which three make prompts of six tokens, and five of four

@@ -12,15 +12,15 @@ from typing import IO, Any
 import pytest
 
 from controller import fit
+from controller.checkpoints.run_lock import LOCK, locked
 from controller.config import load
-from controller.run_lock import LOCK, locked
 from tests.end_to_end.processes import ROOT
 from workers.errors import ConfigError
 
 STARTER = """
 import sys
 from controller.config import load
-from controller.run_lock import locked
+from controller.checkpoints.run_lock import locked
 
 def run():
     print("runs", flush=True)

@@ -13,11 +13,11 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from controller import step
-from controller.advantages import sequence_advantages
+from controller.algorithm.advantages import sequence_advantages
 from controller.data.records import read_records
-from controller.inputs import loss_trial
+from controller.lifecycle.inputs import loss_trial
 from controller.observability.console import Console
-from controller.planner import draw_mini_batches
+from controller.planning.planner import draw_mini_batches
 from controller.preflight.data_checks import OF_A_BATCH
 from controller.replay import Request, Start, prepared, start_before
 from controller.replay import settings as settings_of

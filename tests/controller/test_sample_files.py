@@ -9,8 +9,8 @@ import pytest
 
 from controller.observability.metrics import RunWriter
 from controller.observability.run_folder import recorded_steps, step_file
-from controller.sample_files import read_step, write_step
-from controller.samples import Rollout
+from controller.rollout.sample_files import read_step, write_step
+from controller.rollout.samples import Rollout
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError, OutputError
 from workers.remote_batch import RemoteBatch
@@ -26,7 +26,7 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> None:
     """References are the blocks themselves."""
-    monkeypatch.setattr("controller.sample_files.ray.get", lambda refs: refs)
+    monkeypatch.setattr("controller.rollout.sample_files.ray.get", lambda refs: refs)
 
 
 class Block(DataProto):

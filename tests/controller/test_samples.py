@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from controller.generation.rounds import RolloutRound
-from controller.samples import Rollout, assemble
+from controller.engines.engine_pool import RolloutBatch
+from controller.rollout.samples import Rollout, assemble
 from workers.errors import RolloutError
 from workers.rollout.requests import SampleResult
 from workers.score import Score
@@ -14,11 +14,11 @@ def result(uid: str, sample: int, row: int, **facts: object) -> SampleResult:
 
 
 @pytest.fixture
-def finished() -> RolloutRound:
+def finished() -> RolloutBatch:
     """Three samples over two blocks, one more dropped; references stand as names, nothing is fetched."""
     results = [result("a", 0, 1), result("a", 1, 0, finish_reason="length", response_tokens=9), result("b", 0, 0)]
     dropped = [result("b", 1, -1, finish_reason="error", error="too long")]
-    return RolloutRound(results, ["x", "y", "x"], dropped, retried=2)
+    return RolloutBatch(results, ["x", "y", "x"], dropped, retried=2)
 
 
 SCORES = {
@@ -28,7 +28,7 @@ SCORES = {
 }
 
 
-def test_results_blocks_and_scores_are_joined_by_sample(finished: RolloutRound) -> None:
+def test_results_blocks_and_scores_are_joined_by_sample(finished: RolloutBatch) -> None:
     batch = assemble(finished, SCORES).batch
     assert batch["uid"].tolist() == ["a", "a", "b"]
     assert batch["reward"].tolist() == [1.0, 0.5, 0.0]
@@ -39,7 +39,7 @@ def test_results_blocks_and_scores_are_joined_by_sample(finished: RolloutRound) 
     assert places == [("x", 1), ("y", 0), ("x", 0)]
 
 
-def test_what_was_dropped_and_retried_is_counted(finished: RolloutRound) -> None:
+def test_what_was_dropped_and_retried_is_counted(finished: RolloutBatch) -> None:
     metrics = assemble(finished, SCORES).metrics()
     assert metrics["rollout/samples"] == 3
     assert metrics["rollout/samples_dropped"] == 1
@@ -53,36 +53,36 @@ def test_what_was_dropped_and_retried_is_counted(finished: RolloutRound) -> None
 def test_the_share_that_engines_had_in_their_prefix_cache_is_counted() -> None:
     results = [result("a", 0, 0, read_tokens=30), result("a", 1, 1, read_tokens=50, cached_tokens=20)]
     scores = {("a", 0): Score(0.0, ""), ("a", 1): Score(0.0, "")}
-    assert assemble(RolloutRound(results, ["x", "x"], [], 0), scores).metrics()["rollout/prefix_cache_hits"] == 0.25
+    assert assemble(RolloutBatch(results, ["x", "x"], [], 0), scores).metrics()["rollout/prefix_cache_hits"] == 0.25
 
 
-def test_a_round_without_any_sample_is_an_error_with_its_reason(finished: RolloutRound) -> None:
+def test_a_round_without_any_sample_is_an_error_with_its_reason(finished: RolloutBatch) -> None:
     with pytest.raises(RolloutError, match=r"no sample of this round was finished; .* because too long"):
-        assemble(RolloutRound([], [], finished.dropped, retried=0), {})
+        assemble(RolloutBatch([], [], finished.dropped, retried=0), {})
 
 
-def test_rounds_of_a_step_are_joined(finished: RolloutRound) -> None:
-    other = RolloutRound([result("c", 0, 0)], ["z"], [], retried=1)
+def test_rounds_of_a_step_are_joined(finished: RolloutBatch) -> None:
+    other = RolloutBatch([result("c", 0, 0)], ["z"], [], retried=1)
     joined = Rollout.concat([assemble(finished, SCORES), assemble(other, {("c", 0): Score(1.0, "yes")})])
     assert joined.batch["uid"].tolist() == ["a", "a", "b", "c"]
     assert joined.scores()["reward"] == pytest.approx(2.5 / 4)
     assert (joined.dropped, joined.retried, joined.rounds) == (1, 3, 2)
 
 
-def test_a_part_of_the_reward_added_later_counts_and_is_logged(finished: RolloutRound) -> None:
+def test_a_part_of_the_reward_added_later_counts_and_is_logged(finished: RolloutBatch) -> None:
     shaped = assemble(finished, SCORES).with_reward_part("penalty", np.array([0.0, -0.5, 0.0]))
     assert shaped.batch["reward"].tolist() == [1.0, 0.0, 0.0]
     assert shaped.metrics()["reward/penalty"] == pytest.approx(-0.5 / 3)
     assert shaped.metrics()["reward/mean"] == pytest.approx(1 / 3)
 
 
-def test_a_weighted_part_is_kept_as_it_was_given(finished: RolloutRound) -> None:
+def test_a_weighted_part_is_kept_as_it_was_given(finished: RolloutBatch) -> None:
     scored = assemble(finished, SCORES).with_reward_part("model", np.array([2.0, 0.0, -4.0]), weight=0.5)
     assert scored.batch["reward"].tolist() == [2.0, 0.5, -2.0]
     assert [score.parts["model"] for score in scored.by_sample.values()] == [2.0, 0.0, -4.0]
 
 
-def test_a_sample_without_a_score_counts_zero_or_is_dropped(finished: RolloutRound) -> None:
+def test_a_sample_without_a_score_counts_zero_or_is_dropped(finished: RolloutBatch) -> None:
     scores = SCORES | {("a", 1): Score(0.0, "so so", failure="f: raised KeyError: 'x'")}
     kept, dropped = assemble(finished, scores), assemble(finished, scores, drop_failed=True)
     assert kept.batch["reward"].tolist() == [1.0, 0.0, 0.0]
@@ -90,8 +90,8 @@ def test_a_sample_without_a_score_counts_zero_or_is_dropped(finished: RolloutRou
     assert kept.metrics()["reward/failures"] == dropped.metrics()["reward/failures"] == 1
 
 
-def test_samples_meet_the_greedy_response_to_their_prompt(finished: RolloutRound) -> None:
-    greedy = RolloutRound([result("a", 0, 0)], ["g"], [result("b", 0, -1, finish_reason="error")], retried=1)
+def test_samples_meet_the_greedy_response_to_their_prompt(finished: RolloutBatch) -> None:
+    greedy = RolloutBatch([result("a", 0, 0)], ["g"], [result("b", 0, -1, finish_reason="error")], retried=1)
     compared = assemble(finished, SCORES).with_baseline(assemble(greedy, {("a", 0): Score(0.75, "greedy")}))
     assert compared.batch["uid"].tolist() == ["a", "a"]
     assert compared.batch["greedy_reward"].tolist() == [0.75, 0.75]
@@ -99,14 +99,14 @@ def test_samples_meet_the_greedy_response_to_their_prompt(finished: RolloutRound
     assert (compared.dropped, compared.retried) == (2, 3)  # the one that failed, and the one without a baseline
     assert compared.metrics()["reward/greedy"] == 0.75
     assert compared.metrics()["reward/mean"] == 0.75
-    elsewhere = RolloutRound([result("c", 0, 0)], ["g"], [], retried=0)
+    elsewhere = RolloutBatch([result("c", 0, 0)], ["g"], [], retried=0)
     with pytest.raises(RolloutError, match="no prompt of this round has both"):
         assemble(finished, SCORES).with_baseline(assemble(elsewhere, {("c", 0): Score(1.0, "greedy")}))
 
 
 def test_tokens_of_an_environment_count_for_the_length_and_not_for_the_response() -> None:
     results = [result("a", 0, 0, observation_tokens=4, turns=3, newest_weight_version=3, finish_reason="turns")]
-    found = assemble(RolloutRound(results, ["x"], [], retried=0), {("a", 0): Score(1.0, "yes")})
+    found = assemble(RolloutBatch(results, ["x"], [], retried=0), {("a", 0): Score(1.0, "yes")})
     assert (found.batch["length"].tolist(), found.batch["response_tokens"].tolist()) == ([12], [5])
     assert found.batch["truncated"].tolist() == [True]
     metrics = found.metrics()

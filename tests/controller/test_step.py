@@ -9,7 +9,7 @@ import pytest
 
 from balancing import Plan
 from controller import step as parts
-from controller.checkpoint import Progress, checkpoints_at
+from controller.checkpoints.progress import Progress, checkpoints_at
 from controller.training_loop import RunView
 from tests.controller.stand_ins.roles import LocalRun
 from workers.errors import ConfigError, MismatchError

@@ -18,8 +18,8 @@ from workers.dataproto import DataProto
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss
-from workers.policy import PolicyWorker
 from workers.remote_batch import RemoteBatch
+from workers.roles.policy import PolicyWorker
 
 RING = ParallelConfig(context_parallel=2, context_parallel_method="ring")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2)

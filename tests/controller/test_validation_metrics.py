@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.validation_metrics import ScoredResponse, majority_is_right, pass_at_k, summarize
+from controller.algorithm.validation_metrics import ScoredResponse, majority_is_right, pass_at_k, summarize
 
 
 def response(uid: str, reward: float, *, source: str = "sums", answer: str = "", **parts: float) -> ScoredResponse:

@@ -13,13 +13,13 @@ from balancing import RankPlan, plan_batch
 from controller.actors.layout import Pool
 from controller.actors.resources import reserve
 from controller.actors.worker_group import LOST_SECONDS, GroupFuture, Share, WorkerGroup
-from workers.base import Worker
 from workers.dataproto import DataProto
 from workers.dispatch import Join, Split, dispatch
 from workers.errors import ResourceError, WorkerError
 from workers.metrics import Metric, Metrics
 from workers.network import interface_of
 from workers.remote_batch import RemoteBatch
+from workers.roles.base import Worker
 
 
 class ArithmeticWorker(Worker):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from balancing import CostModel, Plan
 from controller.actors.roles import _learning, _model_arguments
 from controller.config import Config, load
-from controller.planner import Planner, draw_mini_batches, with_group_tokens
+from controller.planning.planner import Planner, draw_mini_batches, with_group_tokens
 from controller.preflight.checks import check
 from tests.benchmarks.families.measuring import build
 from tests.controller.config_workspace import write_workspace
@@ -32,9 +32,9 @@ from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.dataproto import DataProto
 from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
-from workers.model.parallel import full_tensor
-from workers.policy import PolicyWorker
+from workers.model.sharding.parallel import full_tensor
 from workers.remote_batch import RemoteBatch
+from workers.roles.policy import PolicyWorker
 
 
 def up_to(longest: int) -> tuple[str, str]:

@@ -6,14 +6,14 @@ import torch
 
 from balancing import CostModel, Plan
 from controller.config import Config
-from controller.planner import Planner
+from controller.planning.planner import Planner
 from tests.controller.config_workspace import refusal
 from tests.designs.configured import SMALL, compute, configuration, light_batch, up_to
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import random_sequences
 from workers.dataproto import DataProto
-from workers.model.packing import pack
-from workers.model.shared_prefixes import pack_shared
+from workers.model.rows.packing import pack
+from workers.model.rows.prefix_rows import pack_shared
 from workers.remote_batch import RemoteBatch
 from workers.rollout.prefix_hashes import prefix_hashes
 

@@ -10,7 +10,7 @@ import torch
 
 from balancing import Plan, plan_statistics
 from balancing.errors import OverCapError
-from controller.advantages import sequence_advantages
+from controller.algorithm.advantages import sequence_advantages
 from controller.fit import main
 from tests.controller.config_workspace import refusal
 from tests.controller.stand_ins.run import StandInRun

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import ballast
+from controller.algorithm.validation_metrics import Interval
 from controller.config import Config, to_yaml
 from controller.config.python_rewards import GivenFunctions
 from controller.config.sampler import SamplerConfig
-from controller.inputs import try_inputs
+from controller.lifecycle.inputs import try_inputs
 from controller.preflight.checks import check
 from controller.sampling.jobs import Request, described
-from controller.validation_metrics import Interval
 
 METRICS = {"step": 1, "reward/mean": 0.0, "validation/reward": 0.0}
 SUMMARY = {"steps": 1, "validation": {"before": {"reward": 0.0}, "after": {"reward": 0.5}}}

@@ -11,12 +11,12 @@ import ray
 
 from controller import step as parts
 from controller.config import Config, load
+from controller.engines.fleet import RestartBudget
 from controller.fit import read_inputs, training
-from controller.generation.fleet import RestartBudget
+from controller.lifecycle.session import recovering
 from controller.observability.console import Console
 from controller.preflight.checks import check
 from controller.run import Run
-from controller.session import recovering
 from controller.training_loop import Outcome, train
 
 Fault = Callable[[Run], None]

@@ -17,7 +17,7 @@ import pytest
 
 from tests.end_to_end.faults import without_validation
 from tests.end_to_end.processes import MARK, ROOT, Cluster, all_end, marked_environment, settings_file
-from workers.model.checkpoint_folder import complete
+from workers.model.checkpoint.checkpoint_folder import complete
 
 pytestmark = pytest.mark.soak
 SMALL = (

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from controller.config import load
 from tests.end_to_end.processes import MARK, ROOT, Cluster, living, settings_file, survivors
-from workers.model.checkpoint_folder import complete
+from workers.model.checkpoint.checkpoint_folder import complete
 from workers.rollout.engine import engine_arguments
 
 ADDRESS = "--address=http://127.0.0.1:28265"

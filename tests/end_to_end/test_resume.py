@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from controller.observability.run_folder import step_file
-from controller.sample_files import read_samples, read_step
+from controller.rollout.sample_files import read_samples, read_step
 from tests.end_to_end.processes import ROOT, Stopped, marked_environment, settings_file, stopped
-from workers.model.checkpoint_folder import complete
+from workers.model.checkpoint.checkpoint_folder import complete
 
 PROMPTS, SAMPLES = 5, 3  # of a step, of a prompt
 

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from controller import step as parts
 from controller.config import Config, load
-from controller.continuous_collector import staleness
 from controller.fit import read_inputs, training
 from controller.observability.console import Console
 from controller.observability.metric_table import LIVE, METRICS, SECTIONS, Kind, spec_of
 from controller.observability.timeline import write_trace
 from controller.preflight.checks import check
-from controller.samples import Rollout
+from controller.rollout.async_buffer import staleness
+from controller.rollout.samples import Rollout
 from controller.training_loop import Outcome, train
 from tests.controller.observability import trace_format
 from tests.controller.observability.test_metric_table import DASHBOARD, drawn

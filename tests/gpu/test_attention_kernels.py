@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.gpu.conftest import NEEDS_CUDA
 from tests.workers.model.reference_attention import reference_attention
 from workers.dataproto import DataProto
-from workers.model.attention import BACKENDS, Installed, packed_attention
-from workers.model.model_rules import kernel_problem
-from workers.model.packing import PackedRow, pack
+from workers.model.attention.attention import BACKENDS, Installed, packed_attention
+from workers.model.rows.packing import PackedRow, pack
+from workers.model.rules.model_rules import kernel_problem
 
 HEADS, PAIRS, DIM, SCALE = 8, 2, 64, 0.125
 LENGTHS = (96, 1, 300, 33)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.workers.model.tiny import relative_error
-from workers.model.flash_kernels import Segments, flash_backward, flash_forward
+from workers.model.attention.flash_kernels import Segments, flash_backward, flash_forward
 
 pytestmark = [
     pytest.mark.gpu,

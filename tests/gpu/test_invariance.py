@@ -14,12 +14,12 @@ from tests.workers.model.tiny import random_sequences, relative_error, save_tiny
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
 from workers.dataproto import DataProto
 from workers.metrics import results
-from workers.model.attention import choose_backend, packed_attention
+from workers.model.attention.attention import choose_backend, packed_attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss
 from workers.model.model import packed_causal_lm
-from workers.model.packing import pack
-from workers.model.parallel import full_tensor
+from workers.model.rows.packing import pack
+from workers.model.sharding.parallel import full_tensor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ import torch
 from tests.gpu.test_invariance import learned
 from tests.workers.model.test_shared_prefixes import by_mask, computed, groups, random_inputs, stairs
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
-from workers.model.shared_attention import SharedAttention
-from workers.model.shared_prefixes import pack_shared
+from workers.model.attention.shared_attention import SharedAttention
+from workers.model.rows.prefix_rows import pack_shared
 
 DIM, BFLOAT16_ERROR = 64, 2e-2
 

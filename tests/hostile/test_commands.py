@@ -21,7 +21,7 @@ from controller.doctor.report import Report
 from tests.controller.config_workspace import write_workspace
 from tests.controller.observability.recorded_run import write_run
 from tests.hostile.draws import Draw, of_arguments, of_files, of_settings, of_yaml
-from workers.model.checkpoint_folder import Manifest, commit, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import Manifest, commit, unfinished_folder
 from workers.score import Score
 from workers.user_code.functions import Signature, UserFunction
 
@@ -72,11 +72,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     patch.chdir(folder)
     for module in ("controller.fit", "controller.offline.running"):
         patch.setattr(f"{module}.numerics_lines", lambda config: iter(()))
-    patch.setattr("controller.inputs.find_function", lambda *_, **__: REWARD)
-    patch.setattr("controller.inputs.try_rewards", lambda *_, **__: Score(0.0, ""))
-    patch.setattr("controller.inputs.render_isolated", lambda *_, **__: "a chat")
+    patch.setattr("controller.lifecycle.inputs.find_function", lambda *_, **__: REWARD)
+    patch.setattr("controller.lifecycle.inputs.try_rewards", lambda *_, **__: Score(0.0, ""))
+    patch.setattr("controller.lifecycle.inputs.render_isolated", lambda *_, **__: "a chat")
     for name in ("find_class", "try_environment", "check_loss"):
-        patch.setattr(f"controller.inputs.{name}", _out_of_reach)
+        patch.setattr(f"controller.lifecycle.inputs.{name}", _out_of_reach)
     for module in ("fit", "offline.running", "replay", "sampling.running"):
         patch.setattr(f"controller.{module}.locked", _nothing, raising=module != "replay")
         patch.setattr(f"controller.{module}.check_cluster", _nothing)

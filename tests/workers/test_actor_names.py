@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from workers.base import Worker
-from workers.critic import CriticWorker
 from workers.dispatch import RankCoordinates
-from workers.model_worker import ReferenceWorker, RewardModelWorker
-from workers.offline_policy import OfflinePolicyWorker
-from workers.policy import PolicyWorker
-from workers.reward import RewardWorker
+from workers.roles.base import Worker
+from workers.roles.critic import CriticWorker
+from workers.roles.model_worker import ReferenceWorker, RewardModelWorker
+from workers.roles.offline_policy import OfflinePolicyWorker
+from workers.roles.policy import PolicyWorker
+from workers.roles.reward import RewardWorker
 from workers.rollout.worker import RolloutWorker
 
 ACTORS = (

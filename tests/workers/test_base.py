@@ -10,7 +10,7 @@ TENSORS, MIB = 12, 24
 PROGRAM = f"""
 import psutil
 import torch
-from workers.base import Worker
+from workers.roles.base import Worker
 from workers.dispatch import RankCoordinates
 
 {{begin}}

@@ -12,13 +12,13 @@ from balancing import RankPlan, plan_batch
 from tests.workers.model.test_credit import gae_by_paper
 from tests.workers.model.tiny import random_sequences, reward_model, save_tiny_model, unpacked_values
 from workers.config import GaeConfig, ModelConfig, OptimizerConfig, ParallelConfig, ValueLossConfig
-from workers.critic import CriticWorker
 from workers.dataproto import DataProto
 from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
-from workers.model.credit import KlPenalty
 from workers.model.losses import explained_variance
-from workers.model_worker import TrainedWorker
+from workers.model.losses.returns import KlPenalty
+from workers.roles.critic import CriticWorker
+from workers.roles.model_worker import TrainedWorker
 
 TrainedWorkerClass = TypeVar("TrainedWorkerClass", bound=TrainedWorker)
 GAE = GaeConfig(gamma=0.9, lam=0.8)

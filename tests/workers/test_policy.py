@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from balancing import CostModel, Plan
 from controller.config import Config
-from controller.planner import Planner, draw_mini_batches, with_group_tokens
+from controller.planning.planner import Planner, draw_mini_batches, with_group_tokens
 from tests.workers.model.tiny import random_sequences, save_tiny_model, unpacked_log_probs
 from workers.config import LossConfig, ModelConfig, OptimizerConfig
 from workers.dataproto import DataProto
 from workers.dispatch import RankCoordinates
 from workers.metrics import Metrics, merge, results
-from workers.policy import PolicyWorker
 from workers.remote_batch import RemoteBatch
+from workers.roles.policy import PolicyWorker
 
 UIDS = np.array(["b", "a", "c", "b", "a", "d", "b", "c", "a", "d", "b"])  # of unequal sizes
 MINI_BATCHES = draw_mini_batches(len(UIDS), 2, seed=3, step=1)

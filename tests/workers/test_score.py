@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from workers.reward import last_turn, turns
+from workers.roles.reward import last_turn, turns
 from workers.score import Score, beside_environment
 
 SCORED = Score(0.5, "text", {"format": 0.5}, "42")

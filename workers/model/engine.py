@@ -26,13 +26,13 @@ from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
 from workers.metrics import Metric, Metrics
-from workers.model.checkpoint import Checkpointer
-from workers.model.checkpoint_weights import CheckpointWeights, Shard
-from workers.model.expert_parallel import share_experts
-from workers.model.export import FILE_BYTES, stored_dtype, write_folder, write_model
+from workers.model.checkpoint.checkpoint import Checkpointer
+from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Shard
+from workers.model.checkpoint.export import FILE_BYTES, stored_dtype, write_folder, write_model
+from workers.model.checkpoint.loading import Source
+from workers.model.checkpoint.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
+from workers.model.forward_backward import Passes, Work, outputs, predictions_of
 from workers.model.layout import LaidOut, RowLayout
-from workers.model.loading import Source
-from workers.model.lora import adapter_weights, add_adapters, merged_shards, without_adapters, write_adapters
 from workers.model.losses import (
     Denominators,
     LossFunction,
@@ -44,19 +44,19 @@ from workers.model.losses import (
     to_metrics,
 )
 from workers.model.model import PackedModel, compile_layers, compute_dtype, load_tokenizer
-from workers.model.model_rules import check_model
+from workers.model.moe.expert_parallel import share_experts
+from workers.model.moe.routing import Routing
+from workers.model.nonfinite_guard import NonfiniteGuard
 from workers.model.numerics_check import check_against_reference, make_probe, own_outputs
 from workers.model.optimizer import make_optimizer, make_schedule
-from workers.model.packing import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
-from workers.model.parallel import make_parallel, prepare_backward, reshard, shard_model
-from workers.model.passes import Passes, Work, outputs, predictions_of
-from workers.model.pipeline import Stage, clip_over_stages
-from workers.model.routing import Routing
-from workers.model.skipping import SkipPolicy
-from workers.model.stage_layers import Part, Passing
-from workers.model.tensor_parallel import share_model
+from workers.model.rows.packing import MicroBatch, check_micro_batches, check_sequences, check_tokenizer, max_positions
+from workers.model.rules.model_rules import check_model
+from workers.model.sharding.parallel import make_parallel, prepare_backward, reshard, shard_model
+from workers.model.sharding.stage_layers import Part, Passing
+from workers.model.sharding.tensor_parallel import share_model
+from workers.model.stages.stage_pipeline import Stage, clip_over_stages
 from workers.model.timing import MicroStepClock
-from workers.model.values import LOADERS
+from workers.model.value_head import LOADERS
 
 
 class TrainingEngine:
@@ -127,7 +127,7 @@ class TrainingEngine:
         if optimizer is not None:
             self.optimizer = make_optimizer(self.module.parameters(), optimizer)
             self.schedule = make_schedule(self.optimizer, optimizer, total_steps)
-            self.skip_policy = SkipPolicy(optimizer.max_skipped_steps)
+            self.skip_policy = NonfiniteGuard(optimizer.max_skipped_steps)
         if check_numerics:
             with self.routing.without_losses():
                 check_against_reference(

@@ -28,8 +28,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
-from workers.model import attention, engine, loading
-from workers.model import pipeline as pipelines
+from workers.model import engine
+from workers.model.attention import attention
+from workers.model.checkpoint import loading
+from workers.model.stages import stage_pipeline as pipelines
 
 DEVICE = "gpu"
 

@@ -22,16 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from balancing.alignment import length_multiple
 from workers.config import ModelConfig, ParallelConfig
 from workers.dataproto import DataProto
-from workers.model.attention import PackedAttention, choose_backend, packed_attention
-from workers.model.context_parallel import Ulysses, cut, gather_tokens
+from workers.model.attention.attention import PackedAttention, choose_backend, packed_attention
+from workers.model.attention.context_parallel import Ulysses, cut, gather_tokens
+from workers.model.attention.ring_attention import RingAttention
+from workers.model.attention.shared_attention import SharedAttention
 from workers.model.model import PackedModel
-from workers.model.model_rules import shares_prefixes
-from workers.model.packing import ModelInput, PackedRow, pack, pad
-from workers.model.parallel import Parallel
-from workers.model.ring_attention import RingAttention
-from workers.model.shared_attention import SharedAttention
-from workers.model.shared_prefixes import SharedRow, pack_shared
-from workers.model.values import after_last
+from workers.model.rows.packing import ModelInput, PackedRow, pack, pad
+from workers.model.rows.prefix_rows import SharedRow, pack_shared
+from workers.model.rules.model_rules import shares_prefixes
+from workers.model.sharding.parallel import Parallel
+from workers.model.value_head import after_last
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,14 @@ from transformers import (
 from workers.config import ModelConfig
 from workers.errors import BallastError, ConfigError, UnsupportedModelError, clause, named
 from workers.model.activations import activations_on_host
-from workers.model.attention import ATTENTION_NAME, PackedAttention, ballast_packed
-from workers.model.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features
+from workers.model.attention.attention import ATTENTION_NAME, PackedAttention, ballast_packed
 from workers.model.logprobs import linear_log_probs
-from workers.model.model_rules import check_kernel_features, check_layout
-from workers.model.parallel import full_tensor
-from workers.model.recurrent import check_mixers, find_mixers, split_by_segment
-from workers.model.stage_layers import Part, Passing, carried
-from workers.model.tensor_parallel import own_vocabulary
+from workers.model.rules.families import KERNEL_FEATURES, final_softcap, logit_factor, required_features
+from workers.model.rules.model_rules import check_kernel_features, check_layout
+from workers.model.rules.recurrent import check_mixers, find_mixers, split_by_segment
+from workers.model.sharding.parallel import full_tensor
+from workers.model.sharding.stage_layers import Part, Passing, carried
+from workers.model.sharding.tensor_parallel import own_vocabulary
 
 log = logging.getLogger(__name__)
 

@@ -27,14 +27,14 @@ from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.errors import BallastError, ConfigError, UnsupportedModelError
 from workers.metrics import TOLERANCE
-from workers.model.attention import ATTENTION_NAME
+from workers.model.attention.attention import ATTENTION_NAME
+from workers.model.forward_backward import Work
 from workers.model.layout import LaidOut, RowLayout
 from workers.model.model import PackedModel, described
-from workers.model.packing import max_positions
-from workers.model.parallel import full_tensor, reshard
-from workers.model.passes import Work
-from workers.model.stage_layers import Passing
-from workers.model.values import HEAD, PackedValueModel
+from workers.model.rows.packing import max_positions
+from workers.model.sharding.parallel import full_tensor, reshard
+from workers.model.sharding.stage_layers import Passing
+from workers.model.value_head import HEAD, PackedValueModel
 
 LENGTHS = (7, 19, 12)
 LONGEST_PREFIX = 512  # longer ones are not shared by the probe

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from workers.config import ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.model import PackedModel, Shapes, check_complete, read_config, read_pretrained
-from workers.model.values import HEAD, LOADERS
+from workers.model.value_head import HEAD, LOADERS
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"

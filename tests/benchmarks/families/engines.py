@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import nn
 from transformers import AutoConfig
 
-from controller.logprob_check import Proof, beyond
+from controller.algorithm.logprob_check import Proof, beyond
 from tests.benchmarks.families.measuring import Outcome
 from tests.workers.rollout.test_transfers import LOG_PROB_TOLERANCE, transfer
 from workers.config import PolicyConfig

@@ -36,8 +36,8 @@ DESCRIBED = """It is a simulation: {engines} engines of {slots} samples, which d
 samples seconds; a trainer of {train_tokens_per_second:,.0f} tokens/s; updates of the weights of {update_seconds:.0f} s,
 in which both wait. Steps of {prompts_per_step} groups of {samples}; lengths of responses are log-normal, median
 {median_length:,}, sigma {sigma}, at most {longest:,} tokens, and the same in every row. Medians of {seeds} seeds. Our
-rows are decided by the class that runs use (`controller/generation/schedule.py`). The picture has the first minutes
-after step {skipped} of one seed."""
+rows use the class of real runs (`controller/engines/staleness_schedule.py`). The picture has the first minutes after
+step {skipped} of one seed."""
 COMPARED = (
     "samples/s",
     "tokens/s",

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from controller.generation.schedule import Schedule, Staleness
+from controller.engines.staleness_schedule import Schedule, Staleness
 from tests.benchmarks.schedule.simulator import Policy, Record, Simulation, Workload
 
 SYNCHRONOUS = "synchronous"

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from controller.generation.fleet import Fleet, RestartBudget, State
+from controller.engines.fleet import Fleet, RestartBudget, State
 from tests.refusals import refused
 
 REPLICAS, RESTARTS = 3, 4

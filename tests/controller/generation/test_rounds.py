@@ -1,4 +1,4 @@
-"""Rollouts over scripted actors: what the driver does when samples fail and engines die. Real Ray, no vLLM."""
+"""EnginePool over scripted actors: what the driver does when samples fail and engines die. Real Ray, no vLLM."""
 
 import asyncio
 import os
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import ray
 
-from controller.generation.fleet import RestartBudget
-from controller.generation.rounds import RolloutRound, Rollouts
+from controller.engines.engine_pool import EnginePool, RolloutBatch
+from controller.engines.fleet import RestartBudget
 from tests.end_to_end.processes import living
 from workers.config import RolloutConfig, SamplingConfig
 from workers.dataproto import DataProto
@@ -111,7 +111,7 @@ class ScriptedEngine:
 
 
 class Fleet:
-    """Scripted engines and the Rollouts over them."""
+    """Scripted engines and the EnginePool over them."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Fleet:
     ) -> None:
         """alike: engines in the place of others have their scripts too."""
         self.said: list[str] = []
-        self.rollouts = Rollouts(
+        self.rollouts = EnginePool(
             lambda replica, attempt: ScriptedEngine.remote(replica, scripts[replica] if alike or not attempt else {}),
             RolloutConfig(replicas=len(scripts), **settings),
             RestartBudget(restarts),
@@ -155,7 +155,7 @@ def requests_for(uids: list[str], samples: int = 2) -> list[SampleRequest]:
     return [SampleRequest(u, s, np.arange(3, dtype=np.int32), seed=i) for i, (u, s) in enumerate(pairs)]
 
 
-def tokens_of(finished: RolloutRound) -> list[int]:
+def tokens_of(finished: RolloutBatch) -> list[int]:
     blocks = zip(finished.blocks, finished.results, strict=True)
     return [int(ray.get(block).row(result.row)["input_ids"][0]) for block, result in blocks]
 
@@ -279,7 +279,7 @@ def test_engines_that_die_twice_before_they_finish_a_sample_are_given_up(fleet, 
 
 
 def test_engines_that_cannot_be_replaced_alone_end_the_round_as_lost(ray_session: None) -> None:
-    rollouts = Rollouts(
+    rollouts = EnginePool(
         lambda replica, attempt: ScriptedEngine.remote(replica, {"a": "die"}),
         RolloutConfig(replicas=1),
         replaceable=False,
@@ -292,7 +292,7 @@ def test_engines_that_cannot_be_replaced_alone_end_the_round_as_lost(ray_session
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_died_or_hangs_while_weights_are_sent_is_noticed(ray_session: None, number: int) -> None:
-    rollouts = Rollouts(
+    rollouts = EnginePool(
         lambda replica, attempt: ScriptedEngine.remote(replica, {}),
         RolloutConfig(replicas=2, hang_timeout_s=2),
         replaceable=False,

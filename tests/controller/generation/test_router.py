@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from controller.generation.router import Router
+from controller.engines.router import Router
 from tests.refusals import refused
 from workers.errors import DataError
 from workers.rollout.requests import ERROR, PartialResponse, SampleRequest, SampleResult

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.generation.schedule import GroupState, Schedule, Staleness
+from controller.engines.staleness_schedule import GroupState, Schedule, Staleness
 from tests.refusals import refused
 
 Due = Callable[[Random, float, int], float]

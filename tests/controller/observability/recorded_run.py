@@ -6,10 +6,10 @@ import numpy as np
 
 from balancing import CostModel, plan_batch
 from balancing.analysis.lengths_file import plan_record
+from controller.algorithm.validation_metrics import ScoredResponse
 from controller.config import Config, to_yaml
 from controller.observability.metrics import RunWriter
 from controller.observability.timeline import TimelineRecorder
-from controller.validation_metrics import ScoredResponse
 from workers.model.timing import MicroStepTime
 
 STEPS = 12

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from controller import fit
-from controller.checkpoint import checkpoint_path
+from controller.algorithm.validation_metrics import ScoredResponse
+from controller.checkpoints.progress import checkpoint_path
 from controller.config import load
 from controller.observability.console import Console
 from controller.observability.metrics import RunWriter
 from controller.observability.trackers import TensorBoardTracker
-from controller.validation_metrics import ScoredResponse
 from tests.controller.test_checkpoint import write
 from workers.errors import OutputError
 

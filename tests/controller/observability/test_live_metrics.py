@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from balancing import CostModel
-from controller.generation.fleet import Fleet, RestartBudget, State
+from controller.engines.fleet import Fleet, RestartBudget, State
 from controller.observability.live_metrics import LiveMetrics, rank_seconds
 from controller.observability.metric_table import LIVE, SECTIONS, spec_of
 from workers.model.timing import MicroStepTime

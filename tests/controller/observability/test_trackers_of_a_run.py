@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import wandb
 
-from controller.checkpoint import Progress
+from controller.checkpoints.progress import Progress
 from controller.config import Config
 from controller.observability.metrics import RunWriter
 from controller.observability.ray_metrics import RayMetrics

@@ -14,7 +14,7 @@ from workers.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHORT = {
-    "CUSTOM": "algorithm.loss.name=custom algorithm.loss.function=workers.model.losses.token_ratio:cispo",
+    "CUSTOM": "algorithm.loss.name=custom algorithm.loss.function=workers.model.losses.ratio_losses:cispo",
     "PPO": "algorithm.advantage=gae",
     "KL": "algorithm.loss.kl_coefficient=0.1",
     "REWARD_KL": "algorithm.kl_in_reward.coefficient=0.1",

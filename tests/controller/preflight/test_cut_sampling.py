@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from controller.algorithm.logprob_check import compares_exactly
 from controller.config import Config, load
-from controller.logprob_check import compares_exactly
 from controller.preflight.checks import check, check_layout
 from controller.preflight.engine_checks import COLDEST
 from controller.replay import Request, settings

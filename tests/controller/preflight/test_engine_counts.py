@@ -11,12 +11,12 @@ from controller.config import load, load_as
 from controller.config import training as machine
 from controller.config.offline import SftConfig
 from controller.config.sampler import GenerateConfig
+from controller.lifecycle.session import ray_session
 from controller.preflight.arguments import parse_arguments
 from controller.preflight.checks import check_sampler
 from controller.preflight.cluster import run_on
 from controller.preflight.describe import describe
 from controller.replay import Request, settings
-from controller.session import ray_session
 from tests.controller.config_workspace import refusal
 from tests.end_to_end.faults import Listening
 from workers.errors import ConfigError

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from controller.collector import sample_requests
 from controller.config import load
 from controller.data.prompts import Prompt
 from controller.preflight.checks import check
+from controller.rollout.buffer import sample_requests
 from tests.controller.config_workspace import write_workspace
 from tests.refusals import refused, refused_rows
 from workers.environment import Observation

@@ -17,10 +17,10 @@ from tests.workers.model.tiny import tiny_config
 from workers.config import LoraConfig, ModelConfig
 from workers.dataproto import DataProto
 from workers.errors import ConfigError
-from workers.model.attention import packed_attention
-from workers.model.lora import add_adapters
+from workers.model.attention.attention import packed_attention
+from workers.model.checkpoint.lora import add_adapters
 from workers.model.model import packed_causal_lm
-from workers.model.packing import pack
+from workers.model.rows.packing import pack
 
 SIZES = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -8,7 +8,7 @@ import pytest
 from controller import preferences, sft
 from controller.config.offline import PreferencesConfig, SftConfig
 from controller.config.schema import load_as
-from controller.model_checks import check_models
+from controller.lifecycle.model_checks import check_models
 from controller.preflight.offline_checks import check_offline
 from tests.refusals import refused, refused_rows
 

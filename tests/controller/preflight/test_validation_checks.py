@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from controller.algorithm.validation_metrics import ScoredResponse, is_possible, summarize
 from controller.config import load
 from controller.fit import main
 from controller.preflight.algorithm_checks import check_keep_best, check_validation
-from controller.validation_metrics import ScoredResponse, is_possible, summarize
 from workers.errors import ConfigError
 
 PARTS = "def reward(response, solution):\n    return {'reward': 0, 'exact': 1}\n"

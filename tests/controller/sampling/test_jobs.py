@@ -13,7 +13,7 @@ from controller.sampling.jobs import Request, job_settings
 from controller.sampling.models import choose_model
 from tests.controller.config_workspace import write_model
 from workers.errors import CheckpointError, ConfigError
-from workers.model.checkpoint_folder import Manifest, commit, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import Manifest, commit, unfinished_folder
 
 
 def narrowed(schema: type[SamplerConfig], *overrides: str, model: str = "") -> SamplerConfig:

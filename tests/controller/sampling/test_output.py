@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from controller.config.sampler import GenerateConfig
 from controller.data.prompts import Prompt
-from controller.inputs import try_inputs
+from controller.lifecycle.inputs import try_inputs
 from controller.packages import ROOT
 from controller.sampling.jobs import Request, checked_settings
 from controller.sampling.output import JOB, SAMPLES, SamplesFile, as_line, job_identity, scored_response, token_columns

@@ -19,7 +19,7 @@ import torch
 
 from tests.controller.stand_ins.local_ray import LocalRay, NeverReturnsError
 from workers.metrics import Metric, Metrics
-from workers.model.checkpoint_folder import Manifest, commit, read_manifest, unfinished_folder
+from workers.model.checkpoint.checkpoint_folder import Manifest, commit, read_manifest, unfinished_folder
 from workers.score import Score
 
 UNDEFINED = -1  # the version of weights whose memory is there and whose values are not

@@ -1,6 +1,6 @@
 """The roles of a run without actors: each answers at once and writes down what it was asked for.
 
-Run, step, Collector, Planner, checkpoints, RunRecord   the real ones
+Run, step, RolloutBuffer, Planner, checkpoints, RunRecord   the real ones
 policy, reference, critic, reward model, engines        these; tokens are references to nothing, which nobody reads
 """
 
@@ -17,19 +17,19 @@ import rich.console
 
 from balancing import CostModel, Plan
 from controller.actors.roles import Roles
-from controller.checkpoint import Progress
+from controller.algorithm.logprob_check import LARGEST, MEAN
+from controller.checkpoints.progress import Progress
 from controller.config import Config, load
 from controller.data.prompts import Prompt
-from controller.generation.fleet import Fleet, RestartBudget
-from controller.generation.rounds import Generation, OnResults, RolloutRound
-from controller.generation.router import Router
-from controller.logprob_check import LARGEST, MEAN
+from controller.engines.engine_pool import Generation, OnResults, RolloutBatch
+from controller.engines.fleet import Fleet, RestartBudget
+from controller.engines.router import Router
+from controller.lifecycle.session import Session
 from controller.observability.console import Console
 from controller.observability.live_metrics import LiveMetrics
 from controller.observability.metrics import RunWriter
 from controller.observability.run_record import RunRecord
 from controller.run import Run
-from controller.session import Session
 from controller.step import step
 from controller.training_loop import Callback, Outcome, Step, train
 from tests.controller.test_checkpoint import write
@@ -147,7 +147,7 @@ def column(name: str, rows: int) -> np.ndarray:
 
 
 class Engines:
-    """`Rollouts`: every response has TOKENS tokens of the present weights. rounds: (requests, sampling) of each.
+    """`EnginePool`: every response has TOKENS tokens of the present weights. rounds: (requests, sampling) of each.
 
     A generation without rounds is answered when it is pumped; slow: uids that are answered only when nothing else is
     left to wait for. failing: uids whose requests all fail. parts: what unfinished responses have, by seed.
@@ -205,7 +205,7 @@ class Engines:
         block = f"round {len(self.rounds)}"
         on_results(found, block)
         self._generating.release()
-        return RolloutRound(found, [block] * len(found), [], 0)
+        return RolloutBatch(found, [block] * len(found), [], 0)
 
     def update_weights(self, weights: None, version: int) -> None:
         self.log.append(f"weights {version}")

@@ -13,17 +13,17 @@ from transformers import AutoModelForSequenceClassification
 
 from controller.actors.layout import Pool
 from controller.config import Config, load
+from controller.engines.fleet import RestartBudget
 from controller.fit import Inputs, read_inputs, step_of, training
-from controller.generation.fleet import RestartBudget
+from controller.lifecycle.session import recovering
 from controller.preflight.checks import check
-from controller.session import recovering
 from controller.training_loop import Outcome, train
 from examples.addition.warm_start import create_model
 from tests.controller.stand_ins.gpus import StandInEngine, StandInReward, StandInSender, StandInVllm, World
 from tests.controller.stand_ins.local_ray import LocalRay
 from tests.end_to_end.faults import Listening
 from workers.config import ModelConfig
-from workers.reward import RewardWorker
+from workers.roles.reward import RewardWorker
 from workers.rollout.worker import RolloutWorker
 
 SETTINGS = (
@@ -87,7 +87,7 @@ class StandIns:
         monkeypatch.setattr(torch.distributed, "init_process_group", self._join_group)
         monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda objects, src=0: None)
         monkeypatch.setattr(
-            "workers.model_worker.TrainingEngine", lambda model, **settings: StandInEngine(world, settings)
+            "workers.roles.model_worker.TrainingEngine", lambda model, **settings: StandInEngine(world, settings)
         )
         monkeypatch.setattr(
             workers.rollout.gpu_transfer,
@@ -126,9 +126,9 @@ class StandIns:
 
         broadcast = distributed_c10d.broadcast_object_list
         self._monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
-        self._monkeypatch.setattr("workers.model_worker.TrainingEngine", make)
+        self._monkeypatch.setattr("workers.roles.model_worker.TrainingEngine", make)
         # The stand-in of vLLM samples with log-probs of its own, which are no model's.
-        self._monkeypatch.setattr("controller.logprob_check.LogProbCheck.judge", lambda *_: None)
+        self._monkeypatch.setattr("controller.algorithm.logprob_check.LogProbCheck.judge", lambda *_: None)
 
     def begin_anew(self) -> None:
         """All GPUs are free: those who had them have ended."""

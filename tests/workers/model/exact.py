@@ -17,10 +17,10 @@ from tests.workers.model.reference import LOAD, keep_float64, reference_outcome
 from tests.workers.model.tiny import relative_error
 from workers.config import ModelConfig, ParallelConfig, ValueLossConfig
 from workers.metrics import Metrics, merge, results
+from workers.model.attention.shared_attention import SharedAttention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, make_policy_loss, make_value_loss
-from workers.model.parallel import full_tensor
-from workers.model.shared_attention import SharedAttention
+from workers.model.sharding.parallel import full_tensor
 
 
 def build_engine(case: Case, path: str, parallel: ParallelConfig) -> TrainingEngine:

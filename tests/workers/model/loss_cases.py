@@ -7,7 +7,7 @@ from torch import Tensor
 
 from workers.dataproto import DataProto
 from workers.model.losses import Denominators, LossFunction, Predictions, Statistics
-from workers.model.packing import pack
+from workers.model.rows.packing import pack
 
 
 def predictions_of(sequences: DataProto, log_probs: Tensor) -> Predictions:

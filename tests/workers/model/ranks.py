@@ -146,7 +146,7 @@ def forget_meshes() -> None:
 
 
 def dp_rank(parallel: Any) -> int:
-    """Whose sequences this rank of a `workers.model.parallel.Parallel` computes, 0 to dp - 1."""
+    """Whose sequences this rank of a `workers.model.sharding.parallel.Parallel` computes, 0 to dp - 1."""
     import torch.distributed as dist
 
     of_a_stage = dist.get_rank() % (dist.get_world_size() // parallel.pipeline.size())

@@ -17,7 +17,7 @@ from tests.workers.model.cases import CONSTANT_LENGTH, GROUPS, OPTIMIZER, Case, 
 from tests.workers.model.tiny import compute_in_float64, unpacked_log_probs, unpacked_values
 from workers.config import LoraConfig, LossConfig
 from workers.dataproto import DataProto
-from workers.model.lora import add_adapters
+from workers.model.checkpoint.lora import add_adapters
 
 LOAD = "expert_load_max_over_mean"
 

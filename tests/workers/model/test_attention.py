@@ -13,8 +13,8 @@ from tests.workers.model.reference_attention import reference_attention
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.attention import ATTENTION_NAME, Installed, choose_backend, packed_attention
-from workers.model.packing import pack
+from workers.model.attention.attention import ATTENTION_NAME, Installed, choose_backend, packed_attention
+from workers.model.rows.packing import pack
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -82,7 +82,7 @@ def test_a_pass_that_does_not_say_what_is_packed_is_refused(model, row):
     ],
 )
 def test_what_would_change_the_result_is_refused_by_name(arguments, feature):
-    from workers.model.attention import ballast_packed
+    from workers.model.attention.attention import ballast_packed
 
     tensors = {name: torch.zeros(1, 2, 4, 8) for name in ("query", "key", "value")}
     call = {**tensors, "attention_mask": None, "packed_attention": lambda *_: None, **arguments}

@@ -22,7 +22,7 @@ from tests.workers.model.ranks import PRELOADED, RankPool
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model
 from workers.config import ModelConfig, OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, DataError
-from workers.model.checkpoint_folder import (
+from workers.model.checkpoint.checkpoint_folder import (
     MANIFEST,
     StoredFile,
     complete,

@@ -11,7 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import FAMILIES, save_tiny_model, tiny_config
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from workers.model.checkpoint_weights import converted_metadata, loading_rules, plan_conversions
+from workers.model.checkpoint.checkpoint_weights import converted_metadata, loading_rules, plan_conversions
 from workers.model.engine import TrainingEngine
 
 

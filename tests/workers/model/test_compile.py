@@ -19,7 +19,7 @@ from workers.metrics import results
 from workers.model import model as compiling
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
-from workers.model.parallel import full_tensor
+from workers.model.sharding.parallel import full_tensor
 
 GRAPHS_OF_A_LAYER = 4
 """Before attention the norm, and q, k, v with the rotary embedding; after it the output layer, and the rest."""

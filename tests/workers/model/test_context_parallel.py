@@ -14,10 +14,10 @@ from tests.workers.model.tiny import (
     relative_error,
 )
 from workers.dataproto import DataProto
-from workers.model.attention import packed_attention
-from workers.model.context_parallel import Ulysses
-from workers.model.packing import PackedRow, pack
-from workers.model.ring_attention import RingAttention
+from workers.model.attention.attention import packed_attention
+from workers.model.attention.context_parallel import Ulysses
+from workers.model.attention.ring_attention import RingAttention
+from workers.model.rows.packing import PackedRow, pack
 
 CPU = torch.device("cpu")
 SCALE = 0.3

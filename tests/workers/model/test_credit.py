@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.model.credit import (
+from workers.model.losses.returns import (
     KlPenalty,
     gae,
     sequence_kl,

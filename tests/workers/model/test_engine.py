@@ -8,7 +8,7 @@ from workers.errors import ConfigError, DataError
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
-from workers.model.parallel import make_parallel
+from workers.model.sharding.parallel import make_parallel
 
 ALL = [(0, 11)]
 

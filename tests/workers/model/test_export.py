@@ -13,10 +13,10 @@ from tests.workers.model.ranks import RankPool
 from tests.workers.model.tiny import files_beside, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import OutputError
-from workers.model import checkpoint_weights
-from workers.model.checkpoint_weights import gather_to
+from workers.model.checkpoint import checkpoint_weights
+from workers.model.checkpoint.checkpoint_weights import gather_to
+from workers.model.checkpoint.export import INDEX
 from workers.model.engine import TrainingEngine
-from workers.model.export import INDEX
 
 
 def save_as(path: Path, family: str, dtype: torch.dtype, **overrides: object) -> str:
@@ -138,7 +138,7 @@ def export_with_a_full_disk(model: str, path: str) -> str:
     """Rank 1 cannot write its file."""
     from safetensors import SafetensorError
 
-    from workers.model import export as module
+    from workers.model.checkpoint import export as module
 
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("No space left on device")

@@ -22,16 +22,16 @@ from tests.workers.model.tiny import (
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.attention import choose_backend, packed_attention
-from workers.model.families import (
+from workers.model.attention.attention import choose_backend, packed_attention
+from workers.model.model import PackedCausalLM, packed_causal_lm
+from workers.model.rows.packing import ModelInput, pack, pad
+from workers.model.rules.families import (
     features_of_file,
     logit_factor,
     required_features,
     uncomputed_features,
 )
-from workers.model.model import PackedCausalLM, packed_causal_lm
-from workers.model.model_rules import check_layout
-from workers.model.packing import ModelInput, pack, pad
+from workers.model.rules.model_rules import check_layout
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.workers.model.tiny import save_tiny_model
 from workers.config import LoraConfig, ModelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.lora import add_adapters
+from workers.model.checkpoint.lora import add_adapters
 from workers.model.model import load_model
 
 FLOAT32 = torch.float32

@@ -15,7 +15,7 @@ from workers.config import LoraConfig, ModelConfig, OptimizerConfig
 from workers.errors import ConfigError
 from workers.model.engine import TrainingEngine
 from workers.model.model import load_model
-from workers.model.values import load_value_model
+from workers.model.value_head import load_value_model
 
 ALL = [(0, 11)]
 

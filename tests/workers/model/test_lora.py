@@ -14,10 +14,10 @@ from tests.workers.model.test_checkpoint import train, weights
 from tests.workers.model.tiny import random_sequences, relative_error, save_tiny_model, unpacked_log_probs
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig
 from workers.errors import CheckpointError, ConfigError, OutputError
+from workers.model.checkpoint.lora import add_adapters
 from workers.model.engine import TrainingEngine
-from workers.model.lora import add_adapters
 from workers.model.losses import Denominators, sft
-from workers.model.parallel import full_tensor
+from workers.model.sharding.parallel import full_tensor
 
 # Rank 3 over 2 and 4 processes: shards of unequal size, and on the last of 4 none.
 LORA = LoraConfig(rank=3, alpha=6.0)

@@ -15,7 +15,7 @@ from tests.benchmarks.families.page import markdown
 from tests.workers.model.ranks import RankPool
 from workers.config import ModelConfig
 from workers.model.model import load_model
-from workers.model.recurrent import find_mixers
+from workers.model.rules.recurrent import find_mixers
 
 
 def measured(model_type: str, folder: Path, *names: str, **changes: Any) -> dict[str, Outcome]:

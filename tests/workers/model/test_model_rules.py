@@ -5,7 +5,7 @@ import pytest
 from tests.workers.model.tiny import tiny_config
 from workers.config import LoraConfig, ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model.model_rules import (
+from workers.model.rules.model_rules import (
     check_context_parallel,
     check_expert_parallel,
     check_ring_settings,

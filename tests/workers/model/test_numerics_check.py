@@ -9,12 +9,12 @@ from tests.workers.model.broken import BROKEN, RunningMean, save_broken_model
 from tests.workers.model.tiny import random_sequences, save_tiny_model
 from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
-from workers.model import attention
+from workers.model.attention import attention
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
 from workers.model.model import load_model
 from workers.model.numerics_check import check_numerics, make_probe, measure
-from workers.model.values import load_value_model
+from workers.model.value_head import load_value_model
 
 FLOAT32 = torch.float32
 

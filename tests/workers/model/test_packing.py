@@ -7,7 +7,7 @@ from balancing import plan_batch
 from balancing.alignment import length_multiple
 from workers.dataproto import DataProto
 from workers.errors import DataError
-from workers.model.packing import ModelInput, PackedRow, pack, pad
+from workers.model.rows.packing import ModelInput, PackedRow, pack, pad
 
 
 def rows(lengths: list[int]) -> list[dict[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from tests.workers.model.tiny import save_tiny_model, save_tokenizer
 from workers.config import ModelConfig, ParallelConfig
 from workers.errors import ConfigError, UnsupportedModelError
 from workers.model.engine import TrainingEngine
-from workers.model.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape
+from workers.model.sharding.parallel import clip_gradients, full_tensor, make_parallel, mesh_shape
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from workers.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelCon
 from workers.errors import ConfigError
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, sft
-from workers.model.stage_split import split_layers
+from workers.model.sharding.stage_split import split_layers
 
 MICRO_BATCHES = [(0, 4), (4, 4), (4, 7), (7, 11)]
 

@@ -16,7 +16,7 @@ from workers.config import ModelConfig, OptimizerConfig
 from workers.dataproto import DataProto
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, weighted_log_probs
-from workers.model.parallel import full_tensor
+from workers.model.sharding.parallel import full_tensor
 
 BETA = 0.3
 COUNT = 10

@@ -17,8 +17,8 @@ from workers.config import ModelConfig, OptimizerConfig
 from workers.dataproto import DataProto
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
-from workers.model.families import ROUTER_LOSS_FAMILIES
 from workers.model.losses import Denominators
+from workers.model.rules.families import ROUTER_LOSS_FAMILIES
 
 
 def nothing_to_learn(predictions: Any, denominators: Denominators) -> tuple[Tensor, dict[str, Any]]:

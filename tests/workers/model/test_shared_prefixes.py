@@ -24,20 +24,20 @@ from tests.workers.model.tiny import (
 from workers.config import ModelConfig
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError, UnsupportedModelError
-from workers.model import flash_kernels as merged_attention
-from workers.model import ring_attention, shared_attention
-from workers.model.attention import PackedAttention
-from workers.model.flash_kernels import Block, flash_backward, flash_forward
+from workers.model.attention import flash_kernels as merged_attention
+from workers.model.attention import ring_attention, shared_attention
+from workers.model.attention.attention import PackedAttention
+from workers.model.attention.flash_kernels import Block, flash_backward, flash_forward
+from workers.model.attention.ring_attention import RingAttention
+from workers.model.attention.shared_attention import SharedAttention, ring_blocks
 from workers.model.layout import RowLayout
 from workers.model.model import load_model
-from workers.model.model_rules import shares_prefixes
 from workers.model.numerics_check import check_numerics
-from workers.model.packing import pack
-from workers.model.ring_attention import RingAttention
-from workers.model.shared_attention import SharedAttention, ring_blocks
-from workers.model.shared_prefixes import Run, SharedRow, pack_shared
+from workers.model.rows.packing import pack
+from workers.model.rows.prefix_rows import Run, SharedRow, pack_shared
+from workers.model.rules.model_rules import shares_prefixes
 from workers.model.timing import MicroStepClock
-from workers.model.values import last_cells
+from workers.model.value_head import last_cells
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError, NonFiniteError
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, Predictions, sft
-from workers.model.packing import check_sequences, max_positions
+from workers.model.rows.packing import check_sequences, max_positions
 
 ALL = [(0, 5), (5, 11)]
 

@@ -15,8 +15,8 @@ from workers.errors import ConfigError, DataError
 from workers.metrics import results
 from workers.model.engine import TrainingEngine
 from workers.model.losses import Denominators, ValuePredictions, explained_variance, make_value_loss, to_metrics
-from workers.model.packing import pack, pad
-from workers.model.values import last_cells, load_value_model
+from workers.model.rows.packing import pack, pad
+from workers.model.value_head import last_cells, load_value_model
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import ray
 
-from controller.generation.fleet import RestartBudget
-from controller.generation.rounds import RolloutRound, Rollouts
+from controller.engines.engine_pool import EnginePool, RolloutBatch
+from controller.engines.fleet import RestartBudget
 from tests.workers.rollout import tiny
 from tests.workers.rollout.telling import Telling
 from workers.config import ModelConfig, RolloutConfig, SamplingConfig
@@ -30,8 +30,8 @@ def start_engines(
     environment_variables: dict[str, str] | None = None,
     worker: type[RolloutWorker] = RolloutWorker,
     **settings: Any,
-) -> Rollouts:
-    """Rollouts over engines of one thread each, started."""
+) -> EnginePool:
+    """EnginePool over engines of one thread each, started."""
     config = RolloutConfig(replicas=replicas, threads=1, cpu_kv_cache_gib=0.125, max_retries=1, **settings)
     runtime = {"env_vars": environment_variables or {}}
     actor = ray.remote(worker).options(num_cpus=1, max_concurrency=1000, runtime_env=runtime)
@@ -48,15 +48,15 @@ def start_engines(
             environment_timeout_s=5.0,
         )
 
-    rollouts = Rollouts(make, config, RestartBudget(restarts))
+    rollouts = EnginePool(make, config, RestartBudget(restarts))
     rollouts.start().result()
     return rollouts
 
 
 class Engines:
-    """Rollouts, with what the tests ask of it again and again."""
+    """EnginePool, with what the tests ask of it again and again."""
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: EnginePool) -> None:
         self.rollouts = rollouts
         self.version = 0
 
@@ -70,7 +70,7 @@ class Engines:
         self.rollouts.update_weights(ray.put(pack_weights(model.state_dict().items())), self.version)
         return self.version
 
-    def sample(self, requests: list[SampleRequest], **sampling: Any) -> RolloutRound:
+    def sample(self, requests: list[SampleRequest], **sampling: Any) -> RolloutBatch:
         """A round without watching it."""
         return self.rollouts.generate(requests, SamplingConfig(**{"max_new_tokens": 16} | sampling))
 
@@ -86,13 +86,13 @@ def requests_for(prompts: int, samples: int, *, step: int = 0) -> list[SampleReq
     ]
 
 
-def rows_of(finished: RolloutRound) -> list[tuple[SampleResult, dict[str, np.ndarray]]]:
+def rows_of(finished: RolloutBatch) -> list[tuple[SampleResult, dict[str, np.ndarray]]]:
     """Every result with its token columns."""
     pairs = zip(finished.results, finished.blocks, strict=True)
     return [(result, ray.get(block).row(result.row)) for result, block in pairs]
 
 
-def largest_difference(finished: RolloutRound, model: Any, temperature: float = 1.0) -> float:
+def largest_difference(finished: RolloutBatch, model: Any, temperature: float = 1.0) -> float:
     """Largest difference between the engine's log-probs and the model's, over all response tokens of a round."""
     differences = [
         np.abs(row["rollout_log_probs"] - tiny.log_probs(model, row["input_ids"], temperature))[row["loss_mask"]].max()

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import ray
 
-from controller.generation.rounds import RolloutRound
+from controller.engines.engine_pool import RolloutBatch
 from tests.end_to_end.processes import living
 from tests.workers.rollout import tiny
 from tests.workers.rollout.breakable import Breakable
@@ -141,7 +141,7 @@ def test_an_update_without_the_output_layer_leaves_all_old_weights(engines: Engi
     pairs = [
         (result, block) for block, found in zip(stream[::2], stream[1::2], strict=True) for result in ray.get(found)
     ]
-    found = RolloutRound([result for result, _ in pairs], [block for _, block in pairs], [], retried=0)
+    found = RolloutBatch([result for result, _ in pairs], [block for _, block in pairs], [], retried=0)
     assert largest_difference(found, old) < LOG_PROB_TOLERANCE
 
 

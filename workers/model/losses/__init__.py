@@ -16,10 +16,11 @@ over micro-batches and ranks is the loss, and the sum of their gradients its gra
 """
 
 from workers.model.losses.aggregation import Denominators, aggregate, group_tokens, token_weights
+from workers.model.losses.clip_cov import clip_cov, hold_back, kl_cov
 from workers.model.losses.correction import correction_weights, rollout_mismatch
-from workers.model.losses.covariance import clip_cov, hold_back, kl_cov
 from workers.model.losses.kl import kl_estimate, kl_of_loss
 from workers.model.losses.predictions import Predictions, Statistic, Statistics, mean, to_metrics, total
+from workers.model.losses.ratio_losses import cispo, gmpo, gspo, ppo_clip, reinforce, sapo
 from workers.model.losses.registry import (
     POLICY_LOSSES,
     LossFunction,
@@ -31,7 +32,6 @@ from workers.model.losses.registry import (
     prepare,
 )
 from workers.model.losses.supervised import make_sft_loss, sft, weighted_log_probs
-from workers.model.losses.token_ratio import cispo, gmpo, gspo, ppo_clip, reinforce, sapo
 from workers.model.losses.value import (
     ValueLossFunction,
     ValuePredictions,

@@ -24,7 +24,7 @@ from torch import Tensor
 from workers.dataproto import DataProto
 from workers.errors import DataError
 from workers.metrics import Metric, Metrics, Reduction, merge
-from workers.model.packing import ModelInput
+from workers.model.rows.packing import ModelInput
 
 Tokens = TypeVar("Tokens", bound="PackedTokens")
 

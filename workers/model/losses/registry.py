@@ -27,11 +27,11 @@ from torch import Tensor
 from workers.config import LossConfig
 from workers.dataproto import DataProto
 from workers.errors import ConfigError, DataError
-from workers.model.loss_rules import check_loss, undecorated
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.correction import correction_weights, rollout_mismatch
 from workers.model.losses.kl import bounded_exp, kl_estimate, kl_of_loss
 from workers.model.losses.predictions import Predictions, Statistic, Statistics, joined, mean, total
+from workers.model.rules.loss_rules import check_loss, undecorated
 from workers.user_code.functions import load
 
 

@@ -17,7 +17,7 @@ from workers.dataproto import DataProto
 from workers.metrics import Metric
 from workers.model.losses.aggregation import Denominators, aggregate
 from workers.model.losses.predictions import PackedTokens, Statistics, columns_at, mean, total
-from workers.model.packing import ModelInput
+from workers.model.rows.packing import ModelInput
 
 
 @dataclass(frozen=True, kw_only=True)

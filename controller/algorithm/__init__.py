@@ -1,0 +1,1 @@
+"""Decisions of the algorithm, without I/O: advantages, the check of log-probs, validation metrics."""

@@ -1,0 +1,303 @@
+"""Advantages: from the rewards of a batch to how much better each sequence was than expected; on the driver.
+
+    rewards, uids --estimator of the registry--> one advantage a sequence      compared with the group, or the batch
+
+An advantage of each token, compared with a critic, is made where the tokens are: `workers.model.losses.returns`.
+
+Groups are found by `uid`, may have any size, and row order carries no meaning. A group of one has nothing to be
+compared with: where the estimator compares within the group alone, its advantage is 0.
+
+B sequences.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+import numpy as np
+
+from controller.config.sections import AlgorithmConfig
+from workers.config import KlInRewardConfig
+from workers.errors import ConfigError, DataError
+from workers.metrics import Metrics, results
+from workers.model.losses import explained_variance
+from workers.remote_batch import RemoteBatch
+
+LARGEST_KL_ERROR = 0.2  # errors are clipped here, so that one outlier step does not derail the weight
+EPSILON = 1e-6  # keeps the advantages of a group with equal rewards at 0
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A registered estimator of one advantage a sequence.
+
+    function: (rewards [B], uids [B], keywords) -> float64 [B]. columns: those of its keywords that are columns [B] of
+    the batch. options: those that are settings.
+    """
+
+    function: Callable[..., np.ndarray]
+    columns: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+ESTIMATORS: dict[str, Estimator] = {}
+
+
+def estimator(name: str, *, columns: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Register an estimator under the name that `algorithm.advantage` selects."""
+
+    def register(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        ESTIMATORS[name] = Estimator(function, columns, options)
+        return function
+
+    return register
+
+
+def estimate(name: str, batch: Mapping[str, np.ndarray], **options: Any) -> np.ndarray:
+    """One advantage a sequence by the estimator `name`, float64 [B].
+
+    batch: `reward` float [B], `uid` [B], and the columns that the estimator asks for. options: settings of all
+    estimators; each takes its own. Raises ConfigError for an unknown name, DataError for a missing column.
+    """
+    if name not in ESTIMATORS:
+        raise ConfigError(f"algorithm.advantage={name} is not an estimator; known are {', '.join(ESTIMATORS)}")
+    found = ESTIMATORS[name]
+    missing = [column for column in ("reward", "uid", *found.columns) if column not in batch]
+    if missing:
+        raise DataError(f"algorithm.advantage={name} needs the column {missing[0]!r}; the batch has {sorted(batch)}")
+    keywords = {column: batch[column] for column in found.columns}
+    keywords |= {option: options[option] for option in found.options if option in options}
+    return found.function(batch["reward"], batch["uid"], **keywords)
+
+
+@estimator("grpo", options=("normalize_by_std",))
+def grpo(
+    rewards: np.ndarray, uids: np.ndarray, *, normalize_by_std: bool = True, epsilon: float = EPSILON
+) -> np.ndarray:
+    """Group-relative advantage (Shao et al. 2024, DeepSeekMath, section 4.1.2).
+
+        A_i = (r_i - mean(r)) / (std(r) + epsilon)      over the group of i
+
+    Without `normalize_by_std` it is the numerator alone, see `dr_grpo`. The standard deviation is the sample's (n - 1),
+    as in TRL and verl: a group is a few samples of a prompt's rewards, whose own deviation it estimates. A group of one
+    has advantage 0.
+
+    rewards: float [B]. uids: [B]. Returns float64 [B].
+    """
+    groups = _Groups(uids)
+    centred = rewards - groups.mean(rewards)
+    if not normalize_by_std:
+        return centred
+    variance = groups.sum(centred**2) / np.maximum(groups.count - 1, 1)
+    return centred / (np.sqrt(variance) + epsilon)
+
+
+@estimator("dr_grpo")
+def dr_grpo(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
+    """GRPO done right (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
+
+        A_i = r_i - mean(r)      over the group of i
+
+    No division by the standard deviation, which would weigh too easy and too hard prompts most. Its loss is that of
+    `aggregation=sequence_mean_token_sum_norm`.
+
+    rewards: float [B]. uids: [B]. Returns float64 [B].
+    """
+    return grpo(rewards, uids, normalize_by_std=False)
+
+
+@estimator("rloo")
+def rloo(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
+    """REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, section 3).
+
+        A_i = r_i - sum over j != i of r_j / (n - 1) = n / (n - 1) * (r_i - mean(r))      over the group of i, of size n
+
+    The baseline does not depend on the sequence itself, so the gradient stays unbiased. A group of one has advantage 0.
+
+    rewards: float [B]. uids: [B]. Returns float64 [B].
+    """
+    groups = _Groups(uids)
+    return (rewards - groups.mean(rewards)) * groups.count / np.maximum(groups.count - 1, 1)
+
+
+@estimator("reinforce_plus_plus", columns=("tokens",))
+def reinforce_plus_plus(
+    rewards: np.ndarray, uids: np.ndarray, *, tokens: np.ndarray, epsilon: float = EPSILON
+) -> np.ndarray:
+    """REINFORCE++ (Hu et al. 2025): no critic and no groups, normalised over the tokens of the global batch.
+
+        A_i = (r_i - mean(r)) / (std(r) + epsilon)      over all sequences, each counted once for each of its tokens
+
+    With the reward at the last token and no discount, the return of every token is r_i. With `algorithm.gamma` below 1,
+    or a KL in the reward, returns differ from token to token: see `PolicyWorker.token_advantages`. The deviation is the
+    population's, see `whiten`.
+
+    rewards: float [B]. uids: [B], without effect. tokens: int [B], loss tokens. Returns float64 [B].
+    """
+    return whiten(rewards, tokens, epsilon=epsilon)
+
+
+@estimator("reinforce_plus_plus_baseline", columns=("tokens",))
+def reinforce_plus_plus_baseline(
+    rewards: np.ndarray, uids: np.ndarray, *, tokens: np.ndarray, epsilon: float = EPSILON
+) -> np.ndarray:
+    """REINFORCE++ with the group's mean as baseline (Hu et al. 2025): normalised by the batch, not by the group.
+
+        c_i = r_i - mean of the group(r)        A_i = (c_i - mean(c)) / (std(c) + epsilon)      over all tokens
+
+    Returns of tokens that differ, and the deviation: as with `reinforce_plus_plus`.
+
+    rewards: float [B]. uids: [B]. tokens: int [B], loss tokens. Returns float64 [B].
+    """
+    return whiten(dr_grpo(rewards, uids), tokens, epsilon=epsilon)
+
+
+@estimator("remax", columns=("greedy_reward",))
+def remax(rewards: np.ndarray, uids: np.ndarray, *, greedy_reward: np.ndarray) -> np.ndarray:
+    """ReMax (Li et al. 2024, algorithm 2): the reward of the greedy response to the same prompt is the baseline.
+
+        A_i = r_i - r(greedy response to the prompt of i)
+
+    rewards: float [B]. uids: [B], without effect. greedy_reward: float [B]. Returns float64 [B].
+    """
+    return np.asarray(rewards, np.float64) - greedy_reward
+
+
+@estimator("opo", columns=("tokens",))
+def opo(rewards: np.ndarray, uids: np.ndarray, *, tokens: np.ndarray) -> np.ndarray:
+    """On-policy optimisation with the optimal reward baseline (Hao et al. 2025).
+
+        A_i = r_i - sum_j l_j r_j / sum_j l_j      over the group of i, l the loss tokens
+
+    The baseline of least variance, if the squared gradient of a response grows with its length.
+
+    rewards: float [B]. uids: [B]. tokens: int [B], at least one in each group. Returns float64 [B].
+    """
+    groups = _Groups(uids)
+    return rewards - groups.sum(tokens * rewards) / groups.sum(tokens)
+
+
+@estimator("pass_at_k", options=("k",))
+def pass_at_k(rewards: np.ndarray, uids: np.ndarray, *, k: int, epsilon: float = EPSILON) -> np.ndarray:
+    """Pass@k training (Chen et al. 2025): GRPO over all k-subsets S of the group, each rewarded by its best member.
+
+        A_i = (E[max r_S | i in S] - E[max r_S]) / (std(max r_S) + epsilon)      S uniform over the subsets of k
+
+    In closed form: of rewards in ascending order, the j-th is the best of C(j-1, k-1) of C(n, k) subsets, and of those
+    with i < j it is the best of C(j-2, k-2) of C(n-1, k-1). For rewards 0 and 1 this is the paper's analytical form.
+    k = 1 is GRPO with the population's deviation; a group of at most k has advantage 0.
+
+    rewards: float [B]. uids: [B]. Returns float64 [B].
+    """
+    advantages = np.zeros(len(rewards))
+    for rows in _Groups(uids).rows():
+        if len(rows) > k:
+            advantages[rows] = _pass_at_k_of_group(np.asarray(rewards, np.float64)[rows], k, epsilon)
+    return advantages
+
+
+def _pass_at_k_of_group(rewards: np.ndarray, k: int, epsilon: float) -> np.ndarray:
+    n, order = len(rewards), np.argsort(rewards)
+    ascending = rewards[order]
+    best = np.array([comb(j, k - 1) / comb(n, k) for j in range(n)])
+    mean = best @ ascending
+    std = np.sqrt(best @ (ascending - mean) ** 2)
+    own = np.array([comb(i, k - 1) / comb(n - 1, k - 1) for i in range(n)])
+    above = np.array([comb(j - 1, k - 2) / comb(n - 1, k - 1) if j and k > 1 else 0.0 for j in range(n)])
+    from_above = np.append(np.cumsum((above * ascending)[::-1])[::-1][1:], 0.0)
+    advantages = np.empty(n)
+    advantages[order] = (own * ascending + from_above - mean) / (std + epsilon)
+    return advantages
+
+
+@estimator("maxrl")
+def maxrl(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
+    """Maximum-likelihood reinforcement learning (Tajwar et al. 2026): the gradient of log pass rate, not of pass rate.
+
+        A_i = (r_i - mean(r)) / mean(r)      over the group of i; 0 where mean(r) = 0
+
+    A prompt that is seldom solved counts more, by one over its pass rate.
+
+    rewards: float [B], not negative. uids: [B]. Returns float64 [B]. Raises DataError for a negative reward.
+    """
+    if np.min(rewards, initial=0.0) < 0:
+        raise DataError(
+            f"algorithm.advantage=maxrl takes rewards as rates of success, but one is {np.min(rewards)}; let the "
+            "reward function return no negative numbers"
+        )
+    mean = _Groups(uids).mean(rewards)
+    return np.divide(rewards - mean, mean, out=np.zeros(len(rewards)), where=mean > 0)
+
+
+def whiten(values: np.ndarray, weights: np.ndarray | None = None, *, epsilon: float = EPSILON) -> np.ndarray:
+    """(x - mean(x)) / (std(x) + epsilon) over the whole batch, as PPO does with its advantages; float64, like `values`.
+
+    The standard deviation is the population's (n), as in `workers.model.losses.returns.whiten`.
+
+    weights: how often each value counts, such as its tokens; None counts each once.
+    """
+    mean = np.average(values, weights=weights)
+    return (values - mean) / (np.sqrt(np.average((values - mean) ** 2, weights=weights)) + epsilon)
+
+
+def has_signal(rewards: np.ndarray, uids: np.ndarray) -> np.ndarray:
+    """True where the rewards of a sequence's group differ; else all its group-relative advantages are 0. bool [B]."""
+    groups, index = np.unique(uids, return_inverse=True)
+    highest = np.full(len(groups), -np.inf)
+    lowest = np.full(len(groups), np.inf)
+    np.maximum.at(highest, index, rewards)
+    np.minimum.at(lowest, index, rewards)
+    return (highest > lowest)[index]
+
+
+def share_without_signal(rewards: np.ndarray, uids: np.ndarray) -> float:
+    """Share of the groups whose rewards are all equal, as TRL's `frac_reward_zero_std`."""
+    return len(np.unique(uids[~has_signal(rewards, uids)])) / len(np.unique(uids))
+
+
+def adapted_kl_weight(coefficient: float, kl: float, sequences: int, settings: KlInRewardConfig) -> float:
+    """Weight of the next step's KL (Ziegler et al. 2019, section 2.2), with a gain of `sequences / horizon`:
+
+        e = clip((KL - target) / target, -0.2, 0.2)        beta' = beta (1 + e sequences / horizon)
+
+    kl: mean over the step's sequences, nats. Without a target the weight does not change.
+    """
+    if not settings.target:
+        return coefficient
+    error = (kl - settings.target) / settings.target
+    error = min(max(error, -LARGEST_KL_ERROR), LARGEST_KL_ERROR)
+    return coefficient * (1 + error * sequences / settings.horizon)
+
+
+def sequence_advantages(algorithm: AlgorithmConfig, batch: RemoteBatch, rewards: np.ndarray) -> np.ndarray:
+    """One advantage a sequence by the estimator that `algorithm.advantage` names, float32 [B]. rewards: float64 [B]."""
+    columns = batch.columns | {"reward": rewards, "tokens": batch["response_tokens"]}
+    options = {"normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k}
+    return estimate(algorithm.advantage, columns, **options).astype(np.float32)
+
+
+def value_metrics(metrics: Metrics) -> dict[str, float]:
+    """Metrics of a critic's values before its update, from the merged metrics of `value_statistics`."""
+    measured = results(metrics)
+    explained = {"explained_variance": explained_variance(metrics)}
+    return {name: measured[name] for name in ("values", "returns")} | explained
+
+
+class _Groups:
+    """Sums over groups, at each of their members again."""
+
+    def __init__(self, uids: np.ndarray) -> None:
+        _, self._index = np.unique(uids, return_inverse=True)
+        self.count = np.bincount(self._index)[self._index]
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        return np.bincount(self._index, weights=values)[self._index]
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        return self.sum(values) / self.count
+
+    def rows(self) -> list[np.ndarray]:
+        """Row numbers of each group."""
+        order = np.argsort(self._index, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(self._index[order])) + 1)

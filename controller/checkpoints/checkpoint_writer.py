@@ -1,0 +1,143 @@
+"""Saves a run's checkpoints, and resumes from them; a failed save is logged and counted.
+
+complete step --begin--> copied, training goes on --behind--> step-30 --prune--> the last run.keep_checkpoints
+                                                        \\--full disk--> logged, counted; the one before stays
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from controller.actors.roles import TrainingRoles
+from controller.actors.worker_group import GroupMethod
+from controller.checkpoints.progress import (
+    FOLDER,
+    Progress,
+    checkpoint_path,
+    checkpoints_at,
+    refuse_other_data,
+    role_path,
+    samples_path,
+)
+from controller.config import TrainingConfig
+from controller.data.identity import differences
+from workers.errors import CheckpointError, LostError, OutputError, RolloutError, WorkerError, clause
+from workers.model.checkpoint.checkpoint_folder import complete, prune, remove
+
+Beside = Callable[[Path, Progress], None]
+SAVE_SECONDS = 1800.0  # an interrupt may have reached ranks unequally: then a save never begins
+
+
+def nothing(path: Path, progress: Progress) -> None:
+    """Write nothing beside the checkpoint at `path`."""
+
+
+class CheckpointWriter:
+    """Saves every role that learns. A save that fails, such as on a full disk, is logged and counted in `failures`; the
+    run continues, and earlier checkpoints stay."""
+
+    def __init__(self, roles: TrainingRoles, run_folder: Path, keep: int, log: Callable[[str], None]) -> None:
+        self.failures = 0
+        self._roles, self._folder, self._keep, self._log = roles, run_folder.resolve(), keep, log
+        self._begun = 0
+
+    def begin(self, progress: Progress, beside: Beside = nothing) -> None:
+        """Begin to save the state after `progress.step`; files are written while training continues.
+
+        beside: writes what else belongs to the checkpoint, at once. Its failure is counted too, and the rest is saved.
+        """
+        path = checkpoint_path(self._folder, progress.step)
+        try:
+            beside(path, progress)
+        except OutputError as error:
+            self.failures += 1
+            self._log(f"{clause(error)}. The run goes on.")
+        for role, group in self._roles.trained.items():
+            save = group.save_checkpoint
+            arguments = str(role_path(path, role)), progress.step, progress.to_json()
+            # A failure of the first call is that of the previous save.
+            if not self._tried(save, *arguments):
+                self._tried(save, *arguments)
+        self._begun = progress.step
+        self._prune()
+
+    def finish(self) -> None:
+        """Wait for the running save."""
+        for group in self._roles.trained.values():
+            self._tried(group.wait_for_checkpoint)
+        self._prune()
+
+    def at_stop(self, progress: Progress, beside: Beside = nothing) -> None:
+        """Save `progress`, and what is `beside`, if it is not saved yet, and wait. Does not raise if a rank cannot: the
+        run ends anyway."""
+        try:
+            if progress.step > self._begun:
+                self._log(f"saving a checkpoint of step {progress.step}")
+                self.begin(progress, beside)
+            self.finish()
+        except (WorkerError, RolloutError, LostError) as error:
+            self._log(f"no checkpoint of step {progress.step}: {error}")
+
+    def _tried(self, method: GroupMethod, *arguments: Any) -> bool:
+        try:
+            method.remote(*arguments).result(SAVE_SECONDS)
+        except CheckpointError as error:
+            self.failures += 1
+            left = next(iter(checkpoints_at(self._folder)), None)
+            resumed = f"it can be resumed from {left}" if left else "there is no checkpoint yet to resume it from"
+            self._log(f"{clause(error)}. The run goes on; {resumed}.")
+            return False
+        return True
+
+    def _prune(self) -> None:
+        for role in self._roles.trained:
+            prune(self._folder / FOLDER.parent / role, self._keep)
+
+
+def resume(config: TrainingConfig, roles: TrainingRoles, log: Callable[[str], None], data: dict[str, Any]) -> Progress:
+    """Load the newest good checkpoint that run.resume asks for; a fresh Progress where it asks for none.
+
+    data: identity of the run's training data; run.other_data decides what happens if the checkpoint's differs. A
+    checkpoint that fails to load is logged and the one before it is tried. Raises CheckpointError if there are
+    checkpoints and none loads: starting from scratch would overwrite them.
+    """
+    if config.run.resume == "never":
+        return Progress(data=data)
+    folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
+    candidates = checkpoints_at(folder.resolve())
+    for path in candidates:
+        try:
+            found = [group.load_checkpoint(str(role_path(path, role))) for role, group in roles.trained.items()]
+            samples = samples_path(path)
+            progress = replace(Progress(**found[0]), samples=str(samples) if samples.exists() else "")
+        except (CheckpointError, WorkerError, TypeError) as error:  # TypeError: fields that no Progress has
+            log(f"{path} cannot be loaded: {error}")
+            continue
+        if config.run.other_data == "refuse":  # checked before the start too, but of the newest one only
+            refuse_other_data(path, data, progress.data)
+        log(f"going on from {path}")
+        if config.run.resume == "auto":
+            _remove_later(roles, path, progress.step)
+        return _with_data(progress, data, config, log)
+    if candidates:
+        raise CheckpointError(f"run.resume={config.run.resume}: none of {len(candidates)} checkpoints can be loaded.")
+    return Progress(data=data)
+
+
+def _with_data(
+    progress: Progress, data: dict[str, Any], config: TrainingConfig, log: Callable[[str], None]
+) -> Progress:
+    """The progress with this run's data; at their first prompt if they differ and run.other_data=restart."""
+    if config.run.other_data == "restart" and differences(data, progress.data):
+        log("the training data are not those of the checkpoint: they are taken from their first prompt")
+        progress = replace(progress, position=0, active=[], samples="")
+    return replace(progress, data=data)
+
+
+def _remove_later(roles: TrainingRoles, path: Path, step: int) -> None:
+    """Remove checkpoints of later steps, which failed to load or lack a role: new ones will take their names."""
+    for role in roles.trained:
+        for found, manifest in complete(role_path(path, role).parent):
+            if manifest.step > step:
+                remove(found)

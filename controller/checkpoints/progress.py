@@ -1,0 +1,105 @@
+"""Checkpoints of a run: the driver's state, the folders, and how a run resumes.
+
+    runs/NAME/checkpoints/policy/step-30     the policy's state; its manifest carries the driver's Progress
+    runs/NAME/checkpoints/critic/step-30     the critic's, where there is one
+    runs/NAME/checkpoints/samples/step-30.npz    samples that no step has trained on, where they are made ahead
+    run.resume --checkpoints_at--> newest first --the first that loads--> Progress
+
+The workers' half is the room `workers.model.checkpoint`. A run can resume from a step whose folders are all complete.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from controller.config import TrainingConfig
+from controller.data.identity import differences
+from workers.errors import ConfigError
+from workers.model.checkpoint.checkpoint_folder import MANIFEST, complete, read_manifest
+
+FOLDER = Path("checkpoints") / "policy"
+
+
+@dataclass
+class Progress:
+    """State that the driver needs to resume after a step; the rest follows from the configuration and the seed.
+
+    step: the last one that is complete. position: the next prompt's place in the stream. active: places of prompts
+    before it whose samples no step has trained on. samples: the file that has these, as far as they are there; empty
+    where there is none. weight_version: of the policy's weights. best: highest value of validation.keep_best so far.
+    before, latest: validations. kl_coefficient: weight of the KL in the reward, where it is adapted. trackers: the
+    run's id in each tracker that has one. refit: the cost model fitted to this run, see `CostModelFitter.state`. data:
+    identity of the training data in which `position` is a place, see `controller.data.identity`.
+    """
+
+    step: int = 0
+    position: int = 0
+    active: list[int] = field(default_factory=list)
+    samples: str = ""
+    weight_version: int = 0
+    best: float | None = None
+    before: dict[str, float] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)
+    kl_coefficient: float | None = None
+    trackers: dict[str, str] = field(default_factory=dict)
+    refit: dict[str, Any] | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON, for the manifest of a checkpoint."""
+        return asdict(self)
+
+
+def checkpoint_path(run_folder: Path, step: int) -> Path:
+    """Path of the policy's checkpoint after `step`."""
+    return run_folder / FOLDER / f"step-{step}"
+
+
+def role_path(policy_checkpoint: Path, role: str) -> Path:
+    """Path of another role's checkpoint of the same step."""
+    return policy_checkpoint.parent.parent / role / policy_checkpoint.name
+
+
+def samples_path(policy_checkpoint: Path) -> Path:
+    """Path of the samples that belong to a checkpoint."""
+    return role_path(policy_checkpoint, "samples").with_suffix(".npz")
+
+
+def remove_old_samples(run_folder: Path, step: int) -> None:
+    """Remove files of samples that belong neither to a complete checkpoint nor to that of `step`, which is begun."""
+    kept = {step, *(manifest.step for _, manifest in complete(run_folder / FOLDER))}
+    for path in samples_path(checkpoint_path(run_folder, step)).parent.glob("step-*.npz"):
+        if path not in {samples_path(checkpoint_path(run_folder, one)) for one in kept}:
+            path.unlink()
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Complete checkpoints, newest first: `path` itself if it is one, else those of the run in that folder.
+
+    Raises CheckpointError for a checkpoint that is not complete, naming what is wrong with it.
+    """
+    if (path / MANIFEST).exists():
+        read_manifest(path)
+        return [path]
+    return [found for found, _ in reversed(complete(path / FOLDER))]
+
+
+def check_same_data(config: TrainingConfig, data: dict[str, Any]) -> None:
+    """Raise ConfigError if run.resume would use a checkpoint of other data and run.other_data does not allow it.
+
+    data: identity of the training data, see `controller.data.identity`.
+    """
+    if config.run.resume == "never" or config.run.other_data != "refuse":
+        return
+    folder = config.run_folder if config.run.resume == "auto" else Path(config.run.resume)
+    for path in checkpoints_at(folder)[:1]:
+        refuse_other_data(path, data, read_manifest(path).extra.get("data") or {})
+
+
+def refuse_other_data(path: Path, now: dict[str, Any], then: dict[str, Any]) -> None:
+    found = differences(now, then)
+    if found:
+        raise ConfigError(
+            f"run.resume: {path} was trained on other data: {'; '.join(found)}; set that back, or go on with the new "
+            "data by run.other_data=restart (from its first prompt) or keep_place."
+        )

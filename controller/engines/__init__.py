@@ -1,0 +1,8 @@
+"""The driver's half of generation: routing of requests to engines, and replacement of lost engines.
+
+    requests --engine_pool: EnginePool--> actors of `workers.rollout` --> light results, references of token blocks
+                     |                |
+      router: assigns requests      fleet: states of engines         both decide only; no I/O, no Ray
+
+Read `engine_pool` first. `controller.rollout` makes the requests and puts the results together.
+"""

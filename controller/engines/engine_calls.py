@@ -1,0 +1,299 @@
+"""RolloutEngines: the rollout actors of a run, and the replacement of lost ones.
+
+    make(replica, attempt) --start--> up --current weights--> serves --died, hung--> killed
+            ^                                                                          |
+            '------------------------- while run.max_restarts allows ------------------'
+
+Starts, weight loads and health checks run concurrently with the streams of a round: `wait` watches all of them. Which
+engine may serve is decided in `controller.engines.fleet`.
+"""
+
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from controller.engines.fleet import FRUITLESS_DEATHS, Fleet, State
+from workers.config import RolloutConfig
+from workers.errors import LostError, RolloutError
+
+MakeActor = Callable[[int, int], Any]
+STOP_SECONDS = 30.0
+POLL_SECONDS = 1.0  # interval between checks of deadlines while nothing arrives
+UP = (State.STALE, State.CURRENT, State.DRAINING)
+
+
+class Pending:
+    """Calls under way on several replicas."""
+
+    def __init__(self, refs: dict[int, ray.ObjectRef], doing: str, then: Callable[[int], None]) -> None:
+        """`then`: called with every replica that is done."""
+        self._refs, self._doing, self._then = refs, doing, then
+
+    def result(self, timeout_s: float | None = None) -> None:
+        """Wait for all; returns at once when called again.
+
+        Raises RolloutError naming the first replica that failed, or was late, and the cause.
+        """
+        for replica, ref in list(self._refs.items()):
+            try:
+                ray.get(ref, timeout=timeout_s)
+            except RayError as error:
+                raise RolloutError(
+                    f"rollout replica {replica} failed while {self._doing}: {cause_of(error)}"
+                ) from error
+            del self._refs[replica]
+            self._then(replica)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that `wait` watches: `then` is called when it is done, and the replica is lost if it fails or is late."""
+
+    replica: int
+    doing: str
+    timeout_s: float
+    deadline: float
+    then: Callable[[], None]
+
+
+class RolloutEngines:
+    """The actors of all replicas, their states, and the weights that they must have.
+
+    actors: handles by replica. fleet: which of them may serve.
+    """
+
+    def __init__(
+        self,
+        make: MakeActor,
+        config: RolloutConfig,
+        fleet: Fleet,
+        *,
+        replaceable: bool = True,
+        colocated: bool = False,
+        start_timeout_s: float = 600.0,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """`make(replica, attempt)` makes a RolloutWorker actor, attempt 0 at once. fleet: of all replicas, as new.
+        replaceable: whether a lost engine can be put back alone; not where weights travel between GPUs that have met.
+        colocated: whether engines sleep while their GPUs train. log: receives a line
+        for each engine that is lost."""
+        self.fleet = fleet
+        self.actors = {replica: make(replica, 0) for replica in range(config.replicas)}
+        self._make, self._replaceable, self._colocated, self._log = make, replaceable, colocated, log
+        self._hang_timeout_s, self._start_timeout_s = config.hang_timeout_s, start_timeout_s
+        self._attempts = dict.fromkeys(self.actors, 0)
+        self._calls: dict[ray.ObjectRef, _Call] = {}
+        self._last_sign: dict[int, float] = {}
+        self._newly_lost: list[int] = []
+        self._weights: ray.ObjectRef | None = None
+        self._stopped = False
+
+    @property
+    def asleep(self) -> bool:
+        """True if engines have freed their GPUs for training."""
+        return bool(self.fleet.in_state(State.ASLEEP))
+
+    def start(self) -> Pending:
+        """Build all engines; returns at once, `result()` waits. One that fails here is an error, not a loss."""
+        starts = {replica: actor.start.remote() for replica, actor in self.actors.items()}
+        return Pending(starts, "starting its engine", self.fleet.started)
+
+    def wait(self, streams: Sequence[Any], timeout_s: float = POLL_SECONDS) -> Any | None:
+        """The first of `streams` with a result; None after handling another call, or after `timeout_s`.
+
+        Raises RolloutError or LostError, see `lose`.
+        """
+        done, _ = ray.wait([*self._calls, *streams], num_returns=1, timeout=timeout_s, fetch_local=False)
+        for ref in done:
+            if ref not in self._calls:
+                return ref
+            self._arrived(ref)
+        return None
+
+    def check_deadlines(self, busy: Collection[int]) -> None:
+        """Lose replicas with overdue calls; check the health of those in `busy` that owe results and are silent."""
+        now = time.monotonic()
+        for ref in [ref for ref, call in self._calls.items() if call.deadline < now]:
+            self._late(ref)
+        for replica in self.fleet.serving:
+            if replica in busy and now - self._last_sign[replica] > self._hang_timeout_s:
+                self.fleet.drain(replica)
+                health, doing = self.actors[replica].health.remote(), "answering (rollout.hang_timeout_s)"
+                self._watch(replica, health, doing, self._hang_timeout_s, partial(self._healthy, replica))
+
+    def check_any_will_serve(self) -> None:
+        """Raise RolloutError if no engine serves and none is starting or loading weights: waiting would never end."""
+        if not self.fleet.serving and not self._calls:
+            raise RolloutError(
+                f"no rollout engine has the weights of version {self.fleet.version}, and none is loading them: an "
+                "update was refused before."
+            )
+
+    def pop_lost(self) -> list[int]:
+        """Replicas lost since the last call."""
+        lost, self._newly_lost = self._newly_lost, []
+        return lost
+
+    def progressed(self, replica: int) -> None:
+        """The replica was given work, or returned some."""
+        self._last_sign[replica] = time.monotonic()
+
+    def lose(self, replica: int, cause: Exception | str) -> None:
+        """Take the engine out of service and start a new one in its place.
+
+        Raises RolloutError, the cause first, if a new one would die too or the run has no restart left, and LostError
+        if it cannot be replaced.
+        """
+        if self._stopped:
+            raise RolloutError("the engines were stopped during a round.")
+        text = cause if isinstance(cause, str) else cause_of(cause)
+        self.fleet.lost(replica)
+        self._newly_lost.append(replica)
+        self._calls = {ref: call for ref, call in self._calls.items() if call.replica != replica}
+        ray.kill(self.actors[replica])
+        lost = f"rollout replica {replica} was lost: {text}"
+        if self.fleet.is_hopeless(replica):
+            raise RolloutError(f"{lost}; {FRUITLESS_DEATHS} engines in a row died before they finished a sample.")
+        if not self._replaceable:
+            raise LostError(lost)
+        if not self.fleet.restart(replica):
+            raise RolloutError(f"{lost}; all of run.max_restarts={self.fleet.budget.limit} are used up.")
+        self._log(f"{lost}; starting a new one")
+        self._attempts[replica] += 1
+        self.actors[replica] = self._make(replica, self._attempts[replica])
+        started = self.actors[replica].start.remote()
+        self._watch(replica, started, "starting its engine", self._start_timeout_s, partial(self._started, replica))
+
+    def update_weights(self, payload: ray.ObjectRef, version: int) -> None:
+        """Load `payload`, a reference to packed weights, as `version` into every engine that is up; kept for engines
+        that start later.
+
+        Raises RolloutError if an engine refuses them: it would go on with old weights. And as `lose` does.
+        """
+        self._weights = payload
+        self.fleet.new_version(version)
+        for replica in self.fleet.in_state(State.STALE):
+            self._load(replica)
+        while self.fleet.in_state(State.STALE):
+            self.wait([])
+            self.check_deadlines(())
+
+    def receive_weights(self, send: Callable[[], None], version: int) -> None:
+        """Let `send` bring the weights `version` to every engine, between GPUs; engines that sleep wake up for it.
+
+            memory for weights --> send --> memory for the KV cache --> they serve
+
+        Raises LostError for an engine that is lost on the way, and what `send` raises.
+        """
+        self._wake_for_weights()
+        send()
+        if self._colocated:
+            self._on_all("wake_kv_cache", self.fleet.in_state(State.STALE), self._start_timeout_s)
+        self.fleet.new_version(version)
+        for replica in self.fleet.in_state(State.STALE):
+            self.fleet.updated(replica, version)
+
+    def sleep(self) -> None:
+        """Colocated engines free weights and KV caches, and serve nothing before `receive_weights`.
+
+        Raises LostError for one that fails.
+        """
+        if not self._colocated:
+            return
+        for replica in self._on_all("sleep", self.fleet.in_state(*UP), self._start_timeout_s):
+            self.fleet.sleep(replica)
+
+    def _wake_for_weights(self) -> None:
+        """Engines that sleep allocate memory for weights, not yet for KV caches: the sender needs room to gather."""
+        for replica in self._on_all("wake_for_weights", self.fleet.in_state(State.ASLEEP), self._start_timeout_s):
+            self.fleet.wake(replica)
+
+    def check_alive(self) -> None:
+        """Lose engines whose actor or processes have died, also while they wait for weights and answer nothing else.
+
+        Raises LostError for one that cannot be replaced alone.
+        """
+        self._on_all("alive", self.fleet.in_state(*UP, State.ASLEEP), self._hang_timeout_s)
+
+    def _on_all(self, method: str, replicas: Sequence[int], timeout_s: float) -> list[int]:
+        """Call a method of these replicas, wait, and return those that succeeded. One that fails or is late is lost."""
+        calls = {replica: getattr(self.actors[replica], method).remote() for replica in replicas}
+        done = []
+        for replica, ref in calls.items():
+            try:
+                ray.get(ref, timeout=timeout_s)
+                done.append(replica)
+            except RayError as error:
+                self.lose(replica, error)
+        return done
+
+    def stop(self) -> None:
+        """End all engines and actors; does not raise for dead ones. A running round fails."""
+        self._stopped = True
+        actors = list(self.actors.values())
+        stopping = [actor.stop.remote() for actor in actors]
+        ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS)
+        for actor in actors:
+            ray.kill(actor)
+        for ref in self._calls:  # Ray prints errors of references that are never read
+            with suppress(RayError):
+                ray.get(ref, timeout=POLL_SECONDS)
+
+    def _started(self, replica: int) -> None:
+        self.fleet.started(replica)
+        self._load(replica)
+
+    def _load(self, replica: int) -> None:
+        """Send the current weights to the engine, unless it has them or is loading them."""
+        doing = "loading weights"
+        under_way = any(call.replica == replica and call.doing == doing for call in self._calls.values())
+        if self.fleet.state(replica) is not State.STALE or under_way:
+            return
+        version = self.fleet.version
+        ref = self.actors[replica].update_weights.remote(self._weights, version)
+        self._watch(replica, ref, doing, self._start_timeout_s, partial(self._loaded, replica, version))
+
+    def _loaded(self, replica: int, version: int) -> None:
+        self.fleet.updated(replica, version)
+        self._load(replica)  # newer ones may exist by now
+
+    def _late(self, ref: ray.ObjectRef) -> None:
+        if ray.wait([ref], timeout=0, fetch_local=False)[0]:  # in time, but between two rounds nobody read it
+            self._arrived(ref)
+        elif call := self._calls.get(ref):  # gone if its engine was lost just now
+            self.lose(call.replica, f"{call.doing} was not done after {call.timeout_s:g} s")
+
+    def _healthy(self, replica: int) -> None:
+        if self.fleet.state(replica) is State.DRAINING:  # new weights end draining too
+            self.fleet.resume(replica)
+        self.progressed(replica)
+
+    def _watch(self, replica: int, ref: ray.ObjectRef, doing: str, timeout_s: float, then: Callable[[], None]) -> None:
+        self._calls[ref] = _Call(replica, doing, timeout_s, time.monotonic() + timeout_s, then)
+
+    def _arrived(self, ref: ray.ObjectRef) -> None:
+        if ref not in self._calls:
+            return
+        call = self._calls.pop(ref)
+        try:
+            ray.get(ref)
+        except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, RolloutError):
+                raise error.cause from error  # the engine is alive, and a new one would refuse the same
+            self.lose(call.replica, error)
+            return
+        call.then()
+
+
+def cause_of(error: Exception) -> str:
+    """One line with the error that the actor raised, without Ray's traceback, or how the actor died."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    text = " ".join(f"{type(cause).__name__}: {cause}".split())
+    return re.sub(r" class_name: .*? ip: \S+", "", text).partition(" Some common causes")[0]

@@ -1,0 +1,257 @@
+"""EnginePool: requests through all engines, in rounds or without end.
+
+    submit -> Router --assign--> engine streams --(block reference, results)--> on_results
+                 ^                     |
+                 +-- failed, engine lost
+
+The driver reads the light results; of the blocks it holds references only. A lost engine's requests go to the others at
+once, and to the one that is started in its place when it has the current weights (`controller.engines.engine_calls`).
+Several generations may be under way at a time, as training's and a validation's: `pump` serves all of them.
+
+PartialResponses: what responses have so far, kept so that a lost engine's are continued and not begun again.
+
+engines --every few seconds--> references, one an engine --engine lost--> requests with what was sampled
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from controller.engines.engine_calls import POLL_SECONDS, MakeActor, RolloutEngines
+from controller.engines.fleet import Fleet, RestartBudget
+from controller.engines.router import Key, Router
+from controller.observability.live_metrics import LiveMetrics
+from workers.config import RolloutConfig, SamplingConfig
+from workers.rollout.requests import PartialResponse, SampleRequest, SampleResult
+
+LOOK_SECONDS = 5.0  # between two looks at an engine
+ANSWER_SECONDS = 5.0
+
+
+class PartialResponses:
+    """The last known responses of each engine. They stay in the object store until they are needed."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, ray.ObjectRef] = {}
+        self._known: dict[int, ray.ObjectRef] = {}
+        self._looked = time.monotonic()
+
+    def look(self, actors: Mapping[int, Any]) -> None:
+        """Ask these engines, by replica, if it is time to; returns at once."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        for replica, ref in list(self._asked.items()):
+            if ray.wait([ref], timeout=0, fetch_local=False)[0]:
+                self._known[replica] = self._asked.pop(replica)
+        for replica in actors.keys() - self._asked.keys():
+            self._asked[replica] = actors[replica].partial_responses.remote()
+
+    def last(self, replica: int) -> dict[int, PartialResponse]:
+        """The known parts of a lost engine's responses, by seed; forgotten afterwards."""
+        refs = [self._known.pop(replica, None), self._asked.pop(replica, None)]
+        return _read([ref for ref in refs if ref is not None], timeout_s=0.1)
+
+    def now(self, actors: Mapping[int, Any]) -> dict[int, PartialResponse]:
+        """Ask these engines and wait for their answers, ANSWER_SECONDS at most; by seed."""
+        return _read([actor.partial_responses.remote() for actor in actors.values()], timeout_s=ANSWER_SECONDS)
+
+
+def _read(refs: list[ray.ObjectRef], timeout_s: float) -> dict[int, PartialResponse]:
+    found: dict[int, PartialResponse] = {}
+    if refs:
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]:
+            with suppress(RayError):  # of an engine that died, or whose node is gone: its responses begin again
+                found |= ray.get(ref)
+    return found
+
+
+OnResults = Callable[[list[SampleResult], ray.ObjectRef], None]
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The result of one round.
+
+    results: finished samples in the order in which they were requested; blocks: for each, the reference of the
+    DataProto that holds its row. dropped: the last failure of every dropped sample; retried: number of retries.
+    """
+
+    results: list[SampleResult]
+    blocks: list[ray.ObjectRef]
+    dropped: list[SampleResult]
+    retried: int
+
+
+class Generation:
+    """Requests of one kind of sampling on their way. router: where each of them is."""
+
+    def __init__(self, router: Router, sampling: SamplingConfig, on_results: OnResults) -> None:
+        """on_results: called with finished samples and their block as they come."""
+        self.router, self.sampling, self.on_results = router, sampling, on_results
+        self.streams: dict[Any, int] = {}  # ObjectRefGenerator -> replica
+
+    def lost(self, replica: int, begun: Mapping[int, PartialResponse]) -> None:
+        """Close the replica's streams; its unfinished requests go back to the queue. begun: see `Router`."""
+        self.streams = {stream: owner for stream, owner in self.streams.items() if owner != replica}
+        self.router.replica_lost(replica, begun)
+
+    def received(self, replica: int, block: ray.ObjectRef, results: Sequence[SampleResult]) -> None:
+        """The replica returned these results, of which those that did not fail have a row in the block."""
+        finished = [result for result in results if not result.failed]
+        for result in finished:
+            self.router.finished(replica, result)
+        for result in results:
+            if result.failed:
+                self.router.failed(replica, result)
+        if finished:
+            self.on_results(finished, block)
+
+
+class EnginePool(RolloutEngines):
+    """The engines of a run, and generation over them."""
+
+    def __init__(
+        self,
+        make: MakeActor,
+        config: RolloutConfig,
+        budget: RestartBudget | None = None,
+        live: LiveMetrics | None = None,
+        **options: Any,
+    ) -> None:
+        """make, options: see `RolloutEngines`. budget: None allows no restart. live: exports the engines' states and
+        queues."""
+        self._config, self._live = config, live or LiveMetrics()
+        self._generations: list[Generation] = []
+        self._partial = PartialResponses()
+        self._pumped = time.monotonic()
+        self._idle_s = 0.0
+        fleet = Fleet(config.replicas, budget or RestartBudget(0), self._live.engine_state)
+        super().__init__(make, config, fleet, **options)
+
+    def generate(
+        self, requests: Sequence[SampleRequest], sampling: SamplingConfig, on_results: OnResults | None = None
+    ) -> RolloutBatch:
+        """One round: sample every request; `on_results` is called with finished samples and their block as they come.
+
+        Raises as `pump` does.
+        """
+        found: dict[Key, tuple[SampleResult, ray.ObjectRef]] = {}
+
+        def keep(results: list[SampleResult], block: ray.ObjectRef) -> None:
+            found.update({result.key: (result, block) for result in results})
+            if on_results is not None:
+                on_results(results, block)
+
+        generation = self.begin(sampling, keep)
+        generation.router.submit(requests)
+        try:
+            while not generation.router.done:
+                self.pump(POLL_SECONDS)
+        finally:
+            self._generations.remove(generation)
+        self._export_queues()
+        kept = [found[request.key] for request in requests if request.key in found]
+        router = generation.router
+        return RolloutBatch(
+            [result for result, _ in kept], [block for _, block in kept], router.dropped, router.retried
+        )
+
+    def begin(self, sampling: SamplingConfig, on_results: OnResults) -> Generation:
+        """A generation without requests: submit them to its router, at any time, and call `pump`."""
+        router = Router(len(self.actors), self._config.max_concurrent, self._config.max_retries)
+        self._generations.append(Generation(router, sampling, on_results))
+        return self._generations[-1]
+
+    def pump(self, timeout_s: float = 0.0) -> bool:
+        """Give waiting requests to engines with room, and read what one stream has, if any has something in time.
+
+        Returns whether one had. With no engine left, generation waits for a replacement. Raises RolloutError, the cause
+        first, when run.max_restarts are used up, and LostError if a lost engine cannot be replaced alone.
+        """
+        self.check_deadlines(self._busy())
+        for replica in self.pop_lost():
+            begun = self._partial.last(replica)
+            for generation in self._generations:
+                generation.lost(replica, begun)
+        self._partial.look({replica: self.actors[replica] for replica in self._busy() & set(self.fleet.serving)})
+        for generation in self._generations:
+            self._open_streams(generation)
+        self._export_queues()
+        self._count_idle()
+        owners = {stream: generation for generation in self._generations for stream in generation.streams}
+        if not owners and self.queued:
+            self.check_any_will_serve()
+        # One stream at a time, so that capacity it frees is assigned again at once.
+        stream = self.wait(list(owners), timeout_s)
+        if stream is not None:
+            self._read(owners[stream], stream)
+        return stream is not None
+
+    def partial_responses(self) -> dict[int, PartialResponse]:
+        """The responses that are being generated, as far as they are, by seed; of engines that answer in time."""
+        return self._partial.now({replica: self.actors[replica] for replica in self.fleet.serving})
+
+    @property
+    def queued(self) -> int:
+        """Requests that no engine works on."""
+        return sum(generation.router.waiting for generation in self._generations)
+
+    def take_idle_seconds(self) -> float:
+        """Seconds since the last call in which engines had no request, mean over engines."""
+        self._count_idle()
+        idle, self._idle_s = self._idle_s, 0.0
+        return idle / len(self.actors)
+
+    def _busy(self) -> set[int]:
+        return {replica for generation in self._generations for replica in generation.streams.values()}
+
+    def _count_idle(self) -> None:
+        now, before = time.monotonic(), self._pumped
+        self._idle_s += (now - before) * (len(self.actors) - len(self._busy()))
+        self._pumped = now
+
+    def _open_streams(self, generation: Generation) -> None:
+        for replica, requests in generation.router.assign(self.fleet.serving).items():
+            generate = self.actors[replica].generate.options(num_returns="streaming")
+            generation.streams[generate.remote(requests, generation.sampling)] = replica
+            self.progressed(replica)
+
+    def _export_queues(self) -> None:
+        routers = [generation.router for generation in self._generations]
+        self._live.queues(
+            self.queued, [sum(router.outstanding(replica) for router in routers) for replica in range(len(self.actors))]
+        )
+
+    def _read(self, generation: Generation, stream: Any) -> None:
+        """Read one block and its results from a stream that is ready, or close it at its end."""
+        replica = generation.streams[stream]
+        try:
+            pair = _next_pair(stream)
+        except RayError as error:
+            self.lose(replica, error)
+            return
+        if pair is None:
+            del generation.streams[stream]
+            return
+        self.progressed(replica)
+        if any(not result.failed for result in pair[1]):
+            self.fleet.finished_samples(replica)
+        generation.received(replica, *pair)
+
+
+def _next_pair(stream: Any) -> tuple[ray.ObjectRef, list[SampleResult]] | None:
+    """Reference and results of the next block, or None at the end. Raises the error that broke the stream."""
+    block = next(stream, None)
+    if block is None:
+        return None
+    results = next(stream, None)
+    if results is None:  # Ray yields an error as the last object, here in the place of the block
+        ray.get(block)
+    return block, ray.get(results)

@@ -1,0 +1,150 @@
+"""Router: which engine takes which request, and what happens to those that fail. Decides only; no I/O, no Ray.
+
+    submit -> waiting --assign--> outstanding on a replica --finished--> gone
+                 ^                     |
+                 +---- failed (a retry), replica_lost (free) ----+---- failed too often --> dropped
+
+Which replicas may be given requests is the fleet's to say (`controller.engines.fleet`).
+
+Invariants: every submitted request is waiting, outstanding on exactly one replica, finished or dropped; no replica
+holds more than `max_concurrent`; no request fails more than `1 + max_retries` times.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from workers.errors import DataError
+from workers.rollout.requests import PartialResponse, SampleRequest, SampleResult
+
+Key = tuple[str, int]
+
+
+@dataclass
+class _Ticket:
+    """A request on its way; `failed_on` are the replicas that it failed on, one entry a try."""
+
+    request: SampleRequest
+    failed_on: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Replica:
+    """Requests that one engine works on."""
+
+    outstanding: dict[Key, _Ticket] = field(default_factory=dict)
+    tokens: int = 0  # prompt tokens of `outstanding`
+
+    def load(self) -> tuple[int, int]:
+        return len(self.outstanding), self.tokens
+
+    def put(self, ticket: _Ticket) -> None:
+        self.outstanding[ticket.request.key] = ticket
+        self.tokens += len(ticket.request.prompt_ids)
+
+    def take(self, key: Key) -> _Ticket:
+        ticket = self.outstanding.pop(key)
+        self.tokens -= len(ticket.request.prompt_ids)
+        return ticket
+
+
+class Router:
+    """State of a generation's requests. `dropped` holds the last failure of each dropped sample, `retried` counts
+    second tries."""
+
+    def __init__(self, replicas: int, max_concurrent: int, max_retries: int) -> None:
+        self.max_concurrent = max_concurrent
+        self.max_retries = max_retries
+        self.dropped: list[SampleResult] = []
+        self.retried = 0
+        self._replicas = [_Replica() for _ in range(replicas)]
+        self._waiting: deque[_Ticket] = deque()
+        self._keys: set[Key] = set()
+
+    @property
+    def done(self) -> bool:
+        """Every submitted request finished or was dropped."""
+        return not self._waiting and not any(replica.outstanding for replica in self._replicas)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no replica works on."""
+        return len(self._waiting)
+
+    @property
+    def unfinished(self) -> list[SampleRequest]:
+        """Requests that wait or that a replica works on."""
+        outstanding = [ticket for replica in self._replicas for ticket in replica.outstanding.values()]
+        return [ticket.request for ticket in (*outstanding, *self._waiting)]
+
+    def outstanding(self, replica: int) -> int:
+        """Requests that the replica works on."""
+        return len(self._replicas[replica].outstanding)
+
+    def submit(self, requests: Iterable[SampleRequest]) -> None:
+        """Queue requests. Raises DataError if a (uid, sample) is under way already."""
+        for request in requests:
+            if request.key in self._keys:
+                raise DataError(f"sample {request.sample} of prompt {request.uid!r} was requested twice at a time.")
+            self._keys.add(request.key)
+            self._waiting.append(_Ticket(request))
+
+    def assign(self, serving: Collection[int]) -> dict[int, list[SampleRequest]]:
+        """Give waiting requests, in their order, each to the least loaded replica of `serving` with room.
+
+        Load is the number of outstanding requests, then their prompt tokens. A request that failed goes to a replica
+        that it has not failed on, and waits for one with room, as long as such a replica serves.
+        """
+        assigned: dict[int, list[SampleRequest]] = {}
+        kept: deque[_Ticket] = deque()
+        open_replicas = {index for index in serving if self.outstanding(index) < self.max_concurrent}
+        while self._waiting and open_replicas:
+            ticket = self._waiting.popleft()
+            allowed = open_replicas & _allowed(ticket, set(serving))
+            if not allowed:
+                kept.append(ticket)
+                continue
+            index = min(allowed, key=lambda i: (self._replicas[i].load(), i))
+            self._replicas[index].put(ticket)
+            assigned.setdefault(index, []).append(ticket.request)
+            if self.outstanding(index) == self.max_concurrent:
+                open_replicas.remove(index)
+        self._waiting.extendleft(reversed(kept))
+        return assigned
+
+    def finished(self, replica: int, result: SampleResult) -> None:
+        """The replica returned a response. Raises KeyError if it was not outstanding there."""
+        self._replicas[replica].take(result.key)
+        self._keys.remove(result.key)
+
+    def failed(self, replica: int, result: SampleResult) -> None:
+        """The replica could not sample: try again, or drop. Raises KeyError if it was not outstanding there."""
+        ticket = self._replicas[replica].take(result.key)
+        ticket.failed_on.append(replica)
+        if len(ticket.failed_on) > self.max_retries:
+            self.dropped.append(result)
+            self._keys.remove(result.key)
+            return
+        self.retried += 1
+        later = (place for place, other in enumerate(self._waiting) if other.request.priority > ticket.request.priority)
+        self._waiting.insert(next(later, len(self._waiting)), ticket)
+
+    def take_dropped(self) -> list[SampleResult]:
+        """The last failure of each sample dropped since the last call."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
+
+    def replica_lost(self, replica: int, begun: Mapping[int, PartialResponse]) -> None:
+        """The replica is gone: its requests go back to the head of the queue, at no cost in retries.
+
+        begun: by seed, what is known of their responses, after which they are continued.
+        """
+        lost, self._replicas[replica] = self._replicas[replica], _Replica()
+        for ticket in lost.outstanding.values():
+            if (response := begun.get(ticket.request.seed)) is not None:
+                ticket.request = replace(ticket.request, begun=response)
+        self._waiting.extendleft(reversed(list(lost.outstanding.values())))
+
+
+def _allowed(ticket: _Ticket, serving: set[int]) -> set[int]:
+    return serving - set(ticket.failed_on) or serving

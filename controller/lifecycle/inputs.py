@@ -1,0 +1,380 @@
+"""Inputs of a run besides its configuration: read, tried and checked before anything starts.
+
+    files --> records | users' code --process of its own--> packed, tried once | first prompts --process--> rendered
+    these are Tried, with which a dry run ends --tokenizer--> Inputs, with which a run starts
+
+Users' code and chat templates are programs: this process neither imports nor, before they have ended once, runs them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from balancing import CostModel
+from controller.checkpoints.progress import check_same_data
+from controller.config import Config, TrainingConfig
+from controller.config.file import value_of
+from controller.config.functions import requested_columns
+from controller.config.model_files import read_model_files
+from controller.config.python_rewards import NONE_GIVEN, GivenFunctions
+from controller.config.training import counted
+from controller.data.curriculum import IsolatedCurriculum
+from controller.data.identity import DataIdentity, data_identity
+from controller.data.prompts import (
+    PromptDataset,
+    PromptMixture,
+    PromptRules,
+    Prompts,
+    characters,
+    is_too_long,
+    with_system_prompt,
+)
+from controller.data.records import Record, check_loss_columns, read_records
+from controller.observability.shown_text import redacted, shortened
+from controller.observability.slow_work import Say, told_if_slow
+from controller.preflight.algorithm_checks import check_keep_best
+from workers.dataproto import record_column
+from workers.environment import as_text
+from workers.errors import ConfigError, DataError
+from workers.rendering import Renderer, render_isolated, template_of
+from workers.rollout.requests import COUNTS
+from workers.score import Score
+from workers.user_code.environments import Answered, try_environment
+from workers.user_code.functions import TIMEOUT_SETTING, check_loss, find_class, find_function
+from workers.user_code.rewards import RAW, RewardFunction, try_rewards
+
+Records = dict[str, list[Record]]
+
+TRIED_PROMPTS = 32  # of each data set; the run itself renders the others as it tokenizes them
+LONGEST_SHOWN = 2_000  # characters of a prompt in a dry run
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Inputs that need no tokenizer. train, held_out: records by path. environment, step: the pickled class of
+    rollout.environment and function of run.step, empty without one. score: of an empty response to the first record, by
+    the reward functions; None without any. answered: by the environment, tried on the first record; None without one.
+    """
+
+    train: Records
+    held_out: Records
+    reward_functions: list[RewardFunction]
+    environment: bytes
+    step: bytes
+    curriculum: IsolatedCurriculum | None
+    cost_model: CostModel
+    identity: DataIdentity
+    score: Score | None
+    answered: Answered | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a run. identity: of the training data, for its checkpoints. environment, step: as in `Tried`.
+    first_prompt: its ids, decoded. warnings: lines for the user."""
+
+    sources: list[PromptDataset]
+    validation: PromptDataset | None
+    reward_functions: list[RewardFunction]
+    cost_model: CostModel
+    weights: dict[str, float]
+    environment: bytes
+    step: bytes
+    identity: DataIdentity
+    first_prompt: str
+    warnings: tuple[str, ...]
+
+    @property
+    def prompts(self) -> Prompts:
+        """The training prompts: those of the only source, or a mixture."""
+        return self.sources[0] if len(self.sources) == 1 else PromptMixture(self.sources, list(self.weights.values()))
+
+
+def try_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Tried:
+    """Read all data, and try users' code and the chat template in processes of their own.
+
+    say: gets a line about a trial that takes long. given: functions that the settings do not name but stand for.
+    Raises ConfigError or DataError for inputs that cannot be used.
+    """
+    data = config.data
+    train = {path: read_records(path, data.prompt_key, say) for path in data.weights}
+    held_out = {data.validation: read_records(data.validation, data.prompt_key, say)} if data.validation else {}
+    identity = data_identity(config, train)
+    check_same_data(config, identity)
+    first = next(iter(train.values()))[0]
+    functions, score = reward_functions(config, first, say, given)
+    for path, rows in (train | held_out).items():
+        _check_records(path, rows, functions)
+        _check_lengths(config, path, rows)
+    for path, rows in train.items():
+        check_loss_columns(path, rows, config.loss_columns)
+    try_template(config, _first_chats(config, train | held_out), say)
+    environment, answered = _environment(config, first, say)
+    curriculum = _curriculum(config, train, say)
+    if config.algorithm.loss.name == "custom":
+        key, name = "algorithm.loss.function", config.algorithm.loss.function
+        with _waiting(say, f"the import of {name}, {key}", config):
+            trial = loss_trial(config, next(iter(train.values())))
+            check_loss(key, name, *trial, timeout_s=config.resources.user_code_timeout_s)
+    step = find_step(config, say, given) if config.run.step else b""
+    cost_model = CostModel.from_model_config(config.model_description())
+    return Tried(train, held_out, functions, environment, step, curriculum, cost_model, identity, score, answered)
+
+
+def loss_trial(config: Config, records: Sequence[Record]) -> tuple[Any, ...]:
+    """What a policy loss is tried with: its settings, and columns like those of a step; see `check_loss`."""
+    first = [records[0], records[-1]]
+    columns = {name: record_column([record[name] for record in first]) for name in config.loss_columns}
+    columns |= dict.fromkeys(COUNTS, np.array([2, 3])) | {"uid": np.array(["0", "1"]), "sample": np.array([0, 0])}
+    columns |= dict.fromkeys(("reward", "advantages", "seconds"), np.array([1.0, -1.0]))
+    columns |= {"group_tokens": np.array([2, 3]), "truncated": np.array([False, True])}
+    columns |= {"greedy_reward": np.array([0.0, 1.0])} if config.algorithm.advantage == "remax" else {}
+    given = {
+        "rollout_log_probs": True,
+        "old_log_probs": config.old_log_probs != "update",
+        "old_entropies": config.algorithm.loss.old_entropies,
+        "reference_log_probs": config.uses_reference,
+    }
+    tokens = tuple(name for name, there in given.items() if there)
+    return config.policy_loss, columns, tokens, {"step": 1, "steps": config.run.steps, "epoch": 0}
+
+
+def tried_lines(config: Config, tried: Tried) -> list[str]:
+    """Lines of a dry run about what was tried."""
+    code = [*config.reward.weights, *filter(None, [config.rollout.environment])]
+    return [
+        *(f"{path}: {counted(len(rows), 'record')}" for path, rows in (tried.train | tried.held_out).items()),
+        *([f"{', '.join(code)}: tried on the first record and an empty response"] if code else []),
+        *([_score_line(tried.score)] if tried.score else []),
+        *(_episode_lines(tried.answered) if tried.answered else []),
+        *([f"{config.run.step}: imported; makes each step"] if tried.step else []),
+    ]
+
+
+def _episode_lines(answered: Answered) -> list[str]:
+    """The first observation of an episode, and the environment's answer to an empty response."""
+    observation = answered.observation
+    parts = "".join(f", {name} {value:g}" for name, value in observation.parts.items())
+    end = ", which ends the episode" if observation.done else ""
+    return [
+        *quoted("the environment adds to the first prompt:", as_text(answered.opening)),
+        f"the environment's reward of an empty response: {observation.reward:g}{parts}{end}",
+        *([] if observation.done else quoted("its observation:", as_text(observation.text))),
+    ]
+
+
+def quoted(title: str, text: str) -> list[str]:
+    """A title and the text below it, indented; nothing of an empty text."""
+    shown = shortened(redacted(text), LONGEST_SHOWN)
+    return [title, *(f"    {line}" for line in shown.split("\n"))] if text else []
+
+
+def _score_line(score: Score) -> str:
+    parts = "".join(f", {name} {value:g}" for name, value in score.parts.items())
+    answer = f", read from it the answer {score.answer!r}" if score.answer else ""
+    return f"the reward of an empty response: {score.reward:g}{parts}{answer}"
+
+
+def prompt_lines(inputs: Inputs) -> list[str]:
+    """Lines of a dry run about prompts in tokens."""
+    datasets = [*inputs.sources, *([inputs.validation] if inputs.validation else [])]
+    shown = quoted("the first prompt, as engines read it:", inputs.first_prompt)
+    return [*shown, *(_tokens_line(dataset) for dataset in datasets), *(f"warning: {line}" for line in inputs.warnings)]
+
+
+def _tokens_line(dataset: PromptDataset) -> str:
+    tokens = dataset.lengths
+    changed = [f"{count} {what}" for count, what in ((dataset.dropped, "dropped"), (dataset.truncated, "truncated"))]
+    return (
+        f"{dataset.name}: {counted(len(dataset), 'prompt')} of {min(tokens)} to {max(tokens)} tokens, "
+        f"{sum(tokens) / len(tokens):.0f} on average; above data.max_prompt_tokens: {', '.join(changed)}"
+    )
+
+
+def read_inputs(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> Inputs:
+    """The tokenized inputs; raises as `try_inputs` does, and for prompts that cannot be tokenized."""
+    return tokenized(config, try_inputs(config, say, given), say)
+
+
+def tokenized(config: Config, tried: Tried, say: Say = print) -> Inputs:
+    """The inputs, tokenized; raises ConfigError or DataError for prompts that cannot be."""
+    data = config.data
+    renderer = replace(load_renderer(config, say), continue_last=data.continue_last_message)
+    if config.rollout.environment:
+        _check_continuing(config, renderer, tried.train)
+    rules = PromptRules(data.prompt_key, data.max_prompt_tokens, data.over_long, data.system_prompt, data.source_key)
+    dataset = partial(PromptDataset, renderer=renderer, rules=rules, say=say)
+    sources = [
+        dataset(rows, shuffle=data.shuffle, seed=config.run.seed, name=path, curriculum=tried.curriculum)
+        for path, rows in tried.train.items()
+    ]
+    validation = [dataset(rows, shuffle=False, name=path) for path, rows in tried.held_out.items()]
+    identity = tried.identity | {"prompts": [len(source) for source in sources]}
+    check_same_data(config, identity)
+    return Inputs(
+        sources,
+        validation[0] if validation else None,
+        tried.reward_functions,
+        tried.cost_model,
+        data.weights,
+        tried.environment,
+        tried.step,
+        identity,
+        renderer.tokenizer.decode(next(iter(sources[0])).ids),
+        turn_end_warnings(config, renderer) if _first_chats(config, tried.train) else (),
+    )
+
+
+def reward_functions(
+    config: Config, example: Record, say: Say = print, given: GivenFunctions = NONE_GIVEN
+) -> tuple[list[RewardFunction], Score | None]:
+    """The reward functions, tried on `example`, the first record, and an empty response, whose score is None without a
+    function.
+
+    Raises ConfigError for one that is not there or fails.
+    """
+    functions, score = [], None
+    key = "reward.functions" if config.reward.functions else "reward.function"
+    for name, weight in config.reward.weights.items():
+        with _waiting(say, f"the import of {name}, {key}", config):
+            found = given.get(name) or find_function(key, name, timeout_s=config.resources.user_code_timeout_s)
+        columns = requested_columns(found.signature, example, name)
+        functions.append(RewardFunction(name.rpartition(":")[2], weight, found.packed, columns))
+    if functions:
+        with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
+            score = try_rewards(functions, example, config.reward.timeout_s)
+        check_keep_best(config, score.parts)
+    return functions, score
+
+
+def _environment(config: Config, example: Record, say: Say) -> tuple[bytes, Answered | None]:
+    """The packed environment, tried on the first record, and what it answered; empty and None without one."""
+    key, name = "rollout.environment", config.rollout.environment
+    if not name:
+        return b"", None
+    with _waiting(say, f"the import of {name}, {key}", config):
+        packed = find_class(key, name, ("reset", "step"), timeout_s=config.resources.user_code_timeout_s)
+    with _waiting(say, f"{key}, tried on an empty response", config, "reward.timeout_s"):
+        answered = try_environment(packed, example, config.reward.timeout_s)
+    return packed, answered
+
+
+def find_step(config: Config, say: Say = print, given: GivenFunctions = NONE_GIVEN) -> bytes:
+    """Return the packed function that run.step names. Raises ConfigError for one that does not take the run alone."""
+    key, name, timeout_s = "run.step", config.run.step, config.resources.user_code_timeout_s
+    with _waiting(say, f"the import of {name}, {key}", config):
+        found = given.get(name) or find_function(key, name, timeout_s=timeout_s)
+    if not found.signature.names or len(found.signature.required) > 1:
+        raise ConfigError(f"{key}={name!r}: must take one parameter, the run. Write `def step(run)`.")
+    return found.packed
+
+
+def _curriculum(config: Config, train: Records, say: Say) -> IsolatedCurriculum | None:
+    """The curriculum, tried on the first epoch of every source."""
+    key, name, timeout_s = "data.curriculum", config.data.curriculum, config.resources.user_code_timeout_s
+    if not name:
+        return None
+    with _waiting(say, f"the import of {name}, {key}", config):
+        curriculum = IsolatedCurriculum(find_function(key, name, timeout_s=timeout_s).packed, timeout_s)
+    with _waiting(say, f"{key}, tried on the first epoch", config):
+        for rows in train.values():
+            curriculum(rows, 0)
+    return curriculum
+
+
+def _check_records(path: str, rows: list[Record], functions: Sequence[RewardFunction]) -> None:
+    needed = {column: function.name for function in functions for column in function.columns if column != RAW}
+    for number, record in enumerate(rows, start=1):
+        if missing := sorted(needed.keys() - record.keys()):
+            raise DataError(f"{path}: record {number} lacks {missing}, which {needed[missing[0]]} takes.")
+
+
+def _check_lengths(config: Config, path: str, rows: list[Record]) -> None:
+    """Raise DataError for prompts that are too long with any tokenizer, as data.over_long says."""
+    data = config.data
+    short = [not is_too_long(row[data.prompt_key], data.max_prompt_tokens) for row in rows]
+    if data.over_long != "truncate" and not any(short):
+        raise DataError(
+            f"{path}: all prompts, {len(rows)}, have many more characters than data.max_prompt_tokens="
+            f"{data.max_prompt_tokens} tokens hold; raise it, set data.over_long=truncate, or give shorter prompts."
+        )
+    if data.over_long == "error" and not all(short):
+        number = short.index(False) + 1
+        raise DataError(
+            f"{path} record {number} has {characters(rows[number - 1][data.prompt_key]):,} characters, more than "
+            f"data.max_prompt_tokens={data.max_prompt_tokens} tokens hold; raise it, or set data.over_long=drop."
+        )
+
+
+def _first_chats(config: Config, data: Mapping[str, list[Record]]) -> list[Any]:
+    """The first prompts of every data set that are chat messages."""
+    found: list[Any] = []
+    for path, rows in data.items():
+        chats = [row[config.data.prompt_key] for row in rows if isinstance(row[config.data.prompt_key], list)]
+        found += [with_system_prompt(prompt, config.data.system_prompt, path) for prompt in chats[:TRIED_PROMPTS]]
+    return found
+
+
+def try_template(config: TrainingConfig, chats: Sequence[Any], say: Say = print, *, answered: bool = False) -> None:
+    """Render `chats`, lists of messages, by the template of model.path in a process of its own; none needs none.
+
+    answered: whether they end with a response. Raises DataError without a template, ConfigError for one that fails.
+    """
+    if not chats:
+        return
+    template = template_of(read_model_files(config.model.path, "model.path").folder)
+    if template is None and config.is_described:
+        return  # the tokenizer lies elsewhere
+    if template is None:
+        raise DataError(
+            f"some prompts are chat messages, but the tokenizer of model.path={config.model.path} has no chat template."
+        )
+    timeout_s = config.resources.user_code_timeout_s
+    with _waiting(say, f"the chat template of model.path={config.model.path}", config):
+        render_isolated(template, chats, config.model.path, answered=answered, timeout_s=timeout_s)
+
+
+def load_renderer(config: TrainingConfig, say: Say = print) -> Renderer:
+    """The tokenizer of model.path, whose template has the time of resources.user_code_timeout_s.
+
+    say: gets a line if loading takes long, as it does where torch is imported for the first time.
+    """
+    with told_if_slow(say, f"loading torch, and the tokenizer of model.path={config.model.path}"):
+        from workers.model.model import load_tokenizer
+
+        tokenizer = load_tokenizer(config.model.path)
+    vocabulary = read_model_files(config.model.path, "model.path").text.get("vocab_size") or 0
+    renderer = Renderer(tokenizer, vocabulary, config.resources.user_code_timeout_s)
+    if tokenizer.eos_token_id is not None:
+        renderer.checked([tokenizer.eos_token_id], f"the tokenizer of model.path={config.model.path}")
+    return renderer
+
+
+def turn_end_warnings(config: TrainingConfig, renderer: Renderer) -> tuple[str, ...]:
+    """A line about a chat template that ends turns with a token at which engines do not stop."""
+    end, ends = renderer.turn_end(), read_model_files(config.model.path, "model.path").ends
+    if end is None or end in (renderer.tokenizer.eos_token_id, *ends):
+        return ()
+    return (
+        f"model.path={config.model.path}: the chat template ends a turn with {renderer.tokenizer.decode([end])!r}, and "
+        f"engines do not stop there. Add its id, {end}, to eos_token_id of generation_config.json.",
+    )
+
+
+def _check_continuing(config: Config, renderer: Renderer, train: Records) -> None:
+    """Raise ConfigError if prompts need a chat template that cannot continue a turn."""
+    from workers.rollout.conversation import check_template
+
+    if isinstance(next(iter(train.values()))[0][config.data.prompt_key], list):
+        check_template(renderer, config.model.path)
+
+
+@contextmanager
+def _waiting(say: Say, what: str, config: TrainingConfig, setting: str = TIMEOUT_SETTING) -> Iterator[None]:
+    """Say what is waited for, and the setting of its time limit, if the block lasts."""
+    with told_if_slow(say, f"waiting for {what} (at most {setting}={value_of(config, setting):g} s)"):
+        yield

@@ -1,0 +1,216 @@
+"""Checks of the models of a run that need transformers: each is built without numbers, and a small one computed.
+
+    Config --roles--> skeleton of each model --> nothing, or ConfigError     before anything is started
+                  '-> whole model, up to 2 GiB --> "numerics: ..."           the last lines of `--dry-run`
+
+torch and transformers are imported here for the first time, after all checks that do without them. The driver needs
+them for the tokenizer in any case.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from controller.config import Config, TrainingConfig
+from controller.config.model_files import read_model_files, weight_bytes
+from controller.config.sampler import SamplerConfig
+from controller.config.training import ReferenceSettings
+from controller.preflight.engine_checks import response_limit
+from workers.config import ModelConfig
+from workers.errors import BallastError, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GIB = 1 << 30
+MOST_BYTES = 2 * GIB
+SHARE_OF_MEMORY = 1 / 6  # weights in bfloat16 take twice their files in float32, and as much again while they are read
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of heads that vLLM's attention on CPUs has kernels for; with others an engine dies in its first step."""
+KV_BLOCK_TOKENS = 32  # of an engine on CPU, see workers.rollout.engine
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model that the run trains or reads. key: the setting that names it. head: as in `TrainingEngine`. trained:
+    whether a value head may be new."""
+
+    key: str
+    model: ModelConfig
+    head: str = "lm"
+    trained: bool = True
+
+
+def _roles(config: TrainingConfig) -> list[Role]:
+    """The models of the training roles, each once."""
+    roles = {"policy": Role("model.path", config.model)}
+    if isinstance(config, ReferenceSettings):
+        roles["reference"] = Role("reference.path", config.reference_model)
+    if isinstance(config, Config):
+        roles["critic"] = Role("critic.path", config.critic_model, "value")
+        roles["reward_model"] = Role("reward.model.path", config.reward_model, "value", trained=False)
+    found = [role for name, role in roles.items() if name in config.training_roles]
+    return list({(role.model.path, role.head): role for role in reversed(found)}.values())[::-1]
+
+
+def check_models(config: TrainingConfig) -> None:
+    """Raise ConfigError or UnsupportedModelError unless every model of the run can be built from its files, computed
+    by the training engine and held by the inference engines."""
+    policy = _model(config, Role("model.path", config.model))
+    _check_ends(config, policy)
+    _check_positions(config, "model.path", config.model.path, policy)
+    if isinstance(config, Config):
+        _check_engine(config, policy)
+    for role in _roles(config):
+        if role.key == "model.path":
+            continue
+        model = _model(config, role)
+        if (found := _vocabulary(model)) != (expected := _vocabulary(policy)):
+            raise ConfigError(
+                f"{role.key}={role.model.path}: it has {found} tokens and model.path={config.model.path} {expected}. "
+                "Take a model that reads the policy's tokens."
+            )
+        _check_positions(config, role.key, role.model.path, model)
+
+
+def _model(config: TrainingConfig, role: Role) -> "PreTrainedModel":
+    """The model without numbers. Raises as `check_models` does, naming the role's setting."""
+    from workers.model.checkpoint.lora import add_adapters
+    from workers.model.rules.model_rules import check_model
+    from workers.model.skeleton import build_sampled, build_skeleton
+
+    files = read_model_files(role.model.path, role.key)
+    try:
+        if role.key == "model.path" and isinstance(config, SamplerConfig):
+            return build_sampled(role.model, files.folder, weights=files.weights)
+        layout = role.model.attention_layout(shared=config.shares_model)
+        settings = replace(role.model, layout=layout, forward_layout="same")
+        packed = build_skeleton(settings, files.folder, role.head, trained=role.trained, weights=files.weights)
+        on = {"cuda": config.uses_gpus, "half": config.compute_dtype != "float32"}
+        check_model(packed, role.model, config.policy.parallel, head=role.head, **on)
+        if role.model.lora.rank:
+            add_adapters(packed.model, role.model.lora)
+    except ConfigError as error:  # the engine, which knows one model, names model.path
+        text = str(error).replace(f"model.path={files.folder}", f"{role.key}={role.model.path}", 1)
+        raise type(error)(text) from error
+    return packed.model
+
+
+def _vocabulary(model: "PreTrainedModel") -> int:
+    return int(model.get_input_embeddings().num_embeddings)
+
+
+def _check_ends(config: TrainingConfig, model: "PreTrainedModel") -> None:
+    for end in read_model_files(config.model.path, "model.path").ends:
+        if not isinstance(end, int) or not 0 <= end < _vocabulary(model):
+            raise ConfigError(
+                f"model.path={config.model.path}: eos_token_id {end!r} is outside the vocabulary of "
+                f"{_vocabulary(model)}. Correct config.json or generation_config.json."
+            )
+
+
+def _check_positions(config: TrainingConfig, key: str, path: str, model: "PreTrainedModel") -> None:
+    """Raise ConfigError for a model that takes shorter sequences than the run may have."""
+    positions, longest, lower = _positions(model.config.get_text_config()), config.longest_sequence, ""
+    if isinstance(config, Config):
+        lower = f"data.max_prompt_tokens, {response_limit(config)} or rollout.max_model_tokens"
+        longest = max(longest, config.max_model_tokens) if key == "model.path" else longest
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"{key}={path}: it takes {positions} tokens, and sequences may reach {longest}. "
+            f"Lower {lower or 'data.max_tokens'}."
+        )
+
+
+def _positions(text: Any) -> int | None:
+    """The longest sequence that a model takes; None if its configuration does not say."""
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    scaling = getattr(text, "rope_parameters", None) or {}
+    factor = scaling.get("factor")
+    if positions is None or positions < 1 or not factor:
+        return positions if positions is None or positions > 0 else None
+    return max(positions, int(factor * scaling.get("original_max_position_embeddings", positions)))
+
+
+def _check_engine(config: Config, model: "PreTrainedModel") -> None:
+    """Raise ConfigError if an inference engine cannot split the model over its GPUs, or compute it on CPUs."""
+    from workers.model.rules.families import head_size, kv_bytes_per_token
+
+    text, key = model.config.get_text_config(), f"model.path={config.model.path}"
+    parallel, heads = config.rollout.tensor_parallel, getattr(text, "num_attention_heads", None)
+    pairs = getattr(text, "num_key_value_heads", None) or heads
+    if heads and heads % parallel:
+        raise ConfigError(f"rollout.tensor_parallel={parallel}: it does not divide the {heads} heads of {key}.")
+    if pairs and pairs % parallel and parallel % pairs:
+        raise ConfigError(
+            f"rollout.tensor_parallel={parallel}: it neither divides nor is a multiple of the {pairs} key-value heads "
+            f"of {key}."
+        )
+    if config.uses_gpus:
+        return
+    size = head_size(text)
+    if size and size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"{key}: vLLM on CPUs computes no heads of {size} numbers, only of {', '.join(map(str, CPU_HEAD_SIZES))}. "
+            "Take another model, or GPUs."
+        )
+    if "kv_cache_dtype" in config.rollout.engine:
+        return
+    tokens = KV_BLOCK_TOKENS * math.ceil(config.max_model_tokens / KV_BLOCK_TOKENS)
+    width = 1 if config.model.dtype == "bfloat16" else 2  # in values of half precision
+    needed = width * kv_bytes_per_token(text) * tokens / parallel / GIB
+    if needed > config.rollout.cpu_kv_cache_gib:
+        raise ConfigError(
+            f"rollout.cpu_kv_cache_gib={config.rollout.cpu_kv_cache_gib:g}: keys and values of one sequence of "
+            f"{config.max_model_tokens} tokens take {needed:.2g} GiB. Raise it, or lower rollout.max_model_tokens, "
+            "data.max_prompt_tokens or the limits of a response."
+        )
+
+
+def numerics_lines(config: TrainingConfig) -> Iterator[str]:
+    """Yield a line for each model of the run that is small enough to be computed here, and for each that is not.
+
+    Raises UnsupportedModelError for a model that the training engine would not compute as the model itself does,
+    ConfigError for weights that cannot be loaded or are not finite.
+    """
+    for role in _roles(config):
+        size, limit = weight_bytes(role.model.path, role.key), _most_bytes()
+        if not size:
+            yield f"numerics: {role.key} has no weights on this machine. The run checks it at its start"
+        elif size > limit:
+            yield (
+                f"numerics: {role.key} has {size / GIB:.1f} GiB of weights and is not loaded here (limit "
+                f"{limit / GIB:.1f}). The run checks it at its start"
+            )
+        else:
+            largest, unit = _measured(role)
+            rows = f"{role.model.layout} rows of {role.key}"
+            yield f"numerics: {rows} match the model's own forward pass within {largest:.1e}{unit}"
+
+
+def _most_bytes() -> float:
+    import psutil
+
+    return min(MOST_BYTES, SHARE_OF_MEMORY * psutil.virtual_memory().available)
+
+
+def _measured(role: Role) -> tuple[float, str]:
+    import torch
+    from transformers.utils import logging
+
+    from workers.model.numerics_check import check_numerics
+    from workers.model.value_head import LOADERS
+
+    logging.disable_progress_bar()
+    # A GPU's kernel cannot run here; it is measured where it runs.
+    layout = role.model.attention_layout()
+    attention = role.model.attention if layout == "padded" else "auto"
+    model = replace(role.model, attention=attention, layout=layout, forward_layout="same", activation_offload=False)
+    try:
+        module = LOADERS[role.head](model, torch.float32)
+    except BallastError:
+        raise
+    except Exception as error:  # of a file reader or a model class
+        raise ConfigError(f"{role.key}={role.model.path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return check_numerics(module, model).largest, " nats" if role.head == "lm" else " of a hidden state's size"

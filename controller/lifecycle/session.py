@@ -1,0 +1,360 @@
+"""The parts of every training command around its training: exit codes, Ray, the run's folder, recovery.
+
+    read, check --wrong: 2--> Ray --> roles, trackers, folder --> train --failed, stopped: 1--> report, hub --> 0
+                                  ^                                 |
+                                  '-- run.resume=auto <--LostError--'
+
+A run that loses an actor resumes from its last checkpoint, in the same process. All roles restart, because the
+surviving ranks cannot use a process group that lost a member. Prompts, samples and mini-batches follow from the seed,
+so the repeated steps equal the lost ones.
+"""
+
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from balancing import BalancingError
+from controller.actors.cluster_address import cluster_address
+from controller.actors.layout import idle_gpus, reserved
+from controller.checkpoints.progress import checkpoints_at
+from controller.config import TrainingConfig, to_yaml
+from controller.engines.fleet import RestartBudget
+from controller.lifecycle.interrupts import heeded, in_main_thread
+from controller.observability.run_folder import RunFolder
+from controller.observability.run_log import rays_logging_in, run_log
+from controller.observability.slow_work import told_if_slow
+from workers.errors import (
+    BallastError,
+    ConfigError,
+    DataError,
+    LostError,
+    OutputError,
+    ResourceError,
+    UnsupportedModelError,
+    clause,
+)
+
+if TYPE_CHECKING:
+    from controller.actors.roles import TrainingRoles
+    from controller.checkpoints.progress import Progress
+    from controller.observability.console import Console
+    from controller.observability.live_metrics import LiveMetrics
+    from controller.observability.run_record import RunRecord
+
+Roles = TypeVar("Roles", bound="TrainingRoles")
+Result = TypeVar("Result")
+Settings = TypeVar("Settings", bound=TrainingConfig)
+
+BESIDE = ("adapters", "critic")  # the model, in a repository of the hub
+
+
+def exit_code(prepare: Callable[[], Callable[[], None] | None]) -> int:
+    """Run a command: 0 it ended, 1 it failed or was stopped, 2 it was refused before anything was started.
+
+    prepare: reads and checks, and returns what starts the run; None where there is nothing to start.
+    """
+    for number in heeded():
+        signal.signal(number, interrupt)
+    try:
+        try:
+            start = prepare()
+        except (ConfigError, DataError, ResourceError, UnsupportedModelError, BalancingError, OSError) as error:
+            return _fail(error, 2)
+        if start is not None:
+            start()
+    except (BallastError, BalancingError, OSError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt as stop:
+        print(": ".join(["stopped", *map(str, stop.args)]), file=sys.stderr)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True)
+class Session(Generic[Roles]):
+    """The surroundings of a trainer: its roles, its progress, and the record of its run."""
+
+    roles: Roles
+    progress: "Progress"
+    record: "RunRecord"
+
+
+@contextmanager
+def session(
+    config: TrainingConfig,
+    start: Callable[["LiveMetrics"], AbstractContextManager[Roles]],
+    console: "Console",
+    data: dict[str, Any],
+) -> Iterator[Session[Roles]]:
+    """Start the roles on a connected Ray, resume as run.resume says, open the run's folder; end all of it afterwards.
+
+    start: starts the roles. data: identity of the training data, see `controller.data.identity`.
+    """
+    from controller.checkpoints.checkpoint_writer import resume
+    from controller.observability.live_metrics import LiveMetrics
+    from controller.observability.metrics import RunWriter
+    from controller.observability.ray_metrics import RayMetrics
+    from controller.observability.run_record import RunRecord
+    from controller.observability.trackers import open_trackers
+
+    exported = RayMetrics(config.run.name)
+    live = LiveMetrics(exported.export)
+    with exported, live.entering("start", start(live)) as roles:
+        with console.waiting("the checkpoint that run.resume names, or the models"):
+            progress = resume(config, roles, console.log, data)
+        trackers, ids = open_trackers(config, progress.trackers, progress.step, console.log, exported)
+        progress = replace(progress, trackers=ids)
+        # A run that resumes under its own name keeps its records; under a new name there are none.
+        with RunWriter(
+            config.run_folder, to_yaml(config), trackers, timeline=config.tracking.timeline, after=progress.step
+        ) as writer:
+            yield Session(roles, progress, RunRecord(console, live, writer, samples=config.samples))
+
+
+def finished(config: TrainingConfig, last_step: int, setting: str) -> str:
+    """The message for a run to resume that has made all its steps; empty if there are steps left.
+
+    setting: `key=value` that `last_step` follows from.
+    """
+    steps = RunFolder(config.run_folder).finished_steps if config.run.resume == "auto" else 0
+    if steps < last_step:
+        return ""
+    return f"{config.run_folder} has ended after step {steps}; raise {setting} to go on with it"
+
+
+def run_training(
+    config: Settings,
+    console: "Console",
+    lines: Iterable[str],
+    attempt: Callable[[Settings, RestartBudget], object],
+) -> None:
+    """Start Ray, train, write `runs/NAME/` with its log and report, push the model, end what was started.
+
+    lines: for the user, at the start. attempt: see `recovering`.
+    """
+    with run_log(config.run_folder, console):
+        for line in (f"the run is written to {config.run_folder}", *lines):
+            console.log(line)
+        with ray_session(config, console), naming_what_is_left(config):
+            recovering(attempt, config, console.log)
+        report(config, console)
+        push_to_hub(config, console.log)
+
+
+def recovering(
+    attempt: Callable[[Settings, RestartBudget], Result], config: Settings, log: Callable[[str], None]
+) -> Result:
+    """Return `attempt(config, budget)`; after a LostError it is called again, with a config that resumes.
+
+    Raises LostError, the cause first, where run.checkpoint_every is 0 or run.max_restarts are used up.
+    """
+    budget = RestartBudget(config.run.max_restarts)
+    while True:
+        try:
+            return attempt(config, budget)
+        except LostError as error:
+            if not config.run.checkpoint_every:
+                raise LostError(f"{clause(error)}; a run with run.checkpoint_every above 0 would go on.") from error
+            if budget.left <= 0:
+                raise LostError(f"{clause(error)}; all of run.max_restarts={budget.limit} are used up.") from error
+            budget.recoveries += 1
+            config = resuming(config)
+            log(f"{clause(error)}; starting all roles anew")
+
+
+def resuming(config: Settings) -> Settings:
+    """Return the configuration to resume with: from the run's own last checkpoint or, without one, as it started."""
+    if not checkpoints_at(config.run_folder):
+        return config
+    going_on = copy(config)
+    going_on.run = replace(config.run, resume="auto")
+    return going_on
+
+
+def what_is_left(config: TrainingConfig) -> str:
+    """Describe the last checkpoint and the saved models of a run that stopped."""
+    checkpoints = checkpoints_at(config.run_folder)
+    models = sorted(path.parent.name for path in config.run_folder.glob("model*/config.json"))
+    kept = f"saved are {', '.join(models)}" if models else "no model is saved"
+    if not checkpoints:
+        return f"there is no checkpoint to go on from, and {kept}"
+    return f"run.resume=auto goes on from {checkpoints[0]}, and {kept}"
+
+
+@contextmanager
+def naming_what_is_left(config: TrainingConfig) -> Iterator[None]:
+    """Add to an OutputError of the block, and to an interrupt, what the run leaves behind."""
+    try:
+        yield
+    except OutputError as error:
+        raise OutputError(f"{clause(error)}; {what_is_left(config)}.") from error
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(what_is_left(config)) from stop
+
+
+def report(config: TrainingConfig, console: "Console") -> None:
+    """Write the run's report; a failure is logged, and the run has succeeded all the same."""
+    from controller.observability.report import write_report
+
+    try:
+        with console.waiting("the report"):
+            write_report(config.run_folder)
+    except (BallastError, OSError) as error:
+        console.log(f"no report was written: {error}")
+    adapters = ", adapters" if (config.run_folder / "adapters").exists() else ""
+    console.log(f"{config.run_folder}: model{adapters}, report.html, metrics.jsonl, summary.json, run.log, tensorboard")
+
+
+def push_to_hub(config: TrainingConfig, log: Callable[[str], None]) -> None:
+    """Upload the run's model, and its adapters and critic where there are any; nothing without run.push_to_hub.
+
+    A repository that does not exist is made, private. Raises OutputError, with the command that uploads it later.
+    """
+    repository = config.run.push_to_hub
+    if not repository:
+        return
+    from huggingface_hub import HfApi
+
+    api, folder = HfApi(), config.run_folder
+    try:
+        with told_if_slow(log, f"pushing {folder / 'model'} to {repository}"):
+            address = api.create_repo(repository, private=True, exist_ok=True)
+            message = f"{config.run.name}: {config.headline}"
+            api.upload_folder(repo_id=repository, folder_path=folder / "model", commit_message=message)
+            for name in BESIDE:
+                if (folder / name).is_dir():
+                    api.upload_folder(
+                        repo_id=repository, folder_path=folder / name, path_in_repo=name, commit_message=message
+                    )
+    except Exception as error:  # the hub's, and those of the client beneath it, which differ by version
+        raise OutputError(
+            f"run.push_to_hub={repository}: {type(error).__name__}: {clause(error)}; the model is in {folder}, and "
+            f"`hf upload {repository} {folder / 'model'} .` uploads it."
+        ) from error
+    log(f"pushed to {address}")
+
+
+@contextmanager
+def ray_session(config: TrainingConfig, console: "Console") -> Iterator[None]:
+    """A Ray connection: to resources.ray_address or RAY_ADDRESS, else to a local Ray that ends with the run.
+
+    One that this process has already, as a notebook may, is used and kept.
+    """
+    import ray
+
+    if ray.is_initialized():
+        console.log("using the Ray that this process is connected to")
+        _warn_of_idle_gpus(config, console)
+        yield
+        return
+    # Never without an address: Ray would join whatever cluster was last started on this machine.
+    address = cluster_address(config)
+    options: dict[str, Any] = {"log_to_driver": console.kept is not None, "logging_level": "ERROR"}
+    if address == "local":
+        cores = max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
+        options |= {"num_cpus": cores, "include_dashboard": config.resources.dashboard, "dashboard_host": "127.0.0.1"}
+    console.log("starting a local Ray" if address == "local" else f"joining the Ray cluster at {address}")
+    try:
+        with console.waiting("Ray"), _on_loopback(address):
+            context = ray.init(address=address, **options)
+    except Exception as error:  # ray.init raises bare Exceptions too, where a local Ray does not come up in time
+        if address == "local":
+            raise ResourceError(f"a local Ray did not start: {clause(error)}; is the machine overloaded?") from error
+        raise ResourceError(
+            f"Ray at {address} could not be reached: {clause(error)}; check resources.ray_address or RAY_ADDRESS, and "
+            "that both sides use the same token (RAY_AUTH_MODE)."
+        ) from error
+    if in_main_thread():
+        signal.signal(signal.SIGTERM, interrupt)  # ray.init puts a handler of its own in its place
+    if context.dashboard_url:
+        console.log(f"dashboard: http://{context.dashboard_url} (if it wants a token: ray get-auth-token)")
+    with ExitStack() as stack:
+        if console.kept is not None:
+            stack.enter_context(rays_logging_in(console.kept))
+        stack.callback(_shut_down, console)
+        if address == "local":
+            _keep_to_this_user(Path(context.address_info["session_dir"]))
+            stack.enter_context(_raylet_watched(config))  # until the shutdown begins, which ends the raylet
+        _warn_of_idle_gpus(config, console)
+        yield
+
+
+def _shut_down(console: "Console") -> None:
+    import ray
+
+    with suppress(KeyboardInterrupt), console.aside():  # the last lines of actors
+        ray.shutdown()
+
+
+def _warn_of_idle_gpus(config: TrainingConfig, console: "Console") -> None:
+    """Of those that other jobs on the cluster leave free."""
+    import ray
+
+    gpus = int(ray.available_resources().get("GPU", 0)) if config.uses_gpus else 0
+    for warning in idle_gpus(config, gpus):
+        console.log(f"warning: {warning}")
+
+
+@contextmanager
+def _on_loopback(address: str) -> Iterator[None]:
+    """Lets a local Ray listen on 127.0.0.1 alone. Asked for that address, ray.init takes the machine's own instead."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and address != "local"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _keep_to_this_user(session: Path) -> None:
+    """Close the folder of Ray's logs and sockets, which Ray opens to everybody, and keep others from moving it."""
+    session.chmod(0o700)
+    with suppress(PermissionError):  # another user's
+        session.parent.chmod(0o1777)
+
+
+@contextmanager
+def _raylet_watched(config: TrainingConfig) -> Iterator[None]:
+    """Print an error when the raylet of a local Ray ends in the block: Ray then ends this process without a word."""
+    import psutil
+
+    raylets = [child.pid for child in psutil.Process().children() if child.name() == "raylet"]
+    over = threading.Event()
+
+    def watch(pid: int) -> None:
+        cause = "an unknown code"
+        with suppress(ChildProcessError):  # somebody else has waited for it
+            if found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT):
+                cause = f"{'code' if found.si_code == os.CLD_EXITED else 'signal'} {found.si_status}"
+        if not over.is_set():
+            left = what_is_left(config)
+            print(f"error: Ray's raylet ended with {cause}, as when memory is short; {left}.", file=sys.stderr)
+
+    for pid in raylets:
+        threading.Thread(target=watch, args=(pid,), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _fail(error: Exception, code: int) -> int:
+    text = str(error) if code == 1 else str(error).replace("\n", "\\n")  # what is refused may quote any text
+    print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+def interrupt(signum: int, frame: Any) -> None:
+    """SIGTERM (what `ray job stop` sends) and SIGHUP (of a terminal that is closed) end a run as Ctrl-C does."""
+    del signum, frame
+    raise KeyboardInterrupt

@@ -1,0 +1,128 @@
+"""CostModelFitter: fits the cost model that plans follow to measured micro-steps (`balance.refit`).
+
+    measured micro-steps of the updates --observe--> error of the model in use --every few steps--> CostModel of seconds
+
+From config.json the model knows FLOPs; how long the hardware takes for a squared token (attention) in relation to a
+token (matrix products), only a measurement shows. A factor common to both changes no plan. For a pipeline it also
+shows what a micro-step costs however short it is, and how the time divides among stages. The fit is kept in
+checkpoints, so that a resumed run plans as before.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from balancing import CostFit, CostModel
+from balancing.errors import CostModelError
+from controller.planning.planner import NOT_MEASURED, StageTimes
+from workers.model.timing import MicroStepTime
+
+UPDATE = "update"
+MOST_MEASUREMENTS = 4096
+STEPS_BETWEEN_FITS = 10
+
+Measurement = tuple[int, int, float]
+"""Tokens, sum of squared lengths, seconds of one micro-step."""
+
+
+class CostModelFitter:
+    """The cost model of a run, and how far its predictions are from what was measured."""
+
+    def __init__(self, cost_model: CostModel, *, enabled: bool) -> None:
+        """`cost_model`: used until the first fit. `enabled`: if False it stays; errors are reported anyway."""
+        self._first, self._enabled = cost_model, enabled
+        self._fit: CostFit | None = None
+        self._stage_seconds = np.zeros(0)
+        self._stages = NOT_MEASURED
+        self._measured: deque[Measurement] = deque(maxlen=MOST_MEASUREMENTS)
+        self._steps = 0
+
+    def state(self) -> dict[str, Any] | None:
+        """The current fit, for a checkpoint; None before the first."""
+        return asdict(self._fit) | {"stage_shares": self._stages.shares} if self._fit else None
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Use the fit of a checkpoint until the next one; None changes nothing."""
+        if state and self._enabled:
+            fit = {name: value for name, value in state.items() if name != "stage_shares"}
+            self._fit = CostFit(**fit | {"model": CostModel(**state["model"])})
+            shares = state.get("stage_shares")
+            self._stages = StageTimes(self._fit.overhead_seconds, tuple(shares) if shares else None)
+
+    @property
+    def cost_model(self) -> CostModel:
+        """The model to plan with."""
+        return self._fit.model if self._fit else self._first
+
+    @property
+    def stages(self) -> StageTimes:
+        """Measured times that plans for a pipeline follow beside the model; NOT_MEASURED before the first fit."""
+        return self._stages
+
+    def observe(self, micro_steps: Iterable[MicroStepTime], stage_seconds: Sequence[float] = ()) -> dict[str, float]:
+        """Add the micro-steps of all ranks of one step, and fit again every STEPS_BETWEEN_FITS steps.
+
+        stage_seconds: of the step's updates on each stage of a pipeline, see `seconds_of_stages`.
+        Returns `predicted_time_error`, the root mean square of predicted / measured - 1 over the updates of this step,
+        by the model that they were planned with; an empty dict if there were none.
+        """
+        found = [(t.tokens, t.squared_tokens, t.seconds) for t in micro_steps if t.name == UPDATE and t.tokens]
+        if not found:
+            return {}
+        error = fit_error(self._fit, found) if self._fit else scaled_error(self._first, found)
+        self._measured.extend(found)
+        self._stage_seconds = np.asarray(stage_seconds) + (self._stage_seconds if len(self._stage_seconds) else 0.0)
+        self._steps += 1
+        if self._enabled and self._steps % STEPS_BETWEEN_FITS == 0:
+            with suppress(CostModelError):  # micro-batches too alike to identify both terms: the model stays
+                self._fit = CostModel.fit_sums(*zip(*self._measured, strict=True))
+                self._stages = StageTimes(self._fit.overhead_seconds, _shares(self._stage_seconds))
+        return {"predicted_time_error": error}
+
+
+def over_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[MicroStepTime]:
+    """Micro-steps by actor; those of the stages of a pipeline, which compute parts of the same, added up."""
+    stages: dict[str, list[Sequence[MicroStepTime]]] = {}
+    for actor, found in times.items():
+        stages.setdefault(actor.partition(" pp=")[0], []).append(found)
+    return [
+        replace(parts[0], seconds=sum(part.seconds for part in parts))
+        for every in stages.values()
+        for parts in zip(*every, strict=True)
+    ]
+
+
+def seconds_of_stages(times: Mapping[str, Sequence[MicroStepTime]]) -> list[float]:
+    """Seconds of all updates on each stage of a pipeline, of micro-steps by actor; one number without stages."""
+    seconds: dict[int, float] = {}
+    for actor, found in times.items():
+        stage = int(actor.partition(" pp=")[2].partition(" ")[0] or 0)
+        seconds[stage] = seconds.get(stage, 0.0) + sum(step.seconds for step in found if step.name == UPDATE)
+    return [seconds[stage] for stage in sorted(seconds)]
+
+
+def _shares(seconds: np.ndarray) -> tuple[float, ...] | None:
+    if len(seconds) < 2 or not (seconds > 0).all():
+        return None
+    return tuple(max(0.01, round(share, 2)) for share in (seconds / seconds.sum()).tolist())
+
+
+def fit_error(fit: CostFit, measured: Sequence[Measurement]) -> float:
+    """Root mean square of predicted / measured seconds - 1."""
+    tokens, squared, seconds = np.array(measured, np.float64).T
+    predicted = fit.overhead_seconds + fit.model.linear * tokens + fit.model.quadratic * squared
+    return float(np.sqrt(np.mean((predicted / seconds - 1.0) ** 2)))
+
+
+def scaled_error(cost_model: CostModel, measured: Sequence[Measurement]) -> float:
+    """The same for a model without a unit of time: predictions are scaled by the factor c with the smallest error.
+
+    It minimises sum_i (c x_i - 1)^2 with x_i = predicted_i / seconds_i: c = sum(x) / sum(x^2).
+    """
+    tokens, squared, seconds = np.array(measured, np.float64).T
+    ratio = (cost_model.linear * tokens + cost_model.quadratic * squared) / seconds
+    return float(np.sqrt(np.mean((ratio * ratio.sum() / np.square(ratio).sum() - 1.0) ** 2)))

@@ -1,0 +1,240 @@
+"""Planner: which sequences share an optimiser step, and which rank computes each of them when.
+
+    number of sequences, seed --draw_mini_batches--> mini-batches --Planner.plan--> Plan of every rank's micro-batches
+
+Mini-batches are a random choice, made before balancing and never changed by it.
+
+What samples begin with alike, from the hashes of their beginnings, as a plan counts it.
+
+    prompt_hash, prompt_tokens --> groups with a prefix                        plan_batch(prefix_groups, prefix_lengths)
+    prefix_hashes --> order of each group's tree, depth of neighbours in it    plan_batch(tree_order, tree_depths)
+
+A row of a model (workers/model/rows/prefix_rows.py) shares a beginning unless it is a few tokens longer than one that
+it shares already. A plan counts as many tokens fewer, so that no row has more cells than the plan says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from balancing import CostModel, Plan, plan_batch
+from balancing.alignment import group_cap
+from balancing.errors import CountError
+from balancing.pipeline import Pipeline
+from controller.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from workers.remote_batch import RemoteBatch
+from balancing.prefixes import fewest_worth_sharing
+from workers.rollout.prefix_hashes import hashed_places
+
+Integers = np.ndarray
+
+
+def shared_beginnings(
+    prompts: Integers, prompt_tokens: Integers, lengths: Integers, hashes: np.ndarray, minimum: int
+) -> dict[str, Integers]:
+    """Arguments of `plan_batch` about what B samples begin with alike, int64 [B] each.
+
+    prompts: int64 [B], equal for equal ones. prompt_tokens, lengths: int64 [B], of the prompt and of the whole sample.
+    hashes: objects [B], bytes, those of `workers.rollout.prefix_hashes`. minimum: `model.min_shared_tokens`.
+    """
+    own = lengths - prompt_tokens
+    fewest = np.maximum(fewest_worth_sharing(own), minimum)
+    groups = np.unique(prompts, return_inverse=True)[1]
+    prefixes = np.where(prompt_tokens < fewest, 0, prompt_tokens)
+    table = _table(hashes)
+    rows = np.lexsort((*table.T[::-1], groups, prefixes == 0))
+    order = np.empty(len(rows), np.int64)
+    order[rows] = np.arange(len(rows))
+    return {
+        "prefix_groups": groups,
+        "prefix_lengths": prefixes,
+        "tree_order": order,
+        "tree_depths": _depths(table, rows, groups, prompt_tokens, own, fewest),
+    }
+
+
+def _table(hashes: np.ndarray) -> Integers:
+    """int64 [B, places]: the hashes of each sample; where it has none, a negative number that no other sample has."""
+    rows = [np.frombuffer(each, "<u4") for each in hashes]
+    table = np.repeat(-1 - np.arange(len(rows))[:, None], max(map(len, rows)), axis=1)
+    for row, found in enumerate(rows):
+        table[row, : len(found)] = found
+    return table
+
+
+def _depths(
+    table: Integers, rows: Integers, groups: Integers, prompt_tokens: Integers, own: Integers, fewest: Integers
+) -> Integers:
+    """int64 [B]: tokens that each sample counts as those of the one before it, in the order `rows`."""
+    alike = np.zeros(len(rows), np.int64)
+    if table.shape[1]:
+        equal = np.minimum.accumulate(table[rows[1:]] == table[rows[:-1]], axis=1)
+        alike[rows[1:]] = equal.sum(axis=1)
+    places = np.append(0, hashed_places(int(own.max())))
+    largest = np.zeros(groups.max() + 1, np.int64)
+    np.maximum.at(largest, groups, fewest)  # of a group: depths of any two of its samples are minima of several
+    depths: Integers = prompt_tokens + np.maximum(0, places[alike] - largest[groups] + 1)
+    return depths
+
+
+MINI_BATCHES = 1  # sets this random stream apart from that of the data's order
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """overhead: seconds of a micro-step of an update beside its workload, over all stages. shares: of each stage in the
+    time of all, two digits, so that plans do not change with every step; None where nothing was measured."""
+
+    overhead: float = 0.0
+    shares: tuple[float, ...] | None = None
+
+
+NOT_MEASURED = StageTimes()
+
+
+def draw_mini_batches(
+    sequences: int, mini_batches: int, seed: int, step: int, epoch: int = 0, groups: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """A random split of row numbers into mini-batches whose sizes differ by at most one; fewer where rows are few.
+
+    The same for the same `seed`, that of the run, `step` and `epoch`, the pass over the step's samples, from 0. groups:
+    int64 [sequences], 0, 1, ...; then whole groups are drawn, and numbers of groups differ by at most one. Returns
+    int64 arrays, each ascending.
+    """
+    rng = np.random.default_rng((seed, MINI_BATCHES, step, epoch))
+    drawn = sequences if groups is None else int(groups.max()) + 1
+    parts = np.array_split(rng.permutation(drawn), min(mini_batches, drawn))
+    return [np.sort(part) if groups is None else np.flatnonzero(np.isin(groups, part)) for part in parts]
+
+
+def with_group_tokens(batch: "RemoteBatch", mini_batches: Sequence[np.ndarray]) -> "RemoteBatch":
+    """The batch with the column `group_tokens`: loss tokens of each sequence's group in its mini-batch, int64 [B].
+
+    batch: light columns `uid`, equal within a group, and `response_tokens`. A group that is spread over several
+    mini-batches counts in each of them for what it has there.
+    """
+    counts = np.zeros(len(batch), dtype=np.int64)
+    for rows in mini_batches:
+        names, group = np.unique(batch["uid"][rows], return_inverse=True)
+        totals = np.zeros(len(names), dtype=np.int64)
+        np.add.at(totals, group, batch["response_tokens"][rows])
+        counts[rows] = totals[group]
+    return batch.with_columns(group_tokens=counts)
+
+
+def plan_arguments(
+    config: TrainingConfig, of: str, prefixes: Mapping[str, Any] | None = None, stages: StageTimes = NOT_MEASURED
+) -> dict[str, Any]:
+    """Arguments of `balancing.plan_batch` besides the batch. of: a pass in `config.limits`.
+
+    prefixes: those of `shared_beginnings`; empty or None where nothing is shared. stages: what was
+    measured of a pipeline.
+    """
+    limits, policy, balance = config.limits[of], config.policy, config.balance
+    arguments: dict[str, Any] = {
+        "ranks": policy.ranks,
+        "max_tokens": group_cap(limits.max_tokens, policy.parallel.context_parallel),
+        "max_sequences": limits.max_sequences or None,
+        "min_count": limits.min_micro_batches,
+        "multiple_of": balance.count_multiple,
+        "algorithm": balance.algorithm,
+        "order": None if balance.order == "auto" else balance.order,
+        "pipeline": pipeline_of(config, trains=of.endswith(".update"), measured=stages),
+        "layout": limits.layout,
+        "length_multiple": limits.length_multiple,
+    }
+    return arguments | dict(prefixes or {})
+
+
+def pipeline_of(config: TrainingConfig, *, trains: bool, measured: StageTimes = NOT_MEASURED) -> Pipeline | None:
+    """The stages of the training roles' models; None without a pipeline. trains: whether backward passes
+    follow, which take twice a forward pass, and with gradient checkpointing three times. measured: of updates; the
+    parts of a stage are taken to cost the same."""
+    parallel = config.policy.parallel
+    if parallel.pipeline_parallel == 1:
+        return None
+    backward = 2.0 + config.model.gradient_checkpointing
+    overhead = measured.overhead if trains else measured.overhead / (1.0 + backward)
+    shares = None if measured.shares is None else measured.shares * parallel.virtual_stages
+    return Pipeline(
+        parallel.pipeline_parallel,
+        parallel.virtual_stages,
+        backward * trains,
+        stage_shares=shares,
+        overhead=overhead,
+    )
+
+
+class Planner:
+    """Plans for the data-parallel ranks of the training roles, which all share the policy's."""
+
+    def __init__(self, config: TrainingConfig, cost_model: CostModel, stages: StageTimes = NOT_MEASURED) -> None:
+        """`cost_model`: FLOPs of a sequence, or its seconds, which a plan balances. stages: what was measured of a
+        pipeline, in seconds; with these `cost_model` is of seconds."""
+        self.config, self.cost_model, self.stages = config, cost_model, stages
+        self._sharing: dict[str, bool] = {}
+
+    def whole(self, batch: "RemoteBatch", of: str) -> Plan:
+        """One forward-only pass over the batch; see `plan`."""
+        return self.plan(batch, [np.arange(len(batch))], of)
+
+    def plan(self, batch: "RemoteBatch", mini_batches: list[np.ndarray], of: str) -> Plan:
+        """Assign every sequence to a rank and a micro-step; mini-batches stay as drawn.
+
+        batch: light columns `length`, `response_tokens` and `uid`. of: a pass in `config.limits`, such as
+        `policy.update`. Where too few sequences are left for the counts of micro-batches that the settings ask for,
+        there are as many as the smallest mini-batch can fill; stages of a pipeline add empty ones.
+        """
+        plan = partial(
+            plan_batch,
+            batch["length"],
+            mini_batches=mini_batches,
+            loss_tokens=batch["response_tokens"],
+            groups=group_numbers(batch),
+            cost_model=self.cost_model,
+        )
+        arguments = plan_arguments(self.config, of, self.prefixes(batch, of), self.stages)
+        try:
+            return plan(**arguments)
+        except CountError:
+            pipeline = arguments["pipeline"] and replace(arguments["pipeline"], virtual_stages=1, stage_shares=None)
+            fewest = min(arguments["min_count"], *map(len, mini_batches))
+            return plan(**arguments | {"min_count": fewest, "multiple_of": 1, "pipeline": pipeline})
+
+    def prefixes(self, batch: "RemoteBatch", of: str) -> dict[str, np.ndarray]:
+        """Arguments of `plan_batch` about what sequences begin with alike; empty where the pass shares nothing.
+
+        batch: light columns `prompt_hash`, `prompt_tokens` and `prefix_hashes`; without them nothing counts as shared.
+        """
+        if "prompt_hash" not in batch.columns or not self._shares(of.partition(".")[0]):
+            return {}
+        return shared_beginnings(
+            batch["prompt_hash"],
+            batch["prompt_tokens"],
+            batch["length"],
+            batch["prefix_hashes"],
+            minimum=self.config.model.min_shared_tokens,
+        )
+
+    def _shares(self, role: str) -> bool:
+        """Whether the model of a training role computes what sequences begin with once."""
+        if role not in self._sharing:
+            self._sharing[role] = self.config.decided(self.config.model_of(role)).share_prefixes == "always"
+        return self._sharing[role]
+
+    def draw(self, batch: "RemoteBatch", step: int, epoch: int = 0) -> list[np.ndarray]:
+        """The mini-batches of a pass over a step's samples; see `draw_mini_batches`."""
+        config = self.config
+        groups = group_numbers(batch) if config.mini_batches_by == "group" else None
+        return draw_mini_batches(len(batch), config.mini_batches, config.run.seed, step, epoch, groups)
+
+
+def group_numbers(batch: "RemoteBatch") -> np.ndarray:
+    """int64 [B], 0, 1, ... by `uid`."""
+    numbers: np.ndarray = np.unique(batch["uid"], return_inverse=True)[1]
+    return numbers

@@ -1,0 +1,255 @@
+"""AsyncRolloutBuffer: groups are generated ahead while the policy trains, across updates of its weights.
+
+    admit: prompts -> engines --sample by sample--> rewards -> group ready -> take P -> train -> published -> admit
+                         ^ pump, also while the driver waits for the training ranks
+
+`controller.engines.staleness_schedule` decides which groups are generated and taken. There is one thread: while the
+driver waits for anything else it calls `pump`, which reads finished samples and rewards.
+"""
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+import ray
+from ray import ObjectRef
+
+from controller.actors.roles import Roles
+from controller.algorithm import advantages
+from controller.checkpoints.progress import Progress
+from controller.config import Config
+from controller.data.prompts import Prompt, Prompts
+from controller.engines.engine_calls import POLL_SECONDS
+from controller.engines.engine_pool import RolloutBatch
+from controller.engines.staleness_schedule import GroupState, Schedule, Staleness
+from controller.observability.run_record import RunRecord
+from controller.planning.planner import Planner
+from controller.rollout.buffer import RolloutBuffer, sample_requests
+from controller.rollout.sample_files import FinishedSample, StoredSamples, read_samples, write_samples
+from controller.rollout.samples import Rollout, assemble, with_record_columns
+from workers.dataproto import DataProto
+from workers.errors import RolloutError
+from workers.rollout.requests import PartialResponse, SampleResult
+from workers.score import Score
+
+
+@dataclass
+class Group:
+    """A prompt, and its samples as far as they are there."""
+
+    prompt: Prompt
+    results: dict[tuple[str, int], tuple[SampleResult, ObjectRef]] = field(default_factory=dict)
+    scores: dict[tuple[str, int], Score] = field(default_factory=dict)
+    dropped: list[SampleResult] = field(default_factory=list)
+
+    @property
+    def settled(self) -> int:
+        """Samples that are scored or given up."""
+        return len(self.scores) + len(self.dropped)
+
+
+class AsyncRolloutBuffer(RolloutBuffer):
+    """Samples of training without rounds; those of a validation are made as in `RolloutBuffer`, beside them."""
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        prompts: Prompts,
+        planner: Planner,
+        record: RunRecord,
+        progress: Progress,
+    ) -> None:
+        super().__init__(config, roles, prompts, planner, record, progress)
+        settings = staleness(config)
+        self.schedule = Schedule(
+            settings, config.run.steps - progress.step, admitted=progress.position, active=progress.active
+        )
+        self._groups: dict[int, Group] = {}
+        self._released: list[Group] = []
+        self._retried = 0
+        self._saved = progress.samples
+        self._scoring = roles.rewards.begin()
+        self._generation = roles.rollouts.begin(config.rollout.sampling, self._score)
+        for group in roles.groups:
+            group.meanwhile = self.read
+
+    @property
+    def active(self) -> list[int]:
+        """Places of prompts before `position` whose samples no step has trained on."""
+        return self.schedule.in_state(GroupState.RUNNING, GroupState.READY)
+
+    def begin(self) -> None:
+        """Go on with the groups that a resumed run had not trained on, then begin new ones."""
+        self._request(self.active, self._restored())
+        self.published()
+
+    def published(self) -> None:
+        """Free the places of the groups that the last step was trained on, and begin others."""
+        for number in self.schedule.in_state(GroupState.TRAINING):
+            del self._groups[number]
+        self.schedule.published()
+        self._admit()
+
+    def save(self, path: Path, numbers: Sequence[int]) -> None:
+        """Write the samples of these groups, as far as they are there. Raises OutputError."""
+        self.read()
+        groups = [self._groups[number] for number in numbers if number in self._groups]
+        finished = [sample for group in groups for sample in _stored(group)]
+        write_samples(path, StoredSamples(finished, self._partial({group.prompt.uid for group in groups})))
+
+    def _partial(self, uids: Collection[str]) -> dict[int, PartialResponse]:
+        """The unfinished responses to these prompts so far, by seed."""
+        now = self.roles.rollouts.partial_responses()
+        requests = [request for request in self._generation.router.unfinished if request.uid in uids]
+        found = {request.seed: now.get(request.seed, request.begun) for request in requests}
+        return {seed: response for seed, response in found.items() if response is not None}
+
+    def collect(self, step: int) -> Rollout:
+        """The samples of the groups that the step takes; waits until there are enough of them."""
+        wanted = self.config.batch.prompts_per_step
+        with self.record.console.samples(wanted) as advance:
+            shown = 0
+            while not (taken := self.schedule.take()):
+                self._read(POLL_SECONDS)
+                ready = min(wanted, len(self.schedule.in_state(GroupState.READY)))
+                advance(ready - shown)
+                shown = ready
+        groups = [self._groups[number] for number in taken]
+        rollout = self._rollout([*groups, *self._take_released()])
+        by_uid = {group.prompt.uid: group.prompt for group in groups}
+        batch = rollout.batch.select(np.isin(rollout.batch["uid"], list(by_uid)))
+        batch = self.keep_groups_with_signal(batch)
+        if self.config.algorithm.groups_without_signal == "replace":
+            self.log_missing(step, wanted - len(np.unique(batch["uid"])))
+        return replace(rollout, trained=with_record_columns(batch, by_uid, self.config.loss_columns))
+
+    def read(self) -> None:
+        """Read all that engines and reward workers have finished, without waiting."""
+        self._read(0.0)
+
+    def _read(self, timeout_s: float) -> None:
+        """Read what is there; waits up to `timeout_s` for the first."""
+        rollouts = self.roles.rollouts
+        busy = bool(self._generation.streams) or rollouts.queued > 0
+        if rollouts.pump(timeout_s if busy else 0.0):
+            while rollouts.pump():
+                pass
+        for key, score in self._scoring.ready(0.0 if busy else timeout_s).items():
+            self._groups[int(key[0])].scores[key] = score
+        for result in self._generation.router.take_dropped():
+            self._groups[int(result.uid)].dropped.append(result)
+        for number in self.schedule.in_state(GroupState.RUNNING):
+            if self._groups[number].settled == self.config.rollout.samples_per_prompt:
+                self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        """All samples of the group are there: keep it, or replace it where it has no signal."""
+        settings, group = self.config.algorithm, self._groups[number]
+        most = (settings.max_sampling_rounds - 1) * self.config.batch.prompts_per_step
+        replaces = settings.groups_without_signal == "replace" and len(self._released) < most
+        if replaces and not self._has_signal(group):
+            self.schedule.released(number)
+            self._released.append(self._groups.pop(number))
+            self._admit()
+        else:
+            self.schedule.finished(number)
+
+    def _has_signal(self, group: Group) -> bool:
+        drop_failed = self.config.reward.on_failure == "drop"
+        try:
+            batch = self.shaped(assemble(_round([group]), group.scores, drop_failed=drop_failed)).batch
+        except RolloutError:  # none of its samples was finished
+            return False
+        return bool(advantages.has_signal(batch["reward"], batch["uid"]).any())
+
+    def _rollout(self, groups: Sequence[Group]) -> Rollout:
+        """The samples of these groups, in the order of their prompts. Raises RolloutError if there is none."""
+        ordered = sorted(groups, key=lambda group: int(group.prompt.uid))
+        retried, self._retried = self._retried, self._generation.router.retried
+        scores = {key: score for group in ordered for key, score in group.scores.items()}
+        return self.shaped(self.assembled(_round(ordered, self._retried - retried), scores))
+
+    def _take_released(self) -> list[Group]:
+        released, self._released = self._released, []
+        return released
+
+    def _restored(self) -> StoredSamples:
+        """The samples that the checkpoint has; none where there is none, or its file is broken."""
+        if not self._saved:
+            return StoredSamples()
+        try:
+            return read_samples(Path(self._saved))
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            self.record.console.log(f"{self._saved} cannot be read, its samples are made again: {error}")
+            return StoredSamples()
+
+    def _admit(self) -> None:
+        """Begin the groups that the schedule allows. Engines get them now: in a short step the driver never waits."""
+        self._request(self.schedule.admit(), StoredSamples())
+        self.position = self.schedule.admitted
+        self.roles.rollouts.pump()
+
+    def _request(self, numbers: Sequence[int], stored: StoredSamples) -> None:
+        """Ask for the samples of these groups that are not `stored`, and for the rest of those that were begun.
+
+        Seeds are those that the samples would have without staleness.
+        """
+        for number in numbers:
+            (prompt,) = self.prompts.take(number, 1)
+            self._groups[number] = Group(prompt)
+        self._put(stored.finished)
+        for number in numbers:
+            group, step = self._groups[number], number // self.config.batch.prompts_per_step + 1
+            requests = sample_requests(self.config, [group.prompt], self.config.rollout.samples_per_prompt, step)
+            there = {*group.results, *(result.key for result in group.dropped)}
+            self._generation.router.submit(
+                replace(request, begun=stored.partial.get(request.seed), priority=number)
+                for request in requests
+                if request.key not in there
+            )
+
+    def _put(self, samples: Sequence[FinishedSample]) -> None:
+        """Give stored samples to their groups, and those without a score to the reward workers."""
+        rows = [sample.row for sample in samples if sample.row]
+        block = ray.put(DataProto.from_rows(rows)) if rows else None
+        places = itertools.count()
+        for sample in samples:
+            group = self._groups[int(sample.result.uid)]
+            if block is None or not sample.row:
+                group.dropped.append(sample.result)
+                continue
+            result = replace(sample.result, row=next(places))
+            if sample.score is None:
+                self._score([result], block)
+            else:
+                group.results[result.key], group.scores[result.key] = (result, block), sample.score
+
+    def _score(self, results: list[SampleResult], block: ObjectRef) -> None:
+        for result in results:
+            self._groups[int(result.uid)].results[result.key] = result, block
+        prompts = {result.uid: self._groups[int(result.uid)].prompt for result in results}
+        self._scoring.submit(results, block, prompts)
+
+
+def _stored(group: Group) -> list[FinishedSample]:
+    blocks = {block: ray.get(block) for block in dict.fromkeys(block for _, block in group.results.values())}
+    found = [
+        FinishedSample(result, blocks[block].row(result.row), group.scores.get(key))
+        for key, (result, block) in sorted(group.results.items())
+    ]
+    return found + [FinishedSample(result, {}, None) for result in group.dropped]
+
+
+def _round(groups: Sequence[Group], retried: int = 0) -> RolloutBatch:
+    found = [group.results[key] for group in groups for key in sorted(group.results)]
+    dropped = [result for group in groups for result in group.dropped]
+    return RolloutBatch([result for result, _ in found], [block for _, block in found], dropped, retried)
+
+
+def staleness(config: Config) -> Staleness:
+    """The settings of a run's schedule."""
+    return Staleness(config.batch.prompts_per_step, config.rollout.max_staleness, config.rollout.staleness_window)

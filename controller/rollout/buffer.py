@@ -1,0 +1,189 @@
+"""RolloutBuffer: prompts in, the samples of a step out.
+
+prompts -> requests -> engines --sample by sample--> rewards -> baseline, shaping -> keep groups with signal
+   ^                                                                                            |
+   '------------------------ new prompts for groups without, where they are replaced <---------'
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from ray import ObjectRef
+
+from controller.actors.roles import Roles
+from controller.algorithm import advantages
+from controller.checkpoints.progress import Progress
+from controller.config import Config
+from controller.data.prompts import Prompt, Prompts, with_system_prompt
+from controller.engines.engine_pool import RolloutBatch
+from controller.observability.run_record import RunRecord
+from controller.planning.planner import Planner
+from controller.rollout.samples import SAMPLED_COLUMNS, TOKEN_COLUMNS, Rollout, assemble, with_record_columns
+from workers.config import SamplingConfig
+from workers.remote_batch import RemoteBatch
+from workers.rollout.requests import EpisodeStart, SampleRequest, SampleResult, sample_seed
+from workers.score import Score
+
+
+class RolloutBuffer:
+    """Samples for training and validation, from the engines and reward workers of one run.
+
+    A step's samples are made when it begins, with the weights that it trains; `controller.rollout.async_buffer` makes
+    them ahead.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        prompts: Prompts,
+        planner: Planner,
+        record: RunRecord,
+        progress: Progress,
+    ) -> None:
+        """progress: the place in the stream of prompts to go on from."""
+        self.config, self.roles, self.prompts, self.planner, self.record = config, roles, prompts, planner, record
+        self.position = progress.position
+        self._left = list(progress.active)
+
+    @property
+    def active(self) -> list[int]:
+        """Places of prompts before `position` whose samples no step has trained on: those of a run that was resumed
+        from one that generated ahead."""
+        return self._left
+
+    def begin(self) -> None:
+        """Called once, when the engines have the policy's weights."""
+
+    def published(self) -> None:
+        """Called after every step, when the engines have the weights that it made."""
+
+    def save(self, path: Path, numbers: Sequence[int]) -> None:
+        """Write the samples of the prompts at these places, where a checkpoint says that they are `active`."""
+
+    def collect(self, step: int) -> Rollout:
+        """The samples of a step, from prompts at `position` on; in several rounds where `replace` needs more groups."""
+        settings, wanted = self.config.algorithm, self.config.batch.prompts_per_step
+        limit = settings.max_sampling_rounds if settings.groups_without_signal == "replace" else 1
+        rounds: list[Rollout] = []
+        kept: list[RemoteBatch] = []
+        by_uid: dict[str, Prompt] = {}
+        while wanted and len(rounds) < limit:
+            prompts = self._next(wanted)
+            by_uid |= {prompt.uid: prompt for prompt in prompts}
+            found = self.roll_out(prompts, self.config.rollout.samples_per_prompt, self.config.rollout.sampling, step)
+            rounds.append(self.with_baseline(self.shaped(found), prompts, step))
+            kept.append(self.keep_groups_with_signal(rounds[-1].batch))
+            wanted -= len(np.unique(kept[-1]["uid"]))
+        if limit > 1:
+            self.log_missing(step, wanted)
+        batch = with_record_columns(RemoteBatch.concat(kept), by_uid, self.config.loss_columns)
+        return replace(Rollout.concat(rounds), trained=batch)
+
+    def _next(self, count: int) -> list[Prompt]:
+        """The next prompts: those left over, then those from `position` on."""
+        first, self._left = self._left[:count], self._left[count:]
+        start, self.position = self.position, self.position + count - len(first)
+        return [prompt for place in (*first, *range(start, self.position)) for prompt in self.prompts.take(place, 1)]
+
+    def log_missing(self, step: int, groups: int) -> None:
+        """Say that a step trains on fewer groups because so many were not replaced."""
+        rounds, wanted = self.config.algorithm.max_sampling_rounds, self.config.batch.prompts_per_step
+        if groups:
+            self.record.console.log(
+                f"step {step}: {groups} of {wanted} groups are still without signal after "
+                f"algorithm.max_sampling_rounds={rounds}; "
+                + ("training on the others" if groups < wanted else "nothing is trained in this step")
+            )
+
+    def with_baseline(self, rollout: Rollout, prompts: Sequence[Prompt], step: int) -> Rollout:
+        """The rollout with the reward of a greedy response to each prompt, where the estimator is ReMax."""
+        if self.config.algorithm.advantage != "remax":
+            return rollout
+        greedy = replace(self.config.rollout.sampling, temperature=0.0, top_p=1.0, top_k=0)
+        return rollout.with_baseline(self.shaped(self.roll_out(prompts, 1, greedy, step)))
+
+    def shaped(self, rollout: Rollout) -> Rollout:
+        """The rollout with long responses punished in its rewards, where reward.overlong_tokens asks for it."""
+        settings, longest = self.config.reward, self.config.longest_response
+        if not settings.overlong_tokens:
+            return rollout
+        tokens = rollout.batch["length"] - rollout.batch["prompt_tokens"]
+        penalty = overlong_penalty(tokens, longest, settings.overlong_tokens)
+        return rollout.with_reward_part("overlong_penalty", settings.overlong_penalty * penalty)
+
+    def roll_out(self, prompts: Sequence[Prompt], samples: int, sampling: SamplingConfig, step: int) -> Rollout:
+        """Sample every prompt `samples` times and score what comes back while the rest is still generating."""
+        by_uid = {prompt.uid: prompt for prompt in prompts}
+        requests = sample_requests(self.config, prompts, samples, step)
+        scoring = self.roles.rewards.begin()
+        self.roles.wake_engines()
+        with self.record.console.samples(len(requests)) as advance:
+
+            def score(found: list[SampleResult], block: ObjectRef) -> None:
+                scoring.submit(found, block, by_uid)
+                advance(len(found))
+
+            finished = self.roles.rollouts.generate(requests, sampling, on_results=score)
+        return self.assembled(finished, scoring.collect())
+
+    def assembled(self, finished: RolloutBatch, scores: Mapping[tuple[str, int], Score]) -> Rollout:
+        """Finished samples with their scores. Raises RolloutError if there is none."""
+        self.record.timeline.samples([*finished.results, *finished.dropped])
+        rollout = assemble(
+            finished,
+            scores,
+            drop_failed=self.config.reward.on_failure == "drop",
+            token_columns=TOKEN_COLUMNS if self.config.model.router_replay == "none" else SAMPLED_COLUMNS,
+        )
+        if rollout.failures:
+            self.record.console.log(f"{len(rollout.failures)} rewards failed, the first: {rollout.failures[0]}")
+        return self.scored_by_model(rollout)
+
+    def scored_by_model(self, rollout: Rollout) -> Rollout:
+        """The rollout with the reward model's scores in its rewards, where there is one."""
+        if self.roles.reward_model is None:
+            return rollout
+        plan = self.planner.whole(rollout.batch, "reward_model.scores")
+        self.roles.sleep_engines()
+        scores = self.roles.reward_model.score(rollout.batch, plan)
+        return rollout.with_reward_part("model", scores, weight=self.config.reward.model.weight)
+
+    def keep_groups_with_signal(self, batch: RemoteBatch) -> RemoteBatch:
+        """The batch without groups of equal rewards, unless algorithm.groups_without_signal keeps them."""
+        if self.config.algorithm.groups_without_signal == "keep":
+            return batch
+        return batch.select(advantages.has_signal(batch["reward"], batch["uid"]))
+
+
+def sample_requests(config: Config, prompts: Sequence[Prompt], samples: int, step: int) -> list[SampleRequest]:
+    """`samples` requests for every prompt; those of a group follow each other and share their arrays."""
+    starts = [_start(config, prompt) for prompt in prompts]
+    return [
+        SampleRequest(prompt.uid, i, prompt.ids, sample_seed(config.run.seed, step, prompt.uid, i), start)
+        for prompt, start in zip(prompts, starts, strict=True)
+        for i in range(samples)
+    ]
+
+
+def _start(config: Config, prompt: Prompt) -> EpisodeStart | None:
+    if not config.rollout.environment:
+        return None
+    text = with_system_prompt(prompt.columns[config.data.prompt_key], config.data.system_prompt, prompt.uid)
+    return EpisodeStart(prompt.columns, text)
+
+
+def overlong_penalty(tokens: np.ndarray, longest: int, overlong_tokens: int) -> np.ndarray:
+    """Soft punishment of long responses (Yu et al. 2025, DAPO, eq. 13), with L_max `longest` and L_cache
+    `overlong_tokens`, at least 1:
+
+        0                                 |y| <= L_max - L_cache
+        ((L_max - L_cache) - |y|) / L_cache         in between
+        -1                                |y| >= L_max
+
+    tokens: int [B], those after the prompt. Returns float64 [B] in [-1, 0].
+    """
+    free = longest - overlong_tokens
+    return np.clip((free - tokens) / overlong_tokens, -1.0, 0.0)

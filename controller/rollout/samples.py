@@ -1,0 +1,245 @@
+"""Rollout: the samples that the engines returned, with their scores, as a RemoteBatch.
+
+RolloutBatch (light results, block references) + scores --assemble--> Rollout
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from controller.algorithm.validation_metrics import ScoredResponse
+from controller.data.prompts import Prompt
+from controller.engines.engine_pool import RolloutBatch
+from controller.observability.shown_text import other_columns, shortened, shown_prompt
+from workers.dataproto import object_column, record_column
+from workers.errors import RolloutError
+from workers.remote_batch import RemoteBatch, places
+from workers.rollout.requests import COUNTS, LENGTH, TURNS
+from workers.score import Score
+
+LONGEST_TEXT = 2_000  # characters of a prompt, or a response, that the record of a sample keeps
+TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_log_probs")
+ROUTED_EXPERTS = "routed_experts"
+SAMPLED_COLUMNS = (*TOKEN_COLUMNS, ROUTED_EXPERTS)
+"""All that samples may keep of what engines return; the experts only with model.router_replay."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The samples of one round of generation, or of several.
+
+    samples: columns uid, sample, prompt_tokens, prompt_hash (equal for equal prompts), prefix_hashes (bytes),
+    read_tokens and cached_tokens (before its turns, and of these in the prefix cache), response_tokens (the policy's),
+    length (of all), turns (int64), truncated (bool), weight_version, newest_weight_version (int64), seconds (float64,
+    of generation); tokens input_ids, loss_mask, rollout_log_probs and, with model.router_replay, routed_experts.
+    by_sample: scores with their rewards, in the order
+    of `samples`. failures: why samples have no score of their own. rounds: rounds of generation that it joins.
+    version_tokens: by version of the weights, the number of tokens that they sampled. trained: the rows that a step
+    trains on, in its order, with columns of their records; empty until the collector has chosen them.
+    """
+
+    samples: RemoteBatch
+    by_sample: dict[tuple[str, int], Score]
+    dropped: int
+    retried: int
+    failures: tuple[str, ...] = ()
+    rounds: int = 1
+    version_tokens: Mapping[int, int] = field(default_factory=dict)
+    trained: RemoteBatch = field(default_factory=lambda: RemoteBatch({}, {}))
+
+    @cached_property
+    def batch(self) -> RemoteBatch:
+        """`samples` with the column `reward`, float64 [B]."""
+        return self.samples.with_columns(reward=np.array([score.reward for score in self.by_sample.values()]))
+
+    @staticmethod
+    def concat(rounds: Sequence["Rollout"]) -> "Rollout":
+        """Several rounds of one step as one."""
+        return Rollout(
+            RemoteBatch.concat([found.samples for found in rounds]),
+            {key: score for found in rounds for key, score in found.by_sample.items()},
+            sum(found.dropped for found in rounds),
+            sum(found.retried for found in rounds),
+            tuple(failure for found in rounds for failure in found.failures),
+            sum(found.rounds for found in rounds),
+            _totals([found.version_tokens for found in rounds]),
+        )
+
+    def with_reward_part(self, name: str, values: np.ndarray, *, weight: float = 1.0) -> "Rollout":
+        """`values` [B] added to the rewards by their weight, and kept as a part of their own under `name`."""
+        by_sample = {
+            key: replace(score, reward=score.reward + weight * value, parts=score.parts | {name: value})
+            for (key, score), value in zip(self.by_sample.items(), values.tolist(), strict=True)
+        }
+        return replace(self, by_sample=by_sample)
+
+    def with_baseline(self, greedy: "Rollout") -> "Rollout":
+        """With the reward of the greedy response to the same prompt as the column `greedy_reward`.
+
+        greedy: one sample a prompt. Samples whose prompt has none, because it failed, are dropped and counted. Raises
+        RolloutError if that leaves nothing.
+        """
+        rewards = {uid: score.reward for (uid, _), score in greedy.by_sample.items()}
+        kept = np.array([uid in rewards for uid in self.samples["uid"].tolist()])
+        if not kept.any():
+            raise RolloutError("no prompt of this round has both samples and a greedy response to compare them with.")
+        samples = self.samples.select(kept)
+        samples = samples.with_columns(greedy_reward=np.array([rewards[uid] for uid in samples["uid"].tolist()]))
+        by_sample = {key: score for key, score in self.by_sample.items() if key[0] in rewards}
+        return replace(
+            self,
+            samples=samples,
+            by_sample=by_sample,
+            dropped=self.dropped + int(np.sum(~kept)),
+            retried=self.retried + greedy.retried,
+            failures=self.failures + greedy.failures,
+        )
+
+    def scores(self) -> dict[str, float]:
+        """Mean reward and mean of every other number that the reward function returned."""
+        scores = list(self.by_sample.values())
+        means = {"reward": float(np.mean([score.reward for score in scores]))}
+        for name in sorted({name for score in scores for name in score.parts}):
+            means[name] = float(np.mean([score.parts[name] for score in scores if name in score.parts]))
+        return means
+
+    def scored_responses(self, prompts: Mapping[str, Prompt], prompt_key: str) -> list[ScoredResponse]:
+        """Every sample with its prompt and scores, for `summarize`."""
+        return [
+            ScoredResponse(
+                uid,
+                prompts[uid].source,
+                {"reward": score.reward} | score.parts,
+                score.answer,
+                {
+                    "prompt": shown_prompt(prompts[uid].columns[prompt_key]),
+                    "record": shortened(other_columns(prompts[uid].columns, prompt_key), LONGEST_TEXT),
+                    "response": score.response,
+                }
+                | ({"turns": list(score.turns)} if score.turns else {}),
+            )
+            for (uid, _), score in self.by_sample.items()
+        ]
+
+    def without_tokens(self) -> "Rollout":
+        """The light columns and scores alone, which keep nothing in the object store."""
+        return replace(self, samples=RemoteBatch(self.samples.columns, {}), trained=RemoteBatch({}, {}))
+
+    def examples(
+        self, count: int, asked: Callable[[str], dict[str, str]], characters: int = LONGEST_TEXT
+    ) -> list[dict[str, Any]]:
+        """The first `count` samples, the slowest and the longest, each once, for a record.
+
+        asked: the texts of what a prompt's uid asks, of which `prompt` is one. characters: longer texts are cut.
+        """
+        rows = len(self.batch)
+        slowest, longest = (np.argsort(-self.batch[name], kind="stable") for name in ("seconds", "response_tokens"))
+        scores = list(self.by_sample.values())
+        names = ("uid", "sample", "response_tokens", "seconds", "weight_version", "reward")
+        return [
+            {name: self.batch[name][row].item() for name in names}
+            | {name: shortened(text, characters) for name, text in asked(self.batch["uid"][row].item()).items()}
+            | {"response": shortened(scores[row].response, characters)}
+            | ({"turns": _shortened(scores[row].turns, characters)} if scores[row].turns else {})
+            for row in dict.fromkeys([*range(rows)[:count], *slowest[:count].tolist(), *longest[:count].tolist()])
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Rewards and lengths of the round, under the names that a run logs."""
+        tokens = self.batch["response_tokens"]
+        observed = self.batch["length"] - self.batch["prompt_tokens"] - tokens
+        means = self.scores()
+        if "greedy_reward" in self.batch.columns:
+            means["greedy"] = float(self.batch["greedy_reward"].mean())
+        return {
+            "reward/mean": means.pop("reward"),
+            "reward/std": float(self.batch["reward"].std()),
+            **{f"reward/{name}": value for name, value in means.items()},
+            "reward/failures": float(len(self.failures)),
+            "rollout/samples": float(len(self.batch)),
+            "rollout/samples_dropped": float(self.dropped),
+            "rollout/samples_retried": float(self.retried),
+            "rollout/sampling_rounds": float(self.rounds),
+            "rollout/response_tokens_mean": float(tokens.mean()),
+            "rollout/response_tokens_max": float(tokens.max()),
+            "rollout/truncated_share": float(self.batch["truncated"].mean()),
+            "rollout/prefix_cache_hits": float(
+                self.batch["cached_tokens"].sum() / max(1, self.batch["read_tokens"].sum())
+            ),
+            "rollout/turns_mean": float(self.batch["turns"].mean()),
+            "rollout/observation_tokens_mean": float(observed.mean()),
+            "rollout/oldest_weight_version": float(self.batch["weight_version"].min()),
+            "rollout/newest_weight_version": float(self.batch["newest_weight_version"].max()),
+        }
+
+
+def with_record_columns(batch: RemoteBatch, prompts: Mapping[str, Prompt], names: Sequence[str]) -> RemoteBatch:
+    """The batch with columns of the records that its sequences answer: float64 [B] where all values are numbers, and
+    objects [B] otherwise.
+
+    prompts: by uid, those of every sequence of the batch.
+    """
+    found = {name: [prompts[uid].columns[name] for uid in batch["uid"].tolist()] for name in names}
+    return batch.with_columns(**{name: record_column(values) for name, values in found.items()})
+
+
+def assemble(
+    finished: RolloutBatch,
+    scores: Mapping[tuple[str, int], Score],
+    *,
+    drop_failed: bool = False,
+    token_columns: Sequence[str] = TOKEN_COLUMNS,
+) -> Rollout:
+    """Join light results, block references and scores by (uid, sample); `drop_failed` leaves out what has no score.
+
+    token_columns: those of the blocks that the samples keep.
+
+    Raises RolloutError, with the first reason, if every sample was dropped.
+    """
+    kept = [
+        (result, ref)
+        for result, ref in zip(finished.results, finished.blocks, strict=True)
+        if result.row >= 0 and not (drop_failed and scores[result.key].failure)
+    ]
+    found = [result for result, _ in kept]
+    failures = [score.failure for score in scores.values() if score.failure]
+    if not found:
+        reasons = [result.error for result in finished.dropped] + failures
+        reason = reasons[0] if reasons else "none was requested"
+        raise RolloutError(f"no sample of this round was finished; the first was given up because {reason}")
+    blocks, rows = [ref for _, ref in kept], [result.row for result in found]
+    by_sample = {(result.uid, result.sample): scores[result.uid, result.sample] for result in found}
+    columns = {
+        "uid": np.array([result.uid for result in found]),
+        "sample": np.array([result.sample for result in found], dtype=np.int64),
+        **{name: np.array([getattr(result, name) for result in found], dtype=np.int64) for name in COUNTS},
+        "prefix_hashes": object_column([result.prefix_hashes for result in found]),
+        "truncated": np.array([result.finish_reason in (LENGTH, TURNS) for result in found]),
+        "seconds": np.array([result.seconds for result in found]),
+    }
+    tokens = {name: places(name, blocks, rows) for name in token_columns}
+    return Rollout(
+        RemoteBatch(columns, tokens),
+        by_sample,
+        len(finished.dropped),
+        finished.retried,
+        tuple(failures),
+        version_tokens=_totals([dict(result.version_tokens) for result in found]),
+    )
+
+
+def _totals(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    totals: Counter[int] = Counter()
+    for found in counts:
+        totals.update(found)
+    return dict(totals)
+
+
+def _shortened(turns: Sequence[Mapping[str, str]], longest: int) -> list[dict[str, str]]:
+    """The turns of an episode, with at most `longest` characters together."""
+    most = max(1, longest // len(turns))
+    return [{who: shortened(text, most) for who, text in turn.items()} for turn in turns]

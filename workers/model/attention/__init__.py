@@ -1,0 +1,1 @@
+"""Attention over packed rows: kernels, shared prefixes, sinks, and ranks that share sequences."""

@@ -1,0 +1,380 @@
+"""Causal attention within the segments of a packed row, as one function registered with transformers.
+
+    RowLayout --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
+
+The segments are passed as an argument, so packing is never inferred. transformers infers it from `position_ids`, and
+silently misses it when a KV cache is made or when an all-ones mask is passed.
+
+    backend   where                            sliding window   soft-capping   sinks
+    flash3    Hopper, half precision           yes              no             yes      varlen on FlashAttention 3
+    varlen    CUDA, half precision             yes              no             yes      torch.nn.attention.varlen
+    flash     CUDA, half precision             yes              yes            no       the flash-attn package
+    sdpa      anywhere, a call a segment       yes              yes            yes
+
+Shapes: T packed tokens, H query heads, K key-value heads (K divides H), D head dimension, L tokens of one segment.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+from transformers import AttentionInterface
+
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.attention.block_attention import block_attention, query_blocks
+from workers.model.attention.flash_kernels import Segments, window_size
+from workers.model.attention.sink_attention import sink_attention
+from workers.model.rows.packing import PackedRow
+from workers.model.rules.families import KERNEL_FEATURES, expected_window
+from workers.model.rules.model_rules import check_kernel_features, kernel_problem
+
+log = logging.getLogger(__name__)
+
+ATTENTION_NAME = "ballast_packed"
+
+PackedAttention = Callable[..., Tensor]
+"""The attention of one packed row, shared by all layers of a pass.
+
+(query [1, H, T, D], key and value [1, K, T, D], scale, *, window, softcap, sinks) -> [1, T, H, D]
+
+    scores_ij = scale q_i . k_j, then softcap tanh(scores_ij / softcap)
+    out_i = sum_j exp(scores_ij) v_j / (exp(sink) + sum_j exp(scores_ij))    over 0 <= i - j < window
+
+window: tokens that each token sees, itself included. sinks: [H], one logit a head. Only layers that have these three
+pass them, so an attention that cannot compute one does not take it; see `choose_backend`.
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The machine's card and packages. generation: major compute capability, 9 for Hopper; 0 without a card.
+
+    packages: import names of the installed packages that some backend needs.
+    """
+
+    generation: int
+    packages: frozenset[str]
+
+    @classmethod
+    def here(cls, device: torch.device) -> "Installed":
+        has_card = device.type == "cuda" and torch.cuda.is_available()
+        generation = torch.cuda.get_device_capability(device)[0] if has_card else 0
+        needed = {backend.package for backend in BACKENDS.values() if backend.package}
+        return cls(generation, frozenset(package for package in needed if find_spec(package) is not None))
+
+
+@dataclass(frozen=True)
+class Backend:
+    """features: what it computes beyond causal attention, in the names of `families.required_features`.
+
+    generation: the only one of cards on which it runs; 0 is any.
+    """
+
+    build: Callable[[PackedRow, torch.device], PackedAttention]
+    features: frozenset[str]
+    package: str = ""
+    generation: int = 0
+
+    def obstacle(self, installed: Installed) -> str:
+        """The reason why it does not run on this machine, or an empty string."""
+        if self.generation not in (0, installed.generation):
+            return (
+                f"needs a card of compute capability {self.generation}, and this one has {installed.generation}; set "
+                "auto"
+            )
+        if self.package and self.package not in installed.packages:
+            return f"needs the package {self.package.replace('_', '-')}, which is not installed; set auto"
+        return ""
+
+
+def choose_backend(
+    setting: str,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    features: frozenset[str] = frozenset(),
+    installed: Installed | None = None,
+    model: str = "the model",
+) -> str:
+    """The backend of `model.attention` for packed rows; `auto` is the first of `BACKENDS` that can do it.
+
+    features: what the model needs, from `families.required_features`. installed: None looks at this machine. model:
+    its name in messages. Raises ConfigError if the backend asked for cannot run here or is none of packed rows,
+    UnsupportedModelError if it does not compute what the model needs.
+    """
+    installed = installed or Installed.here(device)
+
+    def obstacle(kernel: str) -> str:
+        problem = kernel_problem(kernel, "packed", cuda=device.type == "cuda", half=compute_dtype.itemsize == 2)
+        return problem or BACKENDS[kernel].obstacle(installed)
+
+    if setting == "auto":
+        able = [name for name, backend in BACKENDS.items() if features <= backend.features]
+        chosen = next(name for name in able if not obstacle(name))
+        log.info("model.attention=auto takes %s on %s in %s, for %s", chosen, device, compute_dtype, sorted(features))
+        return chosen
+    if problem := obstacle(setting):
+        raise ConfigError(f"model.attention={setting} {problem}.")
+    check_kernel_features(setting, "packed", features, model)
+    return setting
+
+
+@dataclass(frozen=True)
+class RowAttention:
+    """The attention of a packed row by `kernel`; a `PackedAttention`.
+
+    lengths: tokens of each of the row's segments, padding included.
+    """
+
+    kernel: PackedAttention
+    lengths: tuple[int, ...]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
+        return self.kernel(query, key, value, scale, **features)
+
+
+def packed_attention(backend: str, row: PackedRow, device: torch.device) -> RowAttention:
+    """The attention of `row` by a backend that `choose_backend` named."""
+    return RowAttention(BACKENDS[backend].build(row, device), tuple(row.padded_lengths))
+
+
+def _sdpa(row: PackedRow, device: torch.device) -> PackedAttention:
+    """One causal call a segment.
+
+    Batching segments of like length gains nothing on CPU: gathering costs as much. Nor does one autograd function over
+    all segments: its copies into one output cost what the nodes of the loop do.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
+        lengths = row.padded_lengths
+        segments = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+        outputs = [_attend_segment(*segment, scale, **features) for segment in segments]
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    return attend
+
+
+def _attend_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """query [1, H, L, D] -> [1, H, L, D]. With a window, block by block of queries: time and memory grow with L."""
+    length = query.shape[2]
+    if softcap is not None or sinks is not None:
+        return block_attention(query, key, value, scale, window, softcap, sinks)
+    if window is None or window >= length:
+        return _kernel(query, key, value, is_causal=True, scale=scale)
+    blocks = []
+    for block in query_blocks(length, window):
+        rows, seen = slice(block.start, block.stop), slice(block.first, block.stop)
+        visible = block.visible(window, query.device)
+        blocks.append(_kernel(query[:, :, rows], key[:, :, seen], value[:, :, seen], attn_mask=visible, scale=scale))
+    return torch.cat(blocks, dim=2)
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+    """torch's attention; grouped heads are repeated on CUDA, where few of its kernels take them with a mask or in
+    single precision, and the one that always does holds all scores in memory."""
+    if query.device.type == "cuda":
+        key, value = _repeat_heads(query, key, value)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **arguments)
+
+
+def _repeat_heads(query: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values [1, K, ...] -> [1, H, ...], as many heads as the queries have."""
+    return tuple(tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in tensors)
+
+
+def _varlen(row: PackedRow, device: torch.device) -> PackedAttention:
+    """Flash attention over all segments at once, in torch; with sinks by its operators, which give the log-sum-exp."""
+    _use_flash_attention(None)
+    return _torch_varlen(row, device)
+
+
+def _flash3(row: PackedRow, device: torch.device) -> PackedAttention:
+    """The same on the kernels of FlashAttention 3, which torch then calls in place of its own."""
+    _use_flash_attention("FA3")
+    return _torch_varlen(row, device)
+
+
+def _use_flash_attention(implementation: Literal["FA3"] | None) -> None:
+    """For all of torch's flash attention in this process; None is torch's own. Nothing if it is in use already.
+
+    "FA3" imports `flash_attn_interface`. Not that package itself: as torch's implementation it is traced by
+    torch.compile, counted by torch's FLOP counter, and serves the operators that sinks and rings call.
+    """
+    if current_flash_attention_impl() == implementation:
+        return
+    if implementation is None:
+        restore_flash_attention_impl()
+    else:
+        activate_flash_attention_impl(implementation)
+
+
+def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = row.cu_seqlens_padded.to(device), row.max_length
+    segments = Segments(list(row.padded_lengths), bounds)
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        *,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        enable_gqa = query.shape[1] != key.shape[1]
+        query, key, value = _tokens_first(query, key, value)
+        if sinks is not None:
+            return sink_attention(query, key, value, sinks, segments, scale, window).unsqueeze(0)
+        output = varlen_attn(
+            query,
+            key,
+            value,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            scale=scale,
+            window_size=window_size(True, window),
+            enable_gqa=enable_gqa,
+        )
+        return output.unsqueeze(0)
+
+    return attend
+
+
+def _flash(row: PackedRow, device: torch.device) -> PackedAttention:
+    """Flash attention over all segments at once, in the flash-attn package."""
+    from flash_attn import flash_attn_varlen_func
+
+    bounds, longest = row.cu_seqlens_padded.to(device), row.max_length
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        output = flash_attn_varlen_func(
+            *_tokens_first(query, key, value),
+            bounds,
+            bounds,
+            longest,
+            longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=window_size(True, window),
+            softcap=softcap or 0.0,
+        )
+        return output.unsqueeze(0)
+
+    return attend
+
+
+def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[1, heads, T, D] -> [T, heads, D], the layout of the kernels."""
+    return tuple(tensor[0].transpose(0, 1) for tensor in tensors)
+
+
+BACKENDS = {
+    "flash3": Backend(_flash3, KERNEL_FEATURES["packed"]["flash3"], package="flash_attn_interface", generation=9),
+    "varlen": Backend(_varlen, KERNEL_FEATURES["packed"]["varlen"]),
+    "flash": Backend(_flash, KERNEL_FEATURES["packed"]["flash"], package="flash_attn"),
+    "sdpa": Backend(_sdpa, KERNEL_FEATURES["packed"]["sdpa"]),
+}
+"""In the order in which `auto` prefers them."""
+
+# Arguments of transformers' layers that an attention function must not ignore: those computed here, with their names in
+# PackedAttention, and those refused.
+COMPUTED_FEATURES = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
+REFUSED_FEATURES = ("position_bias", "indices", "cache")
+
+
+def ballast_packed(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_attention: PackedAttention | None = None,
+    **features: Any,
+) -> tuple[Tensor, None]:
+    """Called by transformers in every layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    Raises UnsupportedModelError, naming the module, if the layer asks for a feature that is not computed here (a mask,
+    a cache, a position bias, dropout), or does not ask for the window of its configuration.
+    """
+    name = type(module).__name__
+    if packed_attention is None:
+        raise UnsupportedModelError(
+            f"{name} was called without packed_attention: the model does not pass it to its layers"
+        )
+    asked = [feature for feature in REFUSED_FEATURES if features.get(feature) is not None]
+    if attention_mask is not None:
+        asked.append("attention_mask")
+    if dropout:
+        asked.append("dropout")
+    if key.shape[2] != query.shape[2]:
+        asked.append("past_key_values")
+    if asked:
+        raise UnsupportedModelError(f"{name} uses {', '.join(asked)}, which packed attention does not compute")
+    _check_window(module, features.get("sliding_window"))
+    computed = {
+        ours: features[theirs] for theirs, ours in COMPUTED_FEATURES.items() if features.get(theirs) is not None
+    }
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name} is not causal: it looks at later tokens, which packed attention does not")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = packed_attention(*_of_one_size(query, key, value), scale, **computed)
+    # Some families take a view of it.
+    return output[..., : value.shape[-1]].contiguous(), None
+
+
+def _of_one_size(*tensors: Tensor) -> list[Tensor]:
+    """Heads [..., D] padded with zeros to the largest D, which changes no score and adds zeros to the output.
+
+    Latent attention has smaller values than keys. Flash kernels and the exchange between ranks take one size alone.
+    """
+    sizes = [tensor.shape[-1] for tensor in tensors]
+    missing = [max(sizes) - size for size in sizes]
+    return [F.pad(tensor, (0, count)) if count else tensor for tensor, count in zip(tensors, missing, strict=True)]
+
+
+def _check_window(module: torch.nn.Module, window: int | None) -> None:
+    """Some layers leave their window to transformers' mask, which packed rows do not have: refuse them."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if config is None or index is None:
+        return
+    expected = expected_window(config, index)
+    if window != expected:
+        raise UnsupportedModelError(
+            f"layer {index}, {type(module).__name__}, asks for sliding_window={window} where its configuration says "
+            f"{expected}"
+        )
+
+
+AttentionInterface.register(ATTENTION_NAME, ballast_packed)

@@ -1,0 +1,148 @@
+"""Context parallelism: the ranks of a group share every sequence, and give their predictions back whole.
+
+    PackedRow --cut--> RowPart --model--> log_probs, entropy of its own tokens --gather_tokens--> of the whole row, [N]
+
+    sequence of 6 tokens, cp = 2, padded to 8:    0 1 | 2 3 | 4 5 | p p      2 * cp equal segments
+    cp rank 0 holds segments 0 and 3:             0 1 p p                    rank r: segments r and 2 * cp - 1 - r,
+    cp rank 1 holds segments 1 and 2:             2 3 4 5                    so that causal work is the same on all
+
+A row whose sequences share tokens is dealt out cell by cell instead, see `shared_prefixes`.
+
+Only attention looks at other tokens. Two methods bring them together there:
+
+    ulysses   [H heads, T/cp tokens] --all-to-all--> [H/cp heads, T tokens] --any kernel--> all-to-all back
+              (Jacobs et al. 2023, arXiv:2309.14509); a rank sends (2 + 2 K/H) T/cp H D (cp-1)/cp elements a layer,
+              less with each rank more; needs heads that divide by cp
+    ring      keys and values pass from rank to rank, `ring_attention`; any number of heads; sends 2 T/cp K D (cp-1)
+
+A loss never sees any of this: every rank of the group computes the loss of the whole row from the same predictions, and
+`gather_tokens` hands each the gradient of its own tokens alone. FSDP sums the parts.
+
+Shapes: T cells of the padded row, T/cp of them on a rank, N predicted tokens; H query heads, K key-value heads (K
+divides H), D head dimension.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from workers.model.attention.attention import PackedAttention
+from workers.model.rows.packing import PackedRow
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """The part of a packed row that one context-parallel rank computes.
+
+    input_ids, position_ids: int64 [1, T/cp]; positions are those in the whole sequence. source: int64 [1, T/cp],
+    the token in each cell, -1 for padding. cells: int64 [T], the cell of each token, -1 where another rank has it.
+    predicting: int64 [n], the cells of this part whose hidden states predict a token. targets: int64 [n], its id.
+    selected: int64 [n], which of the row's N predicted tokens these are.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    source: Tensor
+    cells: Tensor
+    predicting: Tensor
+    targets: Tensor
+    selected: Tensor
+
+
+def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
+    """The part of `row` that one rank computes; raises as `cells_of` does."""
+    positions = row.cells_of(context_parallel, context_rank)
+    place = torch.full((row.input_ids.shape[1],), -1)
+    place[positions] = torch.arange(len(positions))
+    cells = place[row.predicting]
+    selected = (cells >= 0).nonzero().squeeze(1)
+    return RowPart(
+        input_ids=row.input_ids[:, positions],
+        position_ids=row.position_ids[:, positions],
+        source=row.source[:, positions],
+        cells=place[row.cells],
+        predicting=cells[selected],
+        targets=row.targets[selected],
+        selected=selected,
+    )
+
+
+def gather_tokens(values: Tensor, selected: Tensor, size: int, group: ProcessGroup) -> Tensor:
+    """Join the ranks' values [n, ...] at `selected` into [size, ...], the same on every rank of `group`.
+
+    The ranks' `selected` together are 0 .. size - 1, each once. Backward takes each rank's own part of the gradient,
+    without communication: every rank has the gradient of the same loss, and a sum would count it once a rank.
+    """
+    return _GatherTokens.apply(values, selected, size, group)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, selected: Tensor, size: int, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(selected)
+        whole = values.new_zeros(size, *values.shape[1:])
+        whole[selected] = values
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (selected,) = ctx.saved_tensors
+        return grad[selected], None, None, None
+
+
+class Ulysses:
+    """All tokens and a share of the heads in the inner attention, all heads and a share of the tokens outside it.
+
+    attention: that of the whole row. row: the whole row. group: the ranks that share it.
+    """
+
+    def __init__(self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
+        self._attention, self._group, self._size = attention, group, group.size()
+        by_rank = torch.cat([row.cells_of(self._size, rank) for rank in range(self._size)])
+        self._by_rank, self._in_order = by_rank.to(device), by_rank.argsort().to(device)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, *, sinks: Tensor | None = None, **features: Any
+    ) -> Tensor:
+        """query [1, H, T/cp, D], key and value [1, K, T/cp, D] -> [1, T/cp, H, D]."""
+        repeats = math.lcm(key.shape[1], self._size) // key.shape[1]
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        if sinks is not None:
+            features["sinks"] = sinks.chunk(self._size)[self._group.rank()]
+        whole = self._to_whole_sequences(query, key, value)
+        return self._to_all_heads(self._attention(*whole, scale, **features))
+
+    def _to_whole_sequences(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """[1, h, T/cp, D] each -> [1, h/cp, T, D] each, tokens in the row's order; in one exchange."""
+        tokens, dim = tensors[0].shape[2:]
+        shares = [tensor.view(self._size, -1, tokens, dim) for tensor in tensors]
+        received = _AllToAll.apply(torch.cat(shares, dim=1), self._group)
+        whole = received.transpose(0, 1).flatten(1, 2).index_select(1, self._in_order)
+        return whole[None].split([share.shape[1] for share in shares], dim=1)
+
+    def _to_all_heads(self, output: Tensor) -> Tensor:
+        """[1, T, H/cp, D] -> [1, T/cp, H, D]."""
+        tokens, heads, dim = output.shape[1:]
+        shares = output[0].index_select(0, self._by_rank).view(self._size, tokens // self._size, heads, dim)
+        return _AllToAll.apply(shares, self._group).transpose(0, 1).flatten(1, 2)[None]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rank r's block [s] of dimension 0 becomes rank s's block [r]; its gradient goes the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, blocks.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grad, ctx.group), None

@@ -1,0 +1,265 @@
+"""The attention of a row in which sequences share their beginnings (`shared_prefixes.py`).
+
+    a call a level     level 0, every run causal over itself; level n, those who continue a beginning over it; merged by
+                       their log-sum-exp (`merged_attention.py`)
+    a call a path      every run over what comes before it on its path and causal over itself: keys are copied, as many
+                       as the sequences have tokens
+    a call a tree      a run and those that continue it, with a mask that hides from a cell what is not on its path
+
+On CUDA a level is one call of a flash kernel, and so are all paths of a row together. To merge a level takes many small
+kernels, to copy keys takes one: short rows, for which the host needs longer than the card, go by paths, others by
+levels.
+On a CPU a level is a call for each run. Where runs are short, as those of responses that are nearly alike, trees are
+faster, though the scores that their masks hide are computed all the same.
+
+Shapes: W cells of the row; H query heads, K key-value heads, D head dimension.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from workers.model.attention.flash_kernels import Block, Segments, add, attend, flash_forward, gradients, take
+from workers.model.rows.prefix_rows import Run, SharedRow, Stripe
+
+WHOLE = Stripe(0, 1)
+PRODUCTS_OF_A_CALL = 2**20
+"""A call less is worth up to so many hidden products of a query's number by a key's in the forward pass. Measured on
+AVX-512, forward and backward: even at 2^20 to 2^22."""
+COPIES_OF_A_LEVEL = 2**23
+"""A level less to merge, on CUDA, is worth copying up to so many numbers of keys. An estimate, not yet measured: a
+level takes about 26 small kernels more, forward and backward, 0.13 to 0.26 ms of a host; so many numbers, and as many
+of the values, are copied and their gradients added in 0.15 ms at 3 TB/s. In half precision they take 32 MiB."""
+
+
+class SharedAttention:
+    """The attention of one row of runs, all of it on this rank; a `PackedAttention` that is causal only."""
+
+    def __init__(self, row: SharedRow, device: torch.device) -> None:
+        self._row, self._device = row, device
+        self._masks: list[Tensor | None] = []
+
+    @cached_property
+    def _levels(self) -> tuple[Block, ...]:
+        return attention_blocks(self._row, WHOLE, WHOLE, self._device)
+
+    @cached_property
+    def _paths(self) -> tuple[Block, ...]:
+        return (path_block(self._row, self._device),)
+
+    @cached_property
+    def _widest_by_path(self) -> int:
+        return widest_by_path(self._row)
+
+    @cached_property
+    def _trees(self) -> list["Tree"]:
+        return list(trees_of(self._row))
+
+    @cached_property
+    def _widest_by_tree(self) -> int:
+        return widest_by_tree(self._trees)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [1, H, W, D], key and value [1, K, W, D] -> [1, W, H, D]."""
+        way = self._way(query, key)
+        if way == "tree":
+            return self._by_tree(query, key, value, scale)
+        query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        blocks = self._paths if way == "path" else self._levels
+        return _SharedAttention.apply(query, torch.stack([key, value]), scale, blocks)[None]
+
+    def _way(self, query: Tensor, key: Tensor) -> Literal["level", "path", "tree"]:
+        if query.is_cuda:
+            return "path" if key.shape[1] * key.shape[3] <= self._widest_by_path else "level"
+        return "tree" if query.shape[1] * query.shape[3] <= self._widest_by_tree else "level"
+
+    def _by_tree(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        self._masks = self._masks or [tree.mask(query.dtype) for tree in self._trees]
+        cells = [tree.cells for tree in self._trees]
+        parts = zip(*(tensor.split(cells, dim=2) for tensor in (query, key, value)), strict=True)
+        outputs = [
+            F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+            for (q, k, v), mask in zip(parts, self._masks, strict=True)
+        ]
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Consecutive runs of a row, the first one and all that continue it; or its padding, as a run. before: runs of the
+    row before them."""
+
+    runs: tuple[Run, ...]
+    before: int
+
+    @property
+    def cells(self) -> int:
+        return sum(run.length for run in self.runs)
+
+    @property
+    def hidden(self) -> int:
+        """Pairs of cells of which one does not see the other, but for those of a lone run, whose call is causal."""
+        if len(self.runs) == 1:
+            return 0
+        return self.cells**2 - sum(run.length * (run.length + 1) // 2 + run.length * run.depth for run in self.runs)
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """[cells, cells], 0 where a cell, the row, sees another and -inf where it does not; None for a lone run."""
+        if len(self.runs) == 1:
+            return None
+        mask = torch.full((self.cells, self.cells), -torch.inf, dtype=dtype)
+        for run in self.runs:
+            first = run.first - self.runs[0].first
+            own = mask[first : first + run.length]
+            own[:, first : first + run.length] = mask.new_full((run.length, run.length), -torch.inf).triu(1)
+            if run.level:
+                above = self.runs[run.parent - self.before].first - self.runs[0].first
+                own[:, :first] = mask[above + run.shared - 1, :first]  # all that the beginning's last cell sees
+        return mask
+
+
+def trees_of(row: SharedRow) -> Iterator[Tree]:
+    """The trees of a row in their order, its padding last."""
+    starts = [index for index, run in enumerate(row.runs) if run.level == 0]
+    for start, stop in zip(starts, [*starts[1:], len(row.runs)], strict=True):
+        yield Tree(row.runs[start:stop], start)
+    used, width = row.lengths[0], row.padded_lengths[0]
+    if used < width:
+        yield Tree((Run(used, width - used, 0, -1, 0, 0),), len(row.runs))
+
+
+def widest_by_tree(trees: Sequence[Tree]) -> int:
+    """Heads times head dimension up to which a call a tree is faster than one a run, on a CPU."""
+    fewer = sum(len(tree.runs) - 1 for tree in trees)
+    return PRODUCTS_OF_A_CALL * fewer // max(1, sum(tree.hidden for tree in trees))
+
+
+def widest_by_path(row: SharedRow) -> int:
+    """Key heads times head dimension up to which a call a path is faster than one a level, on CUDA."""
+    levels = max(run.level for run in row.runs)
+    return COPIES_OF_A_LEVEL * levels // sum(run.depth + run.length for run in row.runs)
+
+
+def path_block(row: SharedRow, device: torch.device) -> Block:
+    """One causal block of all cells: a run sees what comes before it on its path, and itself; padding sees itself."""
+    seen: list[Tensor] = []  # by run, the cells of its path and its own
+    for run in row.runs:
+        before = seen[run.parent][: run.depth] if run.level else torch.empty(0, dtype=torch.int64)
+        seen.append(torch.cat([before, torch.arange(run.first, run.first + run.length)]))
+    queries = [run.length for run in row.runs]
+    if row.lengths[0] < row.padded_lengths[0]:
+        seen.append(torch.arange(row.lengths[0], row.padded_lengths[0]))
+        queries.append(len(seen[-1]))
+    keys = Segments.of([len(cells) for cells in seen], device)
+    return Block(None, torch.cat(seen).to(device), Segments.of(queries, device), keys, causal=True)
+
+
+def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
+    """By step of a ring, the blocks of rank `rank` of `size`, when it holds the keys of rank `rank - step`."""
+    stripes = [Stripe(each, size) for each in range(size)]
+    return [attention_blocks(row, stripes[rank], stripes[rank - step], device) for step in range(size)]
+
+
+def attention_blocks(row: SharedRow, queries: Stripe, keys: Stripe, device: torch.device) -> tuple[Block, ...]:
+    """The blocks, level 0 first, in which cells of stripe `queries` see cells of stripe `keys`; none where none does.
+
+    Positions are counted among the cells of a stripe. Both stripes are of one size.
+    """
+    runs = [range(run.first, run.first + run.length) for run in row.runs]
+    padding = range(row.lengths[0], row.padded_lengths[0])
+    cells = row.padded_lengths[0] // queries.size
+    blocks = [_block([_causal(run, queries, keys) for run in (*runs, padding)], device, causal_over=cells)]
+    for level in range(1, max(run.level for run in row.runs) + 1):
+        seen = [(queries.of(seeing), keys.of(beginning)) for seeing, beginning in _level(row.runs, level)]
+        blocks.append(_block(seen, device))
+    return tuple(block for block in blocks if block)
+
+
+def _causal(run: range, queries: Stripe, keys: Stripe) -> tuple[range, range]:
+    """As many queries as keys of one run, of which each query sees the keys up to its own place among them.
+
+    Left out are queries that see none of these keys, and keys that none of the queries sees: one at most of each.
+    """
+    own, seen, later = queries.of(run), keys.of(run), int(keys.rank > queries.rank)
+    return range(seen.start + later, own.stop), range(seen.start, own.stop - later)
+
+
+def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
+    """(cells that see, cells seen): runs that continue one beginning, and those that continue these, see it."""
+    stops: dict[tuple[int, int], list[int]] = {}  # of each beginning: first cell of those who see it, and one beyond
+    beginning = (-1, 0)
+    for run in runs:
+        if run.level == level:
+            beginning = (run.parent, run.shared)
+            stops.setdefault(beginning, [run.first, run.first])
+        if run.level >= level:
+            stops[beginning][1] = run.first + run.length
+    return [
+        (range(*seeing), range(runs[parent].first, runs[parent].first + shared))
+        for (parent, shared), seeing in stops.items()
+    ]
+
+
+def _block(segments: Sequence[tuple[range, range]], device: torch.device, causal_over: int = 0) -> Block | None:
+    """The block of these (queries, keys), but for those in which either is empty; None if that leaves none.
+
+    causal_over: cells of a stripe, for a causal block; 0 for a full one.
+    """
+    queries = [seeing for seeing, seen in segments if seeing and seen]
+    keys = [seen for seeing, seen in segments if seeing and seen]
+    if not queries:
+        return None
+    is_whole = sum(map(len, queries)) == causal_over
+    return Block(
+        None if is_whole else _positions(queries, device),
+        None if is_whole else _positions(keys, device),
+        Segments.of(list(map(len, queries)), device),
+        Segments.of(list(map(len, keys)), device),
+        causal=causal_over > 0,
+    )
+
+
+def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+    """int64, range after range."""
+    return torch.cat([torch.arange(part.start, part.stop) for part in ranges]).to(device)
+
+
+class _SharedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key_value: Tensor, scale: float, blocks: Sequence[Block]) -> Tensor:
+        """query [W, H, D], key_value [2, W, K, D] -> [W, H, D]."""
+        query, key_value = query.contiguous(), key_value.contiguous()
+        own, *levels = blocks
+        key, value = take(key_value, own.keys, dim=1)
+        output, lse = flash_forward(query, key, value, own.query_segments, own.key_segments, own.causal, scale)
+        if levels:
+            merged = output.to(torch.promote_types(query.dtype, torch.float32))
+            for block in levels:
+                attend(query, key_value, scale, block, merged, lse)
+            output = merged.to(query.dtype)
+        ctx.save_for_backward(query, key_value, output, lse)
+        ctx.scale, ctx.blocks = scale, blocks
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key_value, output, lse = ctx.saved_tensors
+        given = grad_output.contiguous(), query, key_value, output, lse, ctx.scale
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        own, *levels = ctx.blocks
+        grad_query, part = gradients(*given, own)
+        grad_query = grad_query.to(dtype if levels else query.dtype)
+        grad_key_value = torch.zeros_like(key_value, dtype=dtype)
+        add(grad_key_value, own.keys, part, dim=1)
+        for block in levels:
+            part_query, part = gradients(*given, block)
+            add(grad_query, block.queries, part_query, dim=0)
+            add(grad_key_value, block.keys, part, dim=1)
+        return grad_query.to(query.dtype), grad_key_value.to(key_value.dtype), None, None

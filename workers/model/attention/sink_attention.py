@@ -1,0 +1,81 @@
+"""Attention with sinks (gpt-oss) by flash attention kernels, which know none.
+
+A sink is a key with a score of its own and the value 0. So the output is that of plain attention, scaled down; and the
+kernels' backward pass, given the output and log-sum-exp with the sink, is exact for queries, keys and values, as it is
+for a part of a ring:
+
+    lse'_i = log(exp(lse_i) + exp(sink))        out'_i = exp(lse_i - lse'_i) out_i
+    dsink  = - sum_i exp(sink - lse'_i) dout_i . out'_i
+
+Shapes: T tokens of all segments, H query heads, K key-value heads (K divides H), D head dimension.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from workers.model.attention.flash_kernels import Segments, flash_backward, flash_forward
+
+
+def sink_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of each segment: query [T, H, D], key and value [T, K, D], sinks [H] -> [T, H, D].
+
+    window: tokens that each token sees, itself included. The gradient can be taken once, not differentiated again.
+    """
+    return _SinkAttention.apply(query, key, value, sinks, segments, scale, window)
+
+
+class _SinkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        segments: Segments,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        plain, plain_lse = flash_forward(query, key, value, segments, segments, True, scale, window)
+        lse = torch.logaddexp(plain_lse, sinks.to(plain_lse.dtype)[:, None])
+        output = (plain * _tokens_first(torch.exp(plain_lse - lse))).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
+        ctx.segments, ctx.scale, ctx.window = segments, scale, window
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, lse = ctx.saved_tensors
+        grads = flash_backward(
+            grad_output.contiguous(),
+            query,
+            key,
+            value,
+            output,
+            lse,
+            ctx.segments,
+            ctx.segments,
+            True,
+            ctx.scale,
+            ctx.window,
+        )
+        shares = _tokens_first(torch.exp(sinks.to(lse.dtype)[:, None] - lse))
+        grad_sinks = -(shares * grad_output * output).sum((0, 2))
+        return *grads, grad_sinks.to(sinks.dtype), None, None, None
+
+
+def _tokens_first(by_head: Tensor) -> Tensor:
+    """[H, T] -> [T, H, 1]."""
+    return by_head.transpose(0, 1).unsqueeze(-1)

@@ -1,0 +1,1 @@
+"""Weights on disk: loading, checkpoints, export as a Hugging Face folder, adapters."""

@@ -1,0 +1,293 @@
+"""Checkpoints of a sharded model: torch's distributed checkpoint (DCP), written in the background, complete or absent.
+
+    save: state --copy to host memory--> training goes on
+                          \\--background--> every rank its shards, fsync --> manifest --rename--> step-30/
+    load: manifest --> checksums --> names and shapes --> every rank reads the slices it holds, whatever wrote them
+
+Every tensor is stored as safetensors and everything else as JSON, so that loading a checkpoint runs no code of it.
+DCP's own format keeps its metadata as a pickle; `HuggingFaceStorageReader` derives them from the files' headers.
+
+Stored are the parameters that are trained, persistent buffers, AdamW's state, the schedule, and the random states of
+every rank (torch's, on CPU and GPU; the engine draws from no other). The optimiser's settings are not stored: they come
+from the run's configuration.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim.lr_scheduler import LambdaLR
+
+from workers.errors import CheckpointError
+from workers.model.checkpoint.checkpoint_folder import (
+    Manifest,
+    StoredFile,
+    check_free,
+    check_json,
+    clear_unfinished,
+    commit,
+    read_manifest,
+    unfinished_folder,
+    verify_files,
+)
+from workers.model.optimizer import optimizer_state, resume_schedule
+from workers.model.sharding.parallel import reshard
+from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
+from workers.model.stages.stage_pipeline import Stage
+
+log = logging.getLogger(__name__)
+
+# A file is serialised in memory before it is written: memory of a save on each rank beyond the copy of the state.
+FILE_BYTES = 2**30
+
+
+class Checkpointer:
+    """Saves and loads the state of one engine, one save at a time. Every method is collective.
+
+    All ranks see the folder of the checkpoints, and no other engine saves into it. If a process dies, the checkpoints
+    completed before remain.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LambdaLR,
+        device: torch.device,
+        stage: Stage,
+    ) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._device = device
+        self._stage = stage
+        # The background thread's messages must not mix with those of training: a process group of its own.
+        self._group = dist.new_group(backend="gloo")
+        self._saving: tuple[Path, Future] | None = None
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        step: int,
+        engine: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Begin to save as `path`; returns when the state is copied, while files are still being written.
+
+        step: see `Manifest`. engine, extra: JSON objects that `load` gives back, the engine's and the caller's.
+
+        Raises CheckpointError if the save before this one failed or `path` holds a complete checkpoint, DataError if
+        `extra` is not JSON.
+        """
+        self.wait()
+        path, extra = Path(path), check_json(extra or {})
+        unfinished = self._from_rank_zero(lambda: _prepare(path))
+        numbers = {"schedule_steps": self._schedule.last_epoch, **(engine or {})}
+
+        def finish(files: dict[str, StoredFile]) -> None:
+            commit(unfinished, path, Manifest(step, dist.get_world_size(), numbers, extra, files))
+
+        state = self._trained_state(copies=False)
+        sizes = {name: tensor.nbytes for name, tensor in state.items()}
+        files = _files_of({name: size for part in self._stage.of_all(sizes) for name, size in part.items()})
+        state |= _random_state(self._device)
+        writer = _CommittingWriter(unfinished, files, finish)
+        future = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+        self._saving = path, cast(Future, future)
+
+    def wait(self) -> None:
+        """Wait for the save under way, if any. Raises CheckpointError, once, if the last one failed."""
+        if self._saving is None:
+            return
+        (path, future), self._saving = self._saving, None
+        try:
+            future.result()
+        except (CheckpointException, OSError, RuntimeError) as error:
+            clear_unfinished(path.parent)
+            raise CheckpointError(f"{path} could not be saved: {_cause(error)}.") from error
+
+    def load(self, path: str | Path) -> Manifest:
+        """Put the state at `path` into the engine, whatever number of ranks wrote it; returns its manifest.
+
+        Random states are restored if as many ranks load as saved; otherwise they stay as they are, with a warning.
+
+        Raises CheckpointError if the checkpoint is torn, foreign or of another model; the engine is then unchanged
+        unless a file changed while it was read.
+        """
+        self.wait()
+        path = Path(path)
+        manifest: Manifest = self._from_rank_zero(lambda: read_manifest(path))
+        self._on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[self._rank :: self._size]))
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        state = self._trained_state(copies=True)
+        metadata = self._on_all_ranks(lambda: _read_metadata(path, reader))
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        every = {name: shape for part in self._stage.of_all(shapes) for name, shape in part.items()}
+        _check_same_model(path, every, metadata)
+        random_state = _random_state(self._device) if manifest.world_size == self._size else {}
+        # A checkpoint saved on a CPU has no state of a GPU.
+        random_state = {name: part for name, part in random_state.items() if name in metadata.state_dict_metadata}
+        try:
+            dcp.load(state | random_state, storage_reader=reader, process_group=self._group)
+        except (CheckpointException, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path} could not be loaded: {_cause(error)}.") from error
+        _set_random_state(random_state, self._device)
+        if not random_state:
+            log.warning(
+                "%s was saved by %d ranks and is loaded by %d: random states are not restored",
+                path,
+                manifest.world_size,
+                self._size,
+            )
+        resume_schedule(self._schedule, manifest.engine["schedule_steps"])
+        return manifest
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    @property
+    def _size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def _trained_state(self, *, copies: bool) -> dict[str, Tensor]:
+        """The engine's own tensors by name, each once: a tied weight has the first of its names, also on a stage that
+        knows it by another. copies: with those that another stage of a pipeline holds, too."""
+        reshard(self._module)
+        names: dict[Tensor, str] = {}
+        for name, tensor in self._module.state_dict(keep_vars=True).items():
+            if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
+                names.setdefault(tensor, self._stage.first_name(name))
+        if not copies:
+            for tensor in self._stage.copies(self._module.model):
+                names.pop(tensor, None)
+        state = {f"model.{name}": tensor.detach() for tensor, name in names.items()}
+        for parameter, parts in optimizer_state(self._optimizer).items():
+            if parameter in names:
+                state |= {f"optimizer.{names[parameter]}.{part}": value for part, value in parts.items()}
+        return state
+
+    def _from_rank_zero(self, make: Callable[[], Any]) -> Any:
+        """Call `make` on rank zero; all ranks return its result or raise its error."""
+        made = [self._on_all_ranks(lambda: make() if self._rank == 0 else None)]
+        dist.broadcast_object_list(made, src=0, group=self._group)
+        return made[0]
+
+    def _on_all_ranks(self, check: Callable[[], Any]) -> Any:
+        """Call `check` on every rank and return its own result; all raise CheckpointError if one fails."""
+        with raise_on_all_ranks(self._group):
+            try:
+                return check()
+            except OSError as error:
+                raise CheckpointError(str(error)) from error
+
+
+class _CommittingWriter(dcp.HuggingFaceStorageWriter):
+    """Writes this rank's shards as safetensors; on the coordinator, `commit` ends the save when all ranks have written.
+
+    Both run in DCP's background thread, and what they raise reaches every rank's future.
+    """
+
+    def __init__(
+        self, folder: Path, file_numbers: dict[str, int], commit: Callable[[dict[str, StoredFile]], None]
+    ) -> None:
+        super().__init__(str(folder), fqn_to_index_mapping=file_numbers, save_distributed=True)
+        self._folder = folder
+        self._commit = commit
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """As the base class does, with each file's size and checksum as its tensors' storage data."""
+        results = super().write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        stored = {name: StoredFile.of(self._folder / name) for name in names}
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(
+            [
+                WriteResult(result.index, result.size_in_bytes, (name, stored[name]))
+                for result in results
+                for name in [result.storage_data.relative_path]
+            ]
+        )
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator only. DCP's metadata is not written: readers derive it from the files."""
+        self._commit(dict(result.storage_data for rank_results in results for result in rank_results))
+
+
+def _prepare(path: Path) -> Path:
+    check_free(path)
+    clear_unfinished(path.parent)
+    unfinished = unfinished_folder(path)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def _files_of(sizes: dict[str, int]) -> dict[str, int]:
+    """In which file, counted from 1, each tensor goes: files of about FILE_BYTES a rank. sizes: bytes by name."""
+    numbers, written = {}, 0
+    for name, size in sizes.items():
+        numbers[name] = 1 + written // (FILE_BYTES * dist.get_world_size())
+        written += size
+    for rank in range(dist.get_world_size()):  # names that the coordinator, who decides, does not hold itself
+        numbers |= dict.fromkeys(_random_names(rank), 1)
+    return numbers
+
+
+def _random_names(rank: int) -> tuple[str, str]:
+    return f"random.{rank}.cpu", f"random.{rank}.cuda"
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    """This rank's states, uint8; each rank's under names of its own."""
+    host, gpu = _random_names(dist.get_rank())
+    state = {host: torch.get_rng_state()}
+    return state | ({gpu: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    host, gpu = _random_names(dist.get_rank())
+    if host in state:
+        torch.set_rng_state(state[host])
+    if gpu in state:
+        torch.cuda.set_rng_state(state[gpu], device)
+
+
+def _read_metadata(path: Path, reader: dcp.HuggingFaceStorageReader) -> Metadata:
+    try:
+        return reader.read_metadata()
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no checkpoint: {_cause(error)}.") from error
+
+
+def _check_same_model(path: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata) -> None:
+    """Raise CheckpointError that names the first tensor which the checkpoint and this model, whose shapes are `wanted`,
+    do not have in common."""
+    found = {name: tuple(stored.size) for name, stored in metadata.state_dict_metadata.items()}
+    found = {name: shape for name, shape in found.items() if not name.startswith("random.")}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise CheckpointError(
+                f"{path} is of another model or other trained parameters: {name} has shape {found.get(name, 'none')} "
+                f"there and {wanted.get(name, 'none')} here."
+            )
+
+
+def _cause(error: BaseException) -> str:
+    """The first rank's error of a DCP exception, in one line; other errors as they are."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        return f"rank {rank}: {_cause(cause)}"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")

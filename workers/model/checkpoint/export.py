@@ -1,0 +1,201 @@
+"""Writes a model as a Hugging Face folder, by several ranks at once; the folder appears when it is complete.
+
+    conversions --5 GB a file--> files --round of one file a rank--> gather to its writer --> every rank writes its own
+    rank 0: all files there? --> index, the source's other files byte for byte --> rename
+
+A rank holds one file at a time in host memory. The folder is one that all ranks see.
+
+Weights as a safetensors file that has the mode of the files beside it.
+"""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from workers.errors import OutputError, clause
+from workers.model.checkpoint.checkpoint_weights import CheckpointWeights, Conversion
+from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
+
+
+def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
+    """Write contiguous tensors. Raises what `safetensors.torch.save_file` does.
+
+    The library makes the file readable for its owner alone, whatever the umask: a model could not be read by others.
+    """
+    file.touch()
+    mode = file.stat().st_mode & 0o777
+    save_file(dict(weights), file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
+FILE_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+"""Ends of the names of weights and their indices, in any format; pickles of a source are among them."""
+
+
+def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
+    """The type that the config.json of a model names, or `default` where it names none."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else default
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file: its name and the conversions whose weights it holds."""
+
+    name: str
+    conversions: tuple[Conversion, ...]
+
+
+def plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) -> list[FilePlan]:
+    """Files of about `file_bytes` that together hold every weight once; tied weights only under their first name.
+
+    A conversion is never divided between files. A model that fits into one file has it under the plain name.
+    """
+    tied = set(weights.model.all_tied_weights_keys)
+    kept = {conversion.target: conversion for conversion in weights.plan if not tied & set(conversion.sources)}
+
+    def size(conversion: Conversion) -> int:
+        return sum(weight.nbytes for weight in weights.metadata([conversion], dtype).values())
+
+    split = split_state_dict_into_shards_factory(
+        kept, get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=file_bytes
+    )
+    return [FilePlan(file, tuple(kept[name] for name in names)) for file, names in split.filename_to_tensors.items()]
+
+
+def write_model(
+    weights: CheckpointWeights, source: str, path: Path, dtype: torch.dtype, file_bytes: int = FILE_BYTES
+) -> None:
+    """Write the model to `path`, weights in `dtype`; collective, all ranks return when it is complete.
+
+    source: the model's folder or its name in the hub cache, whose other files are copied. An existing folder is
+    replaced. Raises OutputError, on every rank alike, if a rank cannot write.
+    """
+    unfinished = _unfinished(path)
+    _on_rank_zero(lambda: _make_empty(unfinished), path)
+    files, ranks = plan_files(weights, dtype, file_bytes), dist.get_world_size()
+
+    def finish() -> None:
+        _write_metadata(weights, source, unfinished, files, dtype)
+        _replace(path, unfinished)
+
+    try:
+        for first in range(0, len(files), ranks):
+            _write_round(weights, files[first : first + ranks], unfinished, dtype)
+        _on_rank_zero(finish, path)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """`write(folder)` on rank 0 in place of `path`; collective, all ranks return when it is complete.
+
+    An existing folder is replaced when the new one is complete. Raises OutputError, on every rank alike, if rank 0
+    cannot write.
+    """
+
+    def finish() -> None:
+        unfinished = _unfinished(path)
+        _make_empty(unfinished)
+        try:
+            write(unfinished)
+            _replace(path, unfinished)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # there if something failed
+
+    _on_rank_zero(finish, path)
+
+
+def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: Path, dtype: torch.dtype) -> None:
+    """Gather a file to each of the first ranks; then they all write at the same time."""
+    mine: dict[str, Tensor] = {}
+    for writer, file in enumerate(files):
+        for name, weight in weights.convert(file.conversions, dtype, keeper=writer):
+            mine[name] = weight.cpu().clone(memory_format=torch.contiguous_format)
+    rank = dist.get_rank()
+    _together(lambda: write_weights(mine, folder / files[rank].name) if mine else None, folder)
+
+
+def _write_metadata(
+    weights: CheckpointWeights, source: str, folder: Path, files: Sequence[FilePlan], dtype: torch.dtype
+) -> None:
+    missing = [file.name for file in files if not (folder / file.name).exists()]
+    if missing:
+        raise OSError(f"{missing[0]} of another rank is not there; the folder must be one that all nodes share")
+    metadata = {file.name: weights.metadata(file.conversions, dtype) for file in files}
+    if len(files) > 1:
+        total = sum(weight.nbytes for made in metadata.values() for weight in made.values())
+        names = {name: file for file, made in metadata.items() for name in made}
+        index = {"metadata": {"total_size": total}, "weight_map": names}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    _copy_files(Path(str(cached_file(source, "config.json", local_files_only=True))).parent, folder)
+    _write_config(weights.model, folder, dtype)
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    """Copy what is beside the weights: a model saved by transformers would lose end tokens and sampling values."""
+    for pattern in ("*", "additional_chat_templates/*"):
+        for file in source.glob(pattern):
+            if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
+                copy = folder / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
+
+
+def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Replace the source's config.json in `folder` if it describes another model: a new value head, or text alone."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    before = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if all(getattr(config, key) == getattr(before, key) for key in ("architectures", "model_type", "num_labels")):
+        return
+    config.dtype = dtype
+    config.to_json_file(folder / "config.json")  # `save_pretrained` refuses values of generation
+
+
+def _unfinished(path: Path) -> Path:
+    """The folder beside `path` that all ranks write to; at most one engine writes to `path` at a time."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _replace(path: Path, unfinished: Path) -> None:
+    replaced = path.with_name(f"{path.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
+    unfinished.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _on_rank_zero(action: Callable[[], None], path: Path) -> None:
+    _together(lambda: action() if dist.get_rank() == 0 else None, path)
+
+
+def _together(action: Callable[[], None], path: Path) -> None:
+    """Run `action` on every rank. Raises OutputError, on all ranks, if it fails on one."""
+    with raise_on_all_ranks():
+        try:
+            action()
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            raise OutputError(f"{path} could not be written by rank {dist.get_rank()}: {clause(error)}.") from error

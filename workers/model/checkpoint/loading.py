@@ -1,0 +1,103 @@
+"""Weights onto ranks without a copy of the model on each: one rank reads the files, all others hold their shards only.
+
+    rank 0   files --load_model--> whole model, host memory --\\
+                                                               broadcast, a few tensors at a time
+    every rank   skeleton, meta device --shard--> empty shards <--/ keeps its part of each
+
+Rank 0 reads for all, rather than every rank its own slices: families whose files differ from their modules (fused
+experts) are converted by transformers while it loads, and need whole tensors.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from workers.model.checkpoint.checkpoint_weights import loading_rules
+from workers.model.model import PackedModel
+from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
+
+Packed = TypeVar("Packed", bound=PackedModel)
+Result = TypeVar("Result", covariant=True)
+Answer = TypeVar("Answer")
+
+
+class Load(Protocol[Result]):
+    """`load_model` or `load_value_model` with the model they load."""
+
+    def __call__(self, *, skeleton: bool = False) -> Result: ...
+
+
+class Source(Generic[Packed]):
+    """A model being distributed: the caller changes and shards `module`, then calls `fill`. `rules`: transformers'
+    conversions of the files, see `checkpoint_names`.
+
+    A single process loads `module` directly and has nothing to fill. Collective; errors of rank 0 are raised by all.
+    """
+
+    def __init__(self, load: Load[Packed]) -> None:
+        self._whole = _on_rank_zero(load)
+        alone = dist.get_world_size() == 1
+        self.module: Packed = self._whole if alone and self._whole else load(skeleton=True)
+        # Every rank exports weights by reversing the conversions that rank 0 applied to the files.
+        rules = [loading_rules(self._whole.model) if self._whole else None]
+        dist.broadcast_object_list(rules, src=0)
+        self.rules = rules[0] or []
+
+    def change(self, function: Callable[[Packed], None]) -> None:
+        """Apply `function`, which adds parameters, to every copy of the model; `fill` takes rank 0's values."""
+        function(self.module)
+        if self._whole is not None and self._whole is not self.module:
+            function(self._whole)
+
+    def ask(self, function: Callable[[Packed], Answer]) -> Answer:
+        """The result of `function` on the whole model, on every rank; `function` must not change the model."""
+        answers = [_on_rank_zero(lambda: function(cast(Packed, self._whole)))]
+        dist.broadcast_object_list(answers, src=0)
+        return cast(Answer, answers[0])
+
+    def fill(self, device: torch.device, *, cpu_offload: bool) -> None:
+        """Allocate the sharded `module`, copy rank 0's values into it and drop the whole model.
+
+        device: that of the computation; with `cpu_offload` parameters stay in host memory. Of what `module` lacks (a
+        stage of a pipeline has but some layers) nothing is kept.
+        """
+        whole, self._whole = self._whole, None
+        if whole is self.module:
+            return
+        self.module.to_empty(device=torch.device("cpu") if cpu_offload else device)
+        _tie_again(self.module.model)
+        state = whole.state_dict() if whole else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(self.module, state, options=options)
+        _fill_buffers(self.module, dict(whole.named_buffers()) if whole else {}, device)
+
+
+def _tie_again(model: Any) -> None:
+    """Restore the ties (output layer and embedding) that allocating new memory has broken."""
+    present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for target, source in model.all_tied_weights_keys.items():
+        if {target, source} <= present:  # a stage of a pipeline may have one of them
+            owner, _, name = target.rpartition(".")
+            setattr(model.get_submodule(owner), name, model.get_parameter(source))
+
+
+def _fill_buffers(skeleton: nn.Module, values: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Copy buffers that no state dict holds (rotary frequencies); `to_empty` leaves them uninitialised."""
+    described = [{name: value.to("meta") for name, value in values.items()}]
+    dist.broadcast_object_list(described, src=0)
+    wanted = {name for name, _ in skeleton.named_buffers()}
+    for name, like in described[0].items():
+        value = values[name].to(device) if values else torch.empty_like(like, device=device)
+        dist.broadcast(value, src=0)
+        if name in wanted:
+            owner, _, attribute = name.rpartition(".")
+            setattr(skeleton.get_submodule(owner), attribute, value)
+
+
+def _on_rank_zero(load: Callable[[], Answer]) -> Answer | None:
+    with raise_on_all_ranks():
+        return load() if dist.get_rank() == 0 else None

@@ -1,0 +1,163 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) by `peft`: the base model is frozen and only A and B are trained.
+
+    y = W x + alpha / rank * B A x        A [rank, in], B [out, rank], B = 0 at the start: the policy begins as the base
+
+    load_model --add_adapters--> shard_model --> train A and B
+                                      |--without_adapters--> the reference: the same weights, no second model
+                                      |--merged_shards--> W + alpha / rank * B A under W's own name: vLLM, export
+
+There is no dropout on the adapters' input: the trained policy must be the sampled policy.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
+
+from workers.config import LoraConfig
+from workers.errors import ConfigError, UnsupportedModelError
+from workers.model.checkpoint.checkpoint_weights import Shard
+from workers.model.checkpoint.export import write_weights
+from workers.model.model import described
+from workers.model.rules.model_rules import WITHOUT_LINEAR
+from workers.model.sharding.parallel import full_tensor
+
+ADAPTER = "default"  # peft's name for the only adapter of a model
+ALL_LINEAR = "all-linear"
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Give the target modules of `model` an adapter each, in place, and freeze everything else; before sharding.
+
+    A starts as peft does it (uniform, Kaiming), drawn from one seed, so that every run and every rank begins alike.
+
+    Raises ConfigError if peft is not installed, the rank is not positive, or a target is no linear module.
+    """
+    if config.rank < 1:
+        raise ConfigError(
+            f"model.lora.rank={config.rank} makes no adapter; set 1 or more, or 0 to train the whole model."
+        )
+    peft = _peft()
+    from peft.tuners.lora.layer import ParamWrapper
+
+    names = _target_names(model, config.target_modules)
+    settings = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=names, base_model_name_or_path=model.name_or_path
+    )
+    model.requires_grad_(False)
+    base = next(model.parameters())
+    training = {part: part.training for part in model.modules()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        # Adapters of a skeleton on the meta device have no memory either.
+        peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER, low_cpu_mem_usage=base.is_meta)
+    for name, layer in _adapted_layers(model).items():
+        if isinstance(layer, ParamWrapper):
+            raise ConfigError(
+                f"model.lora.target_modules={config.target_modules} gives the fused experts {name} an adapter, which "
+                "cannot be merged into what engines get; name modules of attention alone, as in q_proj,v_proj."
+            )
+        layer.lora_A.to(base.dtype)
+        layer.lora_B.to(base.dtype)
+    # peft sets new modules to training mode; layers use that flag for checkpointing, so restore it.
+    for part in model.modules():
+        part.training = training.get(part, False)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` computes exactly what the base model does: the adapters' outputs are multiplied by 0.
+
+    peft's own switch would also tell FSDP that nothing is trainable, which FSDP then remembers.
+    """
+    layers = _adapted_layers(model)
+    for layer in layers.values():
+        layer.set_scale(ADAPTER, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.set_scale(ADAPTER, 1.0)
+
+
+def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Shard]:
+    """This rank's part of every weight under the base model's names, with its adapter merged in on `device`.
+
+    Parts of W and B hold the same rows, so that a rank needs no more than the whole of A, which is small.
+    """
+    layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
+    shards = {}
+    for name, weight in model.state_dict().items():
+        if not _is_adapter(name):
+            merge = partial(_merged, layers[name], device) if name in layers else None
+            shards[name.replace(".base_layer.", ".")] = Shard(weight, merge)
+    return shards
+
+
+def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Whole A and B under the names that peft stores them by, one at a time on `device`; collective."""
+    for name, weight in model.state_dict().items():
+        if _is_adapter(name):
+            yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", full_tensor(weight.to(device)).detach()
+
+
+def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Path) -> None:
+    """Write `weights`, from `adapter_weights`, into the folder `path`, which `peft.PeftModel.from_pretrained` reads."""
+    write_weights(weights, path / "adapter_model.safetensors")
+    settings: Any = model.peft_config[ADAPTER]
+    settings.save_pretrained(str(path))
+
+
+def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:
+    """W + alpha / rank * B A [out, in], of the rows that this rank holds of W and B; collective."""
+    a, b = (part[ADAPTER].weight.detach().to(device) for part in (layer.lora_A, layer.lora_B))
+    if isinstance(a, DTensor):
+        a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+    return weight + (b @ a) * layer.scaling[ADAPTER]
+
+
+def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
+    """The modules of the setting, once every name in it is known to be that of a linear module."""
+    # The output layer is applied by its weight alone, in chunks of tokens: an adapter on it would do nothing.
+    head = model.get_output_embeddings()
+    known = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    if not known:
+        raise UnsupportedModelError(f"{described(model)} {WITHOUT_LINEAR}")
+    if setting == ALL_LINEAR:
+        return sorted(known)  # peft's own would take an MoE's router and its fused experts, too
+    names = [name.strip() for name in setting.split(",")]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"model.lora.target_modules={setting}: {type(model).__name__} has no linear module {name!r} that takes "
+                f"an adapter; it has {', '.join(sorted(known))}."
+            )
+    return names
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("model.lora.rank needs the package peft, which is not installed.") from error
+    return peft

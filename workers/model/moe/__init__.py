@@ -1,0 +1,1 @@
+"""Mixtures of experts: expert parallelism, router losses, router replay."""

@@ -1,0 +1,74 @@
+"""Expert parallelism: ranks that hold different tokens share the experts of every layer.
+
+    [T, H] --router--> k experts a token --sort by expert, all-to-all--> tokens of this rank's experts
+        --the family's experts, one grouped product--> outputs --all-to-all back--> [T k, H] --weighted sum--> [T, H]
+
+    8 ranks, ep 4, 8 experts:  rank        0    1    2    3    4    5    6    7
+                               experts     01   23   45   67   01   23   45   67     ranks of an ep group are neighbours
+                               shards of   experts: ranks 0, 4; 1, 5; ...     all else: ranks 0 to 7
+
+With tensor parallelism the residual stream is divided by tokens (`tensor_parallel.py`), so that the ranks of a tp group
+come to the experts with different tokens, as any others: a block of experts is not cut by columns but shared between
+dp_shard x cp x tp ranks, its router over all of them, its experts over ep of them first.
+
+No token is dropped and none waits for others: the experts of a token depend on the token alone. A rank with few tokens,
+or none for its experts, takes part in every exchange. An expert sees the tokens of its whole ep group, so that its
+gradient is the sum over that group already, and FSDP adds up those of the ranks that hold the same expert.
+
+Dispatch and sharding are transformers' own (`EpDispatchExpertsParallel`), applied before FSDP2, as tensor parallelism
+is. A layer sends 2 T k H (ep - 1) / ep elements forward and as many backward.
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_expert_parallelism
+
+from workers.errors import UnsupportedModelError
+from workers.model.model import described
+from workers.model.sharding.parallel import Parallel
+from workers.model.sharding.tensor_parallel import blocks_with_experts, find_experts
+
+DISPATCHED = {"ep_dispatch_experts", "grouped_gemm"}
+"""transformers' names of the two parts of a plan: modules that exchange tokens, parameters that are cut by expert."""
+
+
+def share_experts(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
+    """Give each rank of an ep group its part of a model's experts, in place; before `shard_model`.
+
+    Every rank passes the whole model, or its skeleton on the meta device. Returns modules, inner ones first, each with
+    the mesh over whose ranks FSDP2 shards it: experts with expert parallelism, with tensor parallelism all that stands
+    around experts, too; else none. Raises UnsupportedModelError for a family whose experts transformers does not
+    dispatch.
+    """
+    blocks = blocks_with_experts(model) if parallel.tensor.size() > 1 else []
+    around = dict.fromkeys(blocks, parallel.different_tokens) if blocks else {}
+    return _divided(model, parallel) | around
+
+
+def _divided(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
+    """Modules of experts, which are divided between the ranks of an ep group, each with the mesh for FSDP2."""
+    if parallel.config.expert_parallel == 1:
+        return {}
+    if set(model.ep_plan.values()) != DISPATCHED:
+        raise UnsupportedModelError(
+            f"{described(model)} is not shared by policy.parallel.expert_parallel: transformers has no all-to-all for "
+            "its experts; set it to 1."
+        )
+    mesh = _expert_mesh(parallel)
+    named = getattr(model, "_expand_parallel_plan", dict)  # transformers 5.21 or later wants whole names, no patterns
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], named(model.ep_plan))
+    sharding = mesh["dp_replicate", "expert_shard"] if parallel.config.replicate > 1 else mesh["expert_shard"]
+    return dict.fromkeys(find_experts(model), sharding)
+
+
+def _expert_mesh(parallel: Parallel) -> DeviceMesh:
+    """The mesh of all ranks with `expert_shard` and `ep` where `Parallel.mesh` has `dp_shard`, `cp` and `tp`.
+
+    FSDP2 wants the meshes of a parameter to be parts of one. Neighbours share experts: all-to-all stays in a node.
+    """
+    sizes = dict(zip(parallel.mesh.mesh_dim_names or (), parallel.mesh.shape, strict=True))
+    ep, sharing = parallel.config.expert_parallel, sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+    renamed = {"dp_shard": ("expert_shard", sharing // ep), "cp": ("ep", ep), "tp": ("tp", 1)}
+    names, shape = zip(*(renamed.get(name, (name, size)) for name, size in sizes.items()), strict=True)
+    return init_device_mesh(parallel.mesh.device_type, shape, mesh_dim_names=names)

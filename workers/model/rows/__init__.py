@@ -1,0 +1,1 @@
+"""Rows of a micro-batch: `packing` lays sequences out, `prefix_rows` stores shared prefixes once."""

@@ -1,0 +1,1 @@
+"""What the engine can compute: families of models, and the layouts that each allows."""

@@ -1,0 +1,96 @@
+"""Layers that carry a state from token to token (state spaces, linear attention, short convolutions), packed.
+
+    layer(hidden, packed_attention=...)      a hook tells the layer's mixers the lengths of the row's segments
+      mixer(hidden [1, T, H]) --split--> [1, L, H] each --the mixer, from an empty state--> joined [1, T, H]
+
+A row as a whole would carry the state of one sequence into the next. The mixer is called once a segment, as
+`attention._sdpa` calls its kernel; the rest of the layer sees the whole row. The hook lies inside what gradient
+checkpointing computes again.
+
+A mixer is a module that holds a convolution along the sequence: all families with a state but linear attention of
+MiniMax have one in front of it.
+
+Shapes: T tokens of the row, L of one segment, H hidden size.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.errors import UnsupportedModelError
+from workers.model.rules.families import RECURRENT
+
+
+def find_mixers(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a decoder layer that carry a state along the row."""
+    return [mixer for mixer in layer.modules() if any(isinstance(child, nn.Conv1d) for child in mixer.children())]
+
+
+def check_mixers(layers: Sequence[nn.Module], config: Any) -> None:
+    """Raise UnsupportedModelError if a layer of a Hugging Face model (`config`) carries a state and has no mixer that
+    could be called for one segment."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    for index, layer in enumerate(layers):
+        mixers, kind = find_mixers(layer), kinds[index] if index < len(kinds) else ""
+        if layer in mixers or (kind in RECURRENT and not mixers):
+            raise UnsupportedModelError(
+                f"layer {index}, {type(layer).__name__}, carries a state from token to token by no module of its own, "
+                "so that sequences of a packed row cannot be told apart; set model.layout=padded"
+            )
+
+
+def split_by_segment(layers: Iterable[nn.Module]) -> None:
+    """Make the mixers of `layers` reset their state at every segment of a packed row; other rows are unaffected."""
+    for layer in layers:
+        mixers = [_Mixer(mixer) for mixer in find_mixers(layer)]
+        if mixers:
+            layer.register_forward_pre_hook(_SegmentHook(mixers), with_kwargs=True)
+
+
+class _Mixer:
+    """Replaces a module's `forward`. lengths: of the row's segments; none for rows of other layouts."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        self._forward, self.lengths = mixer.forward, ()
+        mixer.forward = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        everything: dict[Any, Any] = {**dict(enumerate(arguments)), **named}
+        # A mixer inside another mixer is called with one segment.
+        if len(self.lengths) < 2 or not any(map(self._is_of_row, everything.values())):
+            return self._forward(*arguments, **named)
+        parts = {name: self._split(value) for name, value in everything.items()}
+        outputs = []
+        for index in range(len(self.lengths)):
+            own = {name: part[index] for name, part in parts.items()}
+            positional = [own.pop(place) for place in range(len(arguments))]
+            outputs.append(self._forward(*positional, **own))
+        return _joined(outputs)
+
+    def _split(self, value: Any) -> Any:
+        """The value for each segment: its tokens of a tensor [1, T, ...], or the same value for all."""
+        return value.split(self.lengths, dim=1) if self._is_of_row(value) else [value] * len(self.lengths)
+
+    def _is_of_row(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == sum(self.lengths)
+
+
+class _SegmentHook:
+    """A pre-forward hook that sets the segments of a layer's mixers from `packed_attention`, if rows are packed."""
+
+    def __init__(self, mixers: list[_Mixer]) -> None:
+        self._mixers = mixers
+
+    def __call__(self, layer: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+        attention = named.get("packed_attention")
+        for mixer in self._mixers:
+            mixer.lengths = () if attention is None else attention.lengths
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Joins the segments' outputs into that of the row; of further results, such as a cache, the first is kept."""
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs, dim=1)
+    return (torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:])

@@ -1,0 +1,333 @@
+"""Pipeline parallelism: stages hold consecutive layers, and micro-batches pass through one stage after another.
+
+    whole model --layer_costs, split_layers--> parts of about equal cost --keep_parts--> the part of this rank's stage
+    tokens --> stage 0: embedding, layers --hidden [R, W, H]--> stage 1: layers --> ... last: layers, norm, head, loss
+                                          <--their gradient---                           (1F1B, `passes.py`)
+
+Every stage gets the same sequences and so knows the shapes of what it receives: nothing is exchanged beforehand, and
+rows of any length pass without padding to a common one. Weights keep the names of the whole model. A weight that
+embedding and output layer share is on the first and on the last stage; the two add their gradients, and so stay alike.
+
+Hidden states to the next stage and their gradients back, without the computation waiting for what it sends.
+
+    stage s --hidden states, in the order of its forward passes--> stage s + 1       group `forward`
+            <--gradients, in the order of its backward passes-----                   group `backward`
+
+NCCL computes all transfers of two ranks in one group in the order of their calls, whatever their direction: with one
+group, two stages that send to each other would each wait for the other to receive. So each direction has its own; so
+has, with virtual stages, what goes from the last stage on to the first: of two stages they are neighbours both ways.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from balancing.pipeline import Kind, Pipeline
+from workers.errors import UnsupportedModelError
+from workers.model.model import PackedModel, decoder_of
+from workers.model.rows.packing import MicroBatch
+from workers.model.sharding.parallel import Parallel, clip_gradients
+from workers.model.sharding.stage_layers import Part, StageLayers
+from workers.model.sharding.stage_split import relative_costs, split_layers
+from workers.model.value_head import HEAD
+
+
+def layer_costs(packed: PackedModel, *, checkpointing: bool) -> tuple[list[float], float]:
+    """(cost of each layer, of the output layer), see `relative_costs`.
+
+    Of fused experts [E, ...] those that a token goes through count.
+    """
+    text = packed.model.config.get_text_config()
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+
+    def used(parameter: nn.Parameter) -> float:
+        return parameter.numel() * (min(1.0, chosen / len(parameter)) if parameter.ndim > 2 else 1.0)
+
+    layers = [sum(used(weight) for weight in layer.parameters() if weight.ndim > 1) for layer in packed.layers]
+    head = packed.model.get_output_embeddings() or getattr(packed.model, HEAD)
+    return relative_costs(layers, head.weight.numel(), checkpointing=checkpointing)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Names of the parts of a model in the common form of decoders, below the model: embedding, list of layers, what
+    follows the layers (a norm), output layer; together they have all its parameters."""
+
+    embedding: str
+    layers: str
+    after: tuple[str, ...]
+    head: str
+
+    @classmethod
+    def of(cls, packed: PackedModel) -> "Form":
+        """Raises UnsupportedModelError, naming a parameter, for a model of another form."""
+        model, decoder = packed.model, decoder_of(packed.model)
+        prefix = next(name for name, module in model.named_modules() if module is decoder)
+        paths = {id(module): name for name, module in model.named_modules()}
+        head = model.get_output_embeddings() or getattr(model, HEAD)
+        children = {f"{prefix}.{name}": child for name, child in decoder.named_children()}
+        layers = next(name for name, child in children.items() if isinstance(child, nn.ModuleList))
+        names = list(children)
+        after = [name for name in names[names.index(layers) + 1 :] if list(children[name].parameters())]
+        form = cls(paths[id(model.get_input_embeddings())], layers, tuple(after), paths[id(head)])
+        known = tuple(f"{name}." for name in (form.embedding, form.layers, *form.after, form.head))
+        for name, _ in model.named_parameters():
+            if not name.startswith(known):
+                raise UnsupportedModelError(
+                    f"{packed.name} has {name} beside embedding, layers, norm and output layer, so it cannot be cut "
+                    "into stages; set policy.parallel.pipeline_parallel=1"
+                )
+        return form
+
+    def layer_of(self, name: str) -> int | None:
+        """The layer that the tensor `name` belongs to."""
+        below = name.removeprefix(f"{self.layers}.")
+        return int(below.partition(".")[0]) if below != name else None
+
+
+class Stage:
+    """This rank's stage of the pipeline. The only stage of a model that is not cut holds the whole.
+
+    parts: of this stage, from the one nearest to the input on. hidden_size: of what stages send. tied: names, as the
+    model has them, of a weight that embedding and output layer share; None without such, or without other stages.
+    """
+
+    def __init__(self, packed: PackedModel, parallel: Parallel, *, checkpointing: bool) -> None:
+        """packed: the whole model, or its skeleton. Raises UnsupportedModelError if it cannot be cut, ConfigError if
+        it has fewer layers than there are parts."""
+        pipeline = parallel.pipeline
+        self.parallel, self.index = parallel, pipeline.get_local_rank()
+        self.schedule = Pipeline(pipeline.size(), parallel.config.virtual_stages)
+        self.hidden_size: int = packed.model.config.get_text_config().hidden_size
+        self.tied: tuple[str, str] | None = None
+        self._form: Form | None = None
+        ranges = [range(len(packed.layers))]
+        if self.stages > 1:
+            self._form, self.tied = Form.of(packed), _tied_names(packed)
+            ranges = split_layers(*layer_costs(packed, checkpointing=checkpointing), self.schedule.parts)
+        last = len(ranges) - 1
+        every = [Part(layers, number == 0, number == last) for number, layers in enumerate(ranges)]
+        self.parts = every[self.index :: self.stages]
+        self._stage_of_layer = {
+            index: number % self.stages for number, part in enumerate(every) for index in part.layers
+        }
+
+    @property
+    def stages(self) -> int:
+        return self.schedule.stages
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+    def holder_of(self, name: str) -> int:
+        """The stage that holds the model's tensor `name`; buffers outside the layers are everywhere."""
+        if self._form is None:
+            return 0
+        layer = self._form.layer_of(name)
+        if layer is not None:
+            return self._stage_of_layer[layer]
+        at_end = tuple(f"{after}." for after in (*self._form.after, self._form.head))
+        return self.stages - 1 if name.startswith(at_end) else 0
+
+    def whole_rounds(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """`micro_batches`, and as many without work as the order of virtual stages needs, which takes rounds."""
+        return [*micro_batches, *[(0, 0)] * (-len(micro_batches) % self.schedule.count_multiple)]
+
+    def keep(self, packed: PackedModel) -> None:
+        """Drop from `packed`, a skeleton with adapters and sharded by tensor parallelism, what other stages hold."""
+        form = self._form
+        if form is None:
+            return
+        layers: Any = packed.model.get_submodule(form.layers)
+        kept = {index for part in self.parts for index in part.layers}
+        packed.model.set_submodule(form.layers, StageLayers(layers, kept))
+        dropped = [form.embedding] * (not self.is_first) + [*form.after, form.head] * (not self.is_last)
+        for name in dropped:
+            packed.model.set_submodule(name, nn.Identity())
+
+    def first_name(self, name: str) -> str:
+        """The name that a tensor of the packed model has in all checkpoints: a tied weight's is the embedding's."""
+        prefix = "model."
+        return prefix + self.tied[0] if self.tied and name == prefix + self.tied[1] else name
+
+    def copies(self, model: nn.Module) -> list[nn.Parameter]:
+        """Parameters of this stage that another one holds, too, and counts."""
+        return [model.get_parameter(self.tied[1])] if self.tied and self.is_last else []
+
+    def rank_of(self, stage: int) -> int:
+        """The global rank that has this rank's place in another stage."""
+        return dist.get_global_rank(self.parallel.pipeline.get_group(), stage)
+
+    def counterpart(self, rank: int) -> int:
+        """The global rank of this stage that has the place of `rank`."""
+        size = dist.get_world_size() // self.stages
+        return self.index * size + rank % size
+
+    def to_all(self, tensor: Tensor | None, holder: int, like: Tensor, device: torch.device) -> Tensor:
+        """`tensor`, which the ranks of stage `holder` have, on every rank. like: of its shape and type."""
+        if self.stages == 1 and tensor is not None:
+            return tensor
+        tensor = torch.empty_like(like, device=device) if tensor is None else tensor.contiguous()
+        dist.broadcast(tensor, group=self.parallel.pipeline.get_group(), group_src=holder)
+        return tensor
+
+    def to_keeper(
+        self, tensor: Tensor | None, holder: int, keeper: int, like: Tensor, device: torch.device
+    ) -> Tensor | None:
+        """`tensor`, which stage `holder` has on its rank with the place of `keeper`, on that global rank alone."""
+        group = self.parallel.pipeline.get_group()
+        if self.stages == 1 or keeper // (dist.get_world_size() // self.stages) == holder:
+            return tensor
+        if dist.get_rank() == keeper:
+            received = torch.empty_like(like, device=device)
+            dist.recv(received, src=self.rank_of(holder), group=group)
+            return received
+        if tensor is not None:
+            dist.send(tensor.contiguous(), dst=keeper, group=group)
+        return None
+
+    def of_all(self, value: Any) -> list[Any]:
+        """The values of all stages, one after the other, on each of them; they travel as pickles."""
+        if self.stages == 1:
+            return [value]
+        values: list[Any] = [None] * self.stages
+        dist.all_gather_object(values, value, group=self.parallel.pipeline.get_group())
+        return values
+
+    def from_stage(self, stage: int, value: Any) -> Any:
+        """`value` of a stage, on all of them; it travels as a pickle."""
+        if self.stages == 1:
+            return value
+        values = [value if self.index == stage else None]
+        dist.broadcast_object_list(values, group=self.parallel.pipeline.get_group(), group_src=stage)
+        return values[0]
+
+    def from_last(self, value: Any) -> Any:
+        """`value` of the last stage, on all of them."""
+        return self.from_stage(self.stages - 1, value)
+
+
+def _tied_names(packed: PackedModel) -> tuple[str, str] | None:
+    embedding, head = packed.model.get_input_embeddings(), packed.model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return None
+    names = {id(module): name for name, module in packed.model.named_modules()}
+    return f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
+
+
+def clip_over_stages(stage: Stage, packed: PackedModel, max_norm: float) -> float:
+    """`clip_gradients` by the norm over all stages, in which a weight that two stages hold counts once."""
+    parameters = list(packed.parameters())
+    if stage.stages == 1:
+        return clip_gradients(parameters, max_norm)
+    add_tied_gradients(stage, packed.model)
+    group = stage.parallel.pipeline.get_group()
+    return clip_gradients(parameters, max_norm, group, counted_elsewhere=stage.copies(packed.model))
+
+
+def add_tied_gradients(stage: Stage, model: nn.Module) -> None:
+    """Give the two copies of a weight that embedding and output layer share the sum of their gradients, in place."""
+    if stage.tied is None or not (stage.is_first or stage.is_last):
+        return
+    mine = model.get_parameter(stage.tied[0 if stage.is_first else 1]).grad
+    if mine is None:
+        return
+    part = mine.to_local() if isinstance(mine, DTensor) else mine
+    if not part.numel():
+        return
+    other, peer = torch.empty_like(part), stage.rank_of(stage.stages - 1 if stage.is_first else 0)
+    group = stage.parallel.pipeline.get_group()
+    sent = dist.P2POp(dist.isend, part.contiguous(), peer, group)
+    received = dist.P2POp(dist.irecv, other, peer, group)
+    for work in dist.batch_isend_irecv([sent, received]):
+        work.wait()
+    part.add_(other)  # a + b is b + a to the last bit: both copies take the same step
+
+
+class Exchange:
+    """Transfers of one rank with its place's ranks in the stages before and after; creating it is collective."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        pipeline = parallel.pipeline
+        self._index, self._stages = pipeline.get_local_rank(), pipeline.size()
+        self._groups: dict[tuple[Kind, bool], dist.ProcessGroup] = {("forward", False): pipeline.get_group()}
+        self._groups["backward", False] = _same_groups_again(parallel)
+        if parallel.config.virtual_stages > 1:
+            self._groups["forward", True] = _same_groups_again(parallel)
+            self._groups["backward", True] = _same_groups_again(parallel)
+        self._meet(parallel.mesh.device_type)
+        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, kind: Kind, tensor: Tensor) -> None:
+        """Begin to send to the stage that takes the result of a pass of `kind`."""
+        while self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
+        tensor = tensor.contiguous()
+        group, place = self._way(kind, 1)
+        work = dist.isend(tensor, group=group, group_dst=place)
+        self._leaving.append((work, tensor))
+
+    def receive(self, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Arrival":
+        """Begin to receive what a pass of `kind` takes."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        group, place = self._way(kind, -1)
+        work = dist.irecv(tensor, group=group, group_src=place)
+        return Arrival(work, tensor)
+
+    def finish(self) -> None:
+        """Return when all that was sent has left."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()
+
+    def _meet(self, device: str) -> None:
+        """Connect all pairs, one after the other along each way: NCCL makes a pair's connection in its first transfer,
+        for which both wait, and later transfers come in an order that may be a circle."""
+        greeting = torch.zeros(1, device=device)
+        for kind, wraps in self._groups:
+            for steps, transfer in ((-1, dist.irecv), (1, dist.isend)):
+                there = self._index + (steps if kind == "forward" else -steps)
+                if wraps != (0 <= there < self._stages):
+                    group, place = self._way(kind, steps)
+                    names = {"group_dst": place} if steps > 0 else {"group_src": place}
+                    work = transfer(greeting, group=group, **names)
+                    assert work is not None
+                    work.wait()
+
+    def _way(self, kind: Kind, steps: int) -> tuple[dist.ProcessGroup, int]:
+        """(group, stage) that is `steps` further on the way of a pass of `kind`."""
+        there = self._index + (steps if kind == "forward" else -steps)
+        return self._groups[kind, not 0 <= there < self._stages], there % self._stages
+
+
+class Arrival:
+    """A tensor that is being received."""
+
+    def __init__(self, work: dist.Work, tensor: Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._tensor
+
+
+def _same_groups_again(parallel: Parallel) -> dist.ProcessGroup:
+    """This rank's group of a second set over the same ranks as the mesh's dimension `pp`."""
+    columns = parallel.mesh.mesh.flatten(1).T.tolist()  # of every place, its rank in each stage
+    found = None
+    for ranks in columns:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            found = group
+    assert found is not None
+    return found

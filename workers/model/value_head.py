@@ -1,0 +1,113 @@
+"""A value head on the hidden states: critics and reward models read the same rows as the policy.
+
+    rows of tokens --decoder--> hidden states of the cells `predicting` [N, H] --score--> values [N]
+
+    critic         the cell before each token of the policy (`ModelInput.predicting`): V of the state before the token
+    reward model   the cell of each sequence's last token (`last_cells`)
+
+No chunks are needed: a value is one number where log-probs take V logits.
+
+Shapes: R rows of W cells, N predicted tokens, B sequences.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from workers.config import ModelConfig
+from workers.dataproto import DataProto
+from workers.errors import UnsupportedModelError
+from workers.model.attention.attention import PackedAttention
+from workers.model.model import PackedModel, Shapes, check_complete, load_model, read_pretrained, read_rows
+from workers.model.rows.packing import ModelInput, PackedRow, PaddedRows
+from workers.model.rows.prefix_rows import SharedRow
+from workers.model.sharding.stage_layers import Passing
+
+HEAD = "score"  # what transformers calls the head of sequence classification, in every family
+
+
+class PackedValueModel(PackedModel):
+    """A decoder with one linear `score`, in the form of transformers' sequence classification with one label.
+
+    So a critic is written as a reward model is, and a reward model from elsewhere is read.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        predicting: Tensor,
+        attention: PackedAttention | None,
+        attention_mask: Tensor | None = None,
+        passing: Passing | None = None,
+    ) -> Tensor:
+        """Values of the cells `predicting`, float32 [N] (float64 for a float64 model); see `PackedCausalLM.forward`."""
+        hidden = self.hidden_states(input_ids, position_ids, predicting, attention, attention_mask, passing)
+        if passing is not None and not passing.part.last:
+            return hidden
+        # Of one label; summed rather than squeezed, because FSDP wants outputs that are no views.
+        values = getattr(self.model, HEAD)(hidden).sum(-1)
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def load_value_model(
+    config: ModelConfig, dtype: torch.dtype, *, skeleton: bool = False, shapes: Shapes | None = None
+) -> PackedValueModel:
+    """Load the model at `config.path` with a value head, on the CPU with parameters of `dtype`; see `load_model`.
+
+    The folder may hold a reward model, with its head, or a causal LM: then the head is new and 0, so that a fresh
+    critic gives 0 everywhere. Raises ConfigError if there is no complete model or its head has several labels,
+    UnsupportedModelError if packing would change what it computes or the family has no such head.
+    """
+    model, missing = read_pretrained(AutoModelForSequenceClassification, config, dtype, skeleton, shapes, num_labels=1)
+    head = f"{HEAD}.weight"
+    check_complete(config.path, [name for name in missing if name != head])
+    packed = packed_value_model(model, config)
+    if head in missing:
+        torch.nn.init.zeros_(getattr(model, HEAD).weight)
+    return packed
+
+
+def packed_value_model(model: PreTrainedModel, config: ModelConfig) -> PackedValueModel:
+    """Make a model with a value head read the rows of `config.layout`; raises as `read_rows` does."""
+    if not hasattr(model, HEAD):
+        raise UnsupportedModelError(f"{type(model).__name__} has no linear head named {HEAD}")
+    return read_rows(model, config, lambda: PackedValueModel(model, config.activation_offload))
+
+
+LOADERS: dict[str, Callable[..., PackedModel]] = {"lm": load_model, "value": load_value_model}
+"""The loader of each head."""
+
+Rows = TypeVar("Rows", bound=ModelInput)
+
+
+def after_last(rows: Rows, sequences: DataProto) -> Rows:
+    """`rows`, the micro-batch of `sequences` laid out, that reads the cell of each sequence's last token alone: N = B.
+
+    There is nothing that these cells are to predict: `targets` is 0.
+    """
+    cells = last_cells(rows, len(sequences))
+    return replace(
+        rows,
+        predicting=cells,
+        targets=torch.zeros_like(cells),
+        loss_positions=sequences.lengths.cumsum(0) - 1,
+        sequence_index=torch.arange(len(sequences)),
+    )
+
+
+def last_cells(rows: ModelInput, sequences: int) -> Tensor:
+    """The cell of the last token of each of the micro-batch's sequences, int64 [B], for `predicting`."""
+    if isinstance(rows, SharedRow):
+        cells = rows.last
+    elif isinstance(rows, PackedRow):
+        cells = rows.cu_seqlens_padded[:-1].long() + torch.tensor(rows.lengths) - 1
+    elif isinstance(rows, PaddedRows):
+        cells = torch.arange(len(rows.attention_mask)) * rows.attention_mask.shape[1] + rows.attention_mask.sum(1) - 1
+    else:
+        raise TypeError(f"{type(rows).__name__} is neither packed nor padded")
+    return cells[:sequences]  # a micro-batch without work has a row of its own

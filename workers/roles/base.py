@@ -1,0 +1,106 @@
+"""Worker: base of every rank of a training role, with its coordinates, process group, threads and device."""
+
+import ctypes
+import os
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+
+from workers.dispatch import RankCoordinates, Split, dispatch
+from workers.errors import ConfigError
+from workers.model.sharding.parallel import process_group_backend
+from workers.network import use_rays_interface
+
+# glibc's names, and the bytes of each: see mallopt(3).
+M_TRIM_THRESHOLD, KEPT_BYTES = -1, 2**29
+M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES = -3, 2**25
+
+
+class Worker:
+    """Base of the actors of a `WorkerGroup`. The group calls `address` on rank zero, then `join_group` on all."""
+
+    def __init__(
+        self, role: str, coordinates: RankCoordinates, world_size: int, *, device: str = "cpu", threads: int = 0
+    ) -> None:
+        """`device`: "cpu" or "cuda". `threads`: CPU threads; 0 divides the node's cores by the ranks of the role.
+
+        Raises ConfigError for "cuda" where torch sees no GPU.
+        """
+        self.role = role
+        self.coordinates = coordinates
+        self.world_size = world_size
+        keep_freed_memory()
+        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // world_size))
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"{role} was to run on a GPU and torch sees none on this node; check resources.device.")
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+
+    def __repr__(self) -> str:
+        """The actor's name on Ray's dashboard, and before what it prints: `policy dp=0`, `policy dp=1 cp=1`."""
+        others = ((name, getattr(self.coordinates, name)) for name in ("cp", "tp", "pp"))
+        return f"{self.role} dp={self.coordinates.dp}" + "".join(f" {name}={place}" for name, place in others if place)
+
+    def address(self) -> tuple[str, int]:
+        """This node's address as Ray knows it, and a port that was free when it was probed."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def join_group(self, address: str, port: int, timeout_s: float) -> None:
+        """Start the process group of this role: gloo on CPU, nccl with gloo for host tensors on GPU.
+
+        timeout_s: seconds that a rank waits for the others in a collective.
+        """
+        os.environ.update(
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+            RANK=str(self.coordinates.index),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK="0",  # Ray shows each actor only its own device
+            TORCHELASTIC_USE_AGENT_STORE="True",  # no rank starts a store, see `_meeting_point`
+        )
+        if self.coordinates.index == 0:
+            _meeting_point(address, port)
+        use_rays_interface()
+        backend = process_group_backend(self.device)
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+
+    @dispatch(Split.ALL)
+    def facts(self) -> dict[str, Any]:
+        """Process id and visible GPUs, for placement and tests."""
+        return {"pid": os.getpid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+
+
+def keep_freed_memory() -> None:
+    """Let this process use the memory of freed tensors again, with glibc: 512 MiB, of tensors of up to 32 MiB.
+
+    By default it returns most of it to the system, and the next micro-batch has a page fault for every 4 KiB. Without
+    glibc nothing is changed.
+    """
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+@cache
+def _meeting_point(address: str, port: int) -> torch.distributed.TCPStore:
+    """The store where ranks meet, on this address alone: torch by itself listens on all interfaces.
+
+    Cached, so that it lives as long as the process: groups use it after their start, too.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.bind((address, port))
+    except OSError:  # behind a NAT no interface has the address
+        listener.bind(("", port))
+    return torch.distributed.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

@@ -1,0 +1,48 @@
+"""CriticWorker: predicts the return at every token; computes advantages and returns, and learns from them.
+
+values --GAE, where the tokens are--> advantages, returns        returns --value loss--> critic
+"""
+
+import torch
+
+from balancing import RankPlan
+from workers.config import GaeConfig, ValueLossConfig
+from workers.dataproto import DataProto
+from workers.dispatch import Join, Split, dispatch
+from workers.metrics import Metrics
+from workers.model.losses import make_value_loss, to_metrics, value_statistics
+from workers.model.losses.returns import KlPenalty, gae, token_rewards, whiten
+from workers.roles.model_worker import TrainedWorker, micro_batches_of, token_block, token_column
+
+
+class CriticWorker(TrainedWorker):
+    """One rank of the critic."""
+
+    head = "value"
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("old_values", "advantages", "returns"))
+    def advantages(
+        self, batch: DataProto, plan: RankPlan, settings: GaeConfig, penalty: KlPenalty | None = None
+    ) -> tuple[DataProto, Metrics]:
+        """Values before the update, advantages and returns of every token that the policy produced, 0 elsewhere.
+
+        batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty, `old_log_probs` and `reference_log_probs`.
+        The columns are float32, ragged like `input_ids`. The metrics are those of `value_statistics`, of values that
+        have not seen these returns.
+        """
+        values, _ = self.engine.values(batch, micro_batches_of(plan))
+        mask, lengths = batch.tokens["loss_mask"], batch.loss_token_counts.numpy()
+        rewards, own = token_rewards(batch, penalty).numpy(), values[mask].double()
+        found = gae(rewards, own.numpy(), lengths, gamma=settings.gamma, lam=settings.lam)
+        advantages, returns = (torch.from_numpy(column) for column in found)
+        statistics = to_metrics([value_statistics(own, returns)])
+        if settings.whiten:
+            advantages = whiten(advantages, self.engine.data_parallel_groups, self.engine.device)
+        columns = {"advantages": token_column(mask, advantages), "returns": token_column(mask, returns)}
+        self.free_cached_memory()
+        return token_block(batch, old_values=values, **columns), statistics
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def update(self, batch: DataProto, plan: RankPlan, loss: ValueLossConfig) -> Metrics:
+        """One optimiser step for each mini-batch of the plan, towards `returns`; the batch has `old_values`, too."""
+        return self.train(batch, plan, make_value_loss(loss))

@@ -1,0 +1,175 @@
+"""Ranks that hold a model and compute under a plan: of the reference, a reward model, or any role with an optimiser."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from balancing import RankPlan
+from workers.config import ModelConfig, OptimizerConfig, ParallelConfig
+from workers.dataproto import DataProto
+from workers.dispatch import Join, RankCoordinates, Split, dispatch
+from workers.metrics import Metric, Metrics, merge
+from workers.model.engine import TrainingEngine
+from workers.model.losses import Denominators
+from workers.model.losses.returns import sequence_kl
+from workers.model.timing import MicroStepTime
+from workers.roles.base import Worker
+
+
+class ModelWorker(Worker):
+    """One rank of a role that holds a model. `build` comes after the process group, because it is collective."""
+
+    head = "lm"  # the output of the role's model, see `TrainingEngine`
+
+    def __init__(
+        self,
+        role: str,
+        coordinates: RankCoordinates,
+        world_size: int,
+        *,
+        model: ModelConfig,
+        device: str,
+        temperature: float,
+        threads: int = 0,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool = True,
+        parallel: ParallelConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 0,
+    ) -> None:
+        """`temperature`: that of the sampler, so that log-probs are of the distribution that was sampled from."""
+        super().__init__(role, coordinates, world_size, device=device, threads=threads)
+        self._engine_arguments = {
+            "optimizer": optimizer,
+            "total_steps": total_steps,
+            "device": self.device,
+            "cpu_offload": cpu_offload,
+            "reshard_after_forward": reshard_after_forward,
+            "temperature": temperature,
+            "parallel": parallel,
+            "head": self.head,
+            "check_numerics": True,
+        }
+        self._model = model
+
+    @dispatch(Split.ALL)
+    def build(self) -> int:
+        """Load and shard the model; returns its number of parameters."""
+        self.engine = TrainingEngine(self._model, **self._engine_arguments)
+        self.free_cached_memory()
+        return self.engine.num_parameters
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
+    def log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+        """Forward-only pass: `log_probs` float32, 0 where `loss_mask` is False, ragged like `input_ids`."""
+        log_probs, metrics = self.engine.log_probs(batch, micro_batches_of(plan))
+        self.free_cached_memory()
+        return token_block(batch, log_probs=log_probs), metrics
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs", "entropies"))
+    def log_probs_and_entropies(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+        """Forward-only pass: `log_probs`, and `entropies` in nats, float32, each as `log_probs` gives them."""
+        log_probs, entropies, metrics = self.engine.log_probs_and_entropies(batch, micro_batches_of(plan))
+        self.free_cached_memory()
+        return token_block(batch, log_probs=log_probs, entropies=entropies), metrics
+
+    @dispatch(Split.PLAN, Join.ROWS)
+    def sequence_log_probs(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
+        """Forward-only pass: log-prob of each sequence's tokens with `loss_mask` together, float64 [B]."""
+        summed = self.engine.sequence_log_probs(batch, micro_batches_of(plan))
+        self.free_cached_memory()
+        return summed.numpy()
+
+    @dispatch(Split.PLAN, Join.ROWS)
+    def kl(self, batch: DataProto, plan: RankPlan, estimator: str) -> np.ndarray:
+        """Estimated KL of each sequence, nats, float64 [B]; the batch has `old_log_probs` and `reference_log_probs`."""
+        return sequence_kl(batch, estimator).numpy()
+
+    @dispatch(Split.ALL)
+    def take_micro_step_times(self) -> list[MicroStepTime]:
+        """Times of every micro-step since the last call, in order."""
+        return self.engine.clock.take()
+
+    def free_cached_memory(self) -> None:
+        """Return memory that torch's allocator caches to the device, which other roles and a colocated engine share."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class TrainedWorker(ModelWorker):
+    """One rank of a role with an optimiser."""
+
+    def train(self, batch: DataProto, plan: RankPlan, loss_function: Callable[..., Any]) -> Metrics:
+        """One optimiser step for each mini-batch of the plan, micro-step by micro-step."""
+        parts: list[Metrics] = []
+        for mini_batch in plan.mini_batches:
+            denominators = Denominators(mini_batch.loss_tokens, mini_batch.sequences, mini_batch.groups)
+            metrics = self.engine.forward_backward(batch, mini_batch.micro_batches, loss_function, denominators)
+            # A sum over ranks, but a mean over mini-batches.
+            metrics["loss"] = Metric.sum(metrics["loss"].value / len(plan.mini_batches))
+            parts += [metrics, self.engine.optimizer_step()]
+        self.free_cached_memory()
+        return merge(parts)
+
+    @dispatch(Split.ALL)
+    def save_checkpoint(self, path: str, step: int, extra: dict[str, Any]) -> None:
+        """Start saving a checkpoint for resuming, with the driver's `extra`; see `TrainingEngine.save_checkpoint`.
+
+        Raises CheckpointError if the save before this one failed.
+        """
+        self.engine.save_checkpoint(path, step=step, extra=extra)
+
+    @dispatch(Split.ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Return when no save is under way. Raises CheckpointError if the last one failed."""
+        self.engine.wait_for_checkpoint()
+
+    @dispatch(Split.ALL, Join.RANK_ZERO)
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
+        """Resume from a checkpoint; returns the driver's `extra`. Raises CheckpointError if it is torn or foreign."""
+        return self.engine.load_checkpoint(path)
+
+    @dispatch(Split.ALL)
+    def save_pretrained(self, path: str) -> None:
+        """Write the model and tokenizer in Hugging Face format; ranks share the writing.
+
+        Raises OutputError if a rank cannot write.
+        """
+        self.engine.save_pretrained(path)
+        self.free_cached_memory()
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of the reference, the frozen policy that a KL compares with: log-probs, forward only."""
+
+
+class RewardModelWorker(ModelWorker):
+    """One rank of the reward model, which is frozen and gives each whole sequence a score."""
+
+    head = "value"
+
+    @dispatch(Split.PLAN, Join.ROWS)
+    def score(self, batch: DataProto, plan: RankPlan) -> np.ndarray:
+        """The model's score of each sequence, prompt and response, read at its last token: float64 [B]."""
+        scores = self.engine.scores(batch, micro_batches_of(plan))
+        self.free_cached_memory()
+        return scores.double().numpy()
+
+
+def micro_batches_of(plan: RankPlan) -> list[tuple[int, int]]:
+    """All micro-batches of a rank, mini-batch after mini-batch, as (start, stop) rows."""
+    return [bounds for mini_batch in plan.mini_batches for bounds in mini_batch.micro_batches]
+
+
+def token_block(batch: DataProto, **tokens: torch.Tensor) -> DataProto:
+    """Columns [T] of the sequences of a batch, as a worker returns them."""
+    return DataProto(batch.lengths.numpy(), {name: values.numpy() for name, values in tokens.items()})
+
+
+def token_column(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """float32 [T] with `values` [N] where `mask` is True and 0 elsewhere."""
+    column = torch.zeros(len(mask), dtype=torch.float32)
+    column[mask] = values.float()
+    return column

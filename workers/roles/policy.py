@@ -1,0 +1,104 @@
+"""PolicyWorker: trains under a plan and hands its weights to the engines."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from balancing import RankPlan
+from workers.config import LossConfig
+from workers.dataproto import DataProto
+from workers.dispatch import Join, Split, dispatch
+from workers.metrics import Metrics
+from workers.model.losses import make_policy_loss
+from workers.model.losses.returns import KlPenalty, discounted_returns, token_rewards, whiten
+from workers.roles.model_worker import TrainedWorker, token_block, token_column
+from workers.rollout.weight_transfer import pack_weights
+
+
+class PolicyWorker(TrainedWorker):
+    """One rank of the policy."""
+
+    @dispatch(Split.PLAN, Join.METRICS)
+    def update(self, batch: DataProto, plan: RankPlan, loss: LossConfig) -> Metrics:
+        """One optimiser step for each mini-batch of the plan, micro-step by micro-step.
+
+        batch: `input_ids`, `loss_mask`, `advantages` ([B] or ragged), and where the loss asks for them `group_tokens`
+        [B], and `old_log_probs`, `reference_log_probs` and `rollout_log_probs`, ragged.
+        """
+        return self.train(batch, plan, make_policy_loss(loss))
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("advantages",))
+    def token_advantages(
+        self, batch: DataProto, plan: RankPlan, gamma: float, penalty: KlPenalty | None = None
+    ) -> tuple[DataProto, Metrics]:
+        """REINFORCE++'s advantage of every token that the policy produced, 0 elsewhere; float32, ragged.
+
+            A_t = whiten(G_t)        G_t: see `discounted_returns`, of the rewards of `token_rewards`
+
+        Whitened over the tokens of all ranks. batch: `input_ids`, `loss_mask`, `reward` [B] and, with a penalty,
+        `old_log_probs` and `reference_log_probs`.
+        """
+        lengths = batch.loss_token_counts.numpy()
+        returns = torch.from_numpy(discounted_returns(token_rewards(batch, penalty).numpy(), lengths, gamma))
+        advantages = whiten(returns, self.engine.data_parallel_groups, self.engine.device)
+        return token_block(batch, advantages=token_column(batch.tokens["loss_mask"], advantages)), {}
+
+    @dispatch(Split.ALL)
+    def save_adapters(self, path: str) -> None:
+        """Write the adapters alone in peft's format; rank zero writes, all take part in gathering.
+
+        Raises OutputError if it cannot be written, ConfigError for a policy without adapters.
+        """
+        self.engine.save_adapters(path)
+        self.free_cached_memory()
+
+    @dispatch(Split.ALL, Join.RANK_ZERO_REFERENCE)
+    def export_weights(self) -> tuple[np.ndarray | None, Metrics]:
+        """All weights as one uint8 array of safetensors bytes, on rank zero; the others take part in gathering."""
+        packed = pack_weights(self.engine.named_weights(self.engine.dtype, keeper=0))
+        return (packed if self.coordinates.index == 0 else None), {}
+
+    @dispatch(Split.PLAN, Join.TOKENS, returns=("log_probs",))
+    def reference_log_probs(self, batch: DataProto, plan: RankPlan) -> tuple[DataProto, Metrics]:
+        """`log_probs` of the model without its adapters: with LoRA the policy is its own reference.
+
+        Raises ConfigError for a policy without adapters.
+        """
+        with self.engine.without_adapters():
+            return self.log_probs(batch, plan)
+
+    @dispatch(Split.ALL)
+    def connect_engines(self, engines: list[Any], placement: str, tensor_parallel: int) -> None:
+        """Meet the engines for transfers between GPUs. Needs GPUs.
+
+        engines: handles of all RolloutWorker actors, started. placement: `colocated` (ipc) or `apart` (nccl).
+        """
+        from workers.rollout.gpu_transfer import WeightSender
+
+        meeting = [self.address() if self.coordinates.index == 0 else ("", 0)]
+        torch.distributed.broadcast_object_list(meeting)
+        address, port = meeting[0]
+        # An engine beside every rank reads that rank's own; over the network one rank sends, and alone gathers.
+        keeper = None if placement == "colocated" else 0
+        dtype = self.engine.dtype  # what the engines compute in: half the bytes where ours are kept in float32
+        self._sender = WeightSender(
+            placement,
+            engines,
+            partial(self.engine.named_weights, dtype, keeper),
+            self.engine.weights_metadata(dtype),
+            rank=self.coordinates.index,
+            tensor_parallel=tensor_parallel,
+            address=address,
+            port=port,
+        )
+
+    @dispatch(Split.ALL)
+    def send_weights(self, version: int) -> None:
+        """All weights to the connected engines as `version`. Needs GPUs.
+
+        Raises RolloutError, naming the weights, if an engine refuses them, and LostError if one is lost.
+        """
+        self._sender.send(version)
+        self.free_cached_memory()
