@@ -36,7 +36,7 @@ def test_joining_keeps_the_order_of_the_parts(first: list[tuple[str, int]], seco
 def test_meta_data_travel_with_every_selection_and_must_agree_to_be_joined() -> None:
     batch = batch_of([("a", 0), ("b", 1)]).with_meta(step=3)
     assert RemoteBatch.concat([batch.select([1]), batch.select([0])]).meta == {"step": 3}
-    with pytest.raises(DataError, match=r"different meta data cannot be joined: \{'step': 3\}, \{'step': 4\}"):
+    with pytest.raises(DataError, match="step"):
         RemoteBatch.concat([batch, batch.with_meta(step=4)])
 
 
@@ -54,18 +54,18 @@ def test_rows_that_are_not_there_are_refused(indices: list, message: str) -> Non
 
 
 def test_columns_of_different_length_are_refused_by_name() -> None:
-    with pytest.raises(DataError, match=r"must have one length, got \{'uid': 2, 'input_ids': 1\}"):
+    with pytest.raises(DataError, match="input_ids"):
         RemoteBatch({"uid": np.array(["x", "y"])}, {"input_ids": places("input_ids", ["a"], [0])})
 
 
 def test_batches_with_different_columns_cannot_be_joined() -> None:
     batch = batch_of([("a", 0)])
-    with pytest.raises(DataError, match=r"\['input_ids', 'length'\] and \['input_ids', 'length', 'reward'\]"):
+    with pytest.raises(DataError, match="reward"):
         RemoteBatch.concat([batch, batch.with_columns(reward=np.zeros(1))])
 
 
 def test_an_unknown_column_is_named() -> None:
-    with pytest.raises(DataError, match=r"no column 'reward'; it has \['length'\]"):
+    with pytest.raises(DataError, match="reward"):
         batch_of([("a", 0)])["reward"]
 
 
@@ -100,5 +100,5 @@ def test_gathering_refuses_columns_whose_rows_differ_in_length(ray_session) -> N
 
     whole, short = ray.put(rows_block(3, 2)), ray.put(rows_block(3, 1))
     tokens = {"input_ids": places("input_ids", [whole] * 2, [0, 1]), "m": places("loss_mask", [short] * 2, [0, 1])}
-    with pytest.raises(DataError, match="'input_ids' and 'm' differ in length at row 1"):
+    with pytest.raises(DataError, match=r"'input_ids' and 'm'.*row 1"):
         RemoteBatch({}, tokens).gather()

@@ -68,7 +68,7 @@ def test_packing_is_exact_even_where_transformers_would_not_notice_it(model, row
 
 def test_a_pass_that_does_not_say_what_is_packed_is_refused(model, row):
     model.set_attn_implementation(ATTENTION_NAME)
-    with pytest.raises(UnsupportedModelError, match="Qwen2Attention was called without packed_attention"):
+    with pytest.raises(UnsupportedModelError, match="packed_attention"):
         next_token_log_probs(model, row)
 
 
@@ -86,7 +86,7 @@ def test_what_would_change_the_result_is_refused_by_name(arguments, feature):
 
     tensors = {name: torch.zeros(1, 2, 4, 8) for name in ("query", "key", "value")}
     call = {**tensors, "attention_mask": None, "packed_attention": lambda *_: None, **arguments}
-    with pytest.raises(UnsupportedModelError, match=f"Linear uses {feature}"):
+    with pytest.raises(UnsupportedModelError, match=feature):
         ballast_packed(torch.nn.Linear(1, 1), **call)
 
 
@@ -151,9 +151,7 @@ def test_a_backend_that_cannot_run_here_is_refused_not_swapped(setting, device, 
 @pytest.mark.parametrize(("backend", "feature"), [("varlen", "softcap"), ("flash", "sinks"), ("flash3", "softcap")])
 def test_a_backend_that_leaves_out_what_the_model_needs_is_refused_by_name(backend, feature):
     installed = Installed(HOPPER, frozenset({"flash_attn", "flash_attn_interface"}))
-    with pytest.raises(
-        UnsupportedModelError, match=f"the model with {feature}, which model.attention={backend} does not"
-    ):
+    with pytest.raises(UnsupportedModelError, match=rf"{feature}.*model\.attention={backend}"):
         choose_backend(backend, CUDA, HALF, frozenset({"sliding_window", feature}), installed)
 
 

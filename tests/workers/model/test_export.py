@@ -130,7 +130,7 @@ def test_an_export_replaces_the_one_before(tmp_path):
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     engine = build(save_as(tmp_path / "source", "llama", torch.float32))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OutputError, match=r"file/target could not be written by rank 0"):
+    with pytest.raises(OutputError, match=r"file/target.*rank 0"):
         engine.save_pretrained(tmp_path / "file" / "target")
 
 

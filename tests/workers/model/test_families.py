@@ -235,13 +235,13 @@ def test_a_layer_that_leaves_its_window_to_the_mask_is_refused():
     module = packed_causal_lm(model, ModelConfig())
     row = pack(random_sequences())
     model.config.layer_types = ["full_attention"] * 2
-    with pytest.raises(UnsupportedModelError, match="asks for sliding_window=4 where its configuration says None"):
+    with pytest.raises(UnsupportedModelError, match="sliding_window=4"):
         through_rows(module, row, attention=packed_attention("sdpa", row, CPU))
 
 
 @pytest.mark.parametrize(("family", "feature"), [("gemma2", "softcap"), ("gpt_oss", "sinks")])
 def test_padded_rows_do_not_go_through_a_kernel_that_leaves_something_out(family, feature):
-    with pytest.raises(UnsupportedModelError, match=rf"with .*{feature}, which model\.attention=sdpa does not compute"):
+    with pytest.raises(UnsupportedModelError, match=rf"{feature}.*model\.attention=sdpa"):
         packed_causal_lm(random_model(family), ModelConfig(layout="padded", attention="sdpa"))
     module = packed_causal_lm(random_model(family), ModelConfig(layout="padded"))
     assert module.model.config._attn_implementation == "eager"
@@ -254,9 +254,9 @@ def test_d8_flash_kernels_read_padded_rows_as_segments(kernel):
 
 
 def test_an_attention_of_the_other_layout_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.attention=eager is for padded rows"):
+    with pytest.raises(ConfigError, match=r"model\.attention=eager"):
         choose_backend("eager", CPU, torch.float32)
-    with pytest.raises(UnsupportedModelError, match="computes its own attention"):
+    with pytest.raises(UnsupportedModelError):
         packed_causal_lm(bloom(), ModelConfig(layout="padded", attention="sdpa"))
 
 

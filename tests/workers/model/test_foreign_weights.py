@@ -1,6 +1,7 @@
 """Weights that do not go with config.json are refused by name when they are loaded, whatever the family."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_weight_that_its_layer_does_not_have_is_refused(tmp_path: Path, name: 
     file = f"{path}/model.safetensors"
     save_file(load_file(file) | {name: torch.ones(32)}, file, metadata={"format": "pt"})
     if refused:
-        with pytest.raises(ConfigError, match=rf"describes has no {name}, which would be left out"):
+        with pytest.raises(ConfigError, match=re.escape(name)):
             load_model(ModelConfig(path=path), FLOAT32)
     else:
         load_model(ModelConfig(path=path), FLOAT32)
@@ -55,5 +56,5 @@ def test_whatever_transformers_raises_of_a_config_is_one_line(tmp_path: Path, ch
 
 def test_a_model_without_linear_modules_takes_no_adapters() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=32, n_layer=2, n_head=4))
-    with pytest.raises(UnsupportedModelError, match=r"\(gpt2\) has no linear modules .* set model.lora.rank=0.$"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.lora\.rank=0"):
         add_adapters(model, LoraConfig(rank=2))

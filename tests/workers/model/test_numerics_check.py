@@ -92,7 +92,7 @@ def test_packed_attention_is_never_compared_with_itself(path, monkeypatch):
         raise ValueError(f"{name} is not supported")
 
     monkeypatch.setattr(type(packed.model), "set_attn_implementation", refuse)
-    with pytest.raises(UnsupportedModelError, match="no attention of its own to compare packed rows with"):
+    with pytest.raises(UnsupportedModelError, match="no attention of its own"):
         check_numerics(packed, ModelConfig(path=path))
     assert measure(padded, ModelConfig(path=path, layout="padded")).largest < 1e-5
 
@@ -104,7 +104,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path, value):
     weights = load_file(file)
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"NaN or infinity \(first: model\.layers\.1\.mlp\.up_proj\.weight\)"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         build(path)
 
 

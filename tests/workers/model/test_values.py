@@ -44,7 +44,7 @@ def test_an_incomplete_model_is_refused(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     state = {name: weight for name, weight in model.state_dict().items() if "layers.0.mlp.up" not in name}
     model.save_pretrained(path, state_dict=state)
-    with pytest.raises(ConfigError, match=r"lacks 1 weights, the first is model\.layers\.0\.mlp\.up_proj"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.up_proj"):
         load_value_model(ModelConfig(path=path), torch.float64)
 
 
@@ -82,7 +82,7 @@ def test_a_head_gives_only_what_it_has(tmp_path):
         frozen("value").log_probs(sequences, [(0, 11)])
     with pytest.raises(ConfigError, match="head='lm'"):
         frozen("lm").values(sequences, [(0, 11)])
-    with pytest.raises(ConfigError, match="head=reward is not one of lm, value"):
+    with pytest.raises(ConfigError, match="head=reward"):
         frozen("reward")
 
 
