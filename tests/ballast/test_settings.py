@@ -15,7 +15,7 @@ from ballast.settings import load_settings
 from controller.config import Config, load, to_yaml
 from controller.config.offline import SftConfig
 from tests.controller.config_workspace import write_workspace
-from workers.errors import ConfigError
+from tests.refusals import refused
 
 
 def test_a_mapping_is_the_file_with_the_same_content(tmp_path: Path) -> None:
@@ -49,22 +49,22 @@ def test_a_text_arrives_as_it_is(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
-        ({"policy.ranks": "two"}, r"policy\.ranks must be a whole number"),
-        ({"policy": {"rank": 2}}, r"policy\.rank is not a setting; did you mean policy\.ranks"),
-        ({"data.system_prompt": "???"}, r"data\.system_prompt: \?\?\? stands for a value that is not set"),
-        ({"model.path": object()}, r"model\.path must be a number, a text, true or false, not a object"),
-        ({"run.seed": 10**5001}, r"run\.seed must be a number, a text, true or false, not a int"),
-        ({"run.name": ITSELF}, r"run\.name: the value '&id001 "),
-        (ITSELF, "a mapping of settings holds itself, or is nested too deep"),
-        ("policy.ranks=2", "overrides='policy.ranks=2': expected a list of key.sub=value, or a mapping"),
-        (5, "overrides=5: expected"),
-        ([5], r"overrides=\[5\]: expected"),
+        ({"policy.ranks": "two"}, "policy.ranks"),
+        ({"policy": {"rank": 2}}, "policy.rank"),
+        ({"data.system_prompt": "???"}, "data.system_prompt"),
+        ({"model.path": object()}, "model.path"),
+        ({"run.seed": 10**5001}, "run.seed"),
+        ({"run.name": ITSELF}, "run.name"),
+        (ITSELF, "a mapping of settings"),
+        ("policy.ranks=2", "overrides='policy.ranks=2'"),
+        (5, "overrides=5"),
+        ([5], "overrides=[5]"),
     ],
 )
-def test_what_cannot_be_a_setting_is_refused_in_one_line(overrides: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_a_setting_is_refused_in_one_line(overrides: Any, named: str) -> None:
+    with refused(named):
         load_settings(Config, None, overrides)
 
 
@@ -79,27 +79,27 @@ def test_other_commands_have_their_own_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "named"),
     [
-        (lambda: ballast.fit(5), "config=5: expected str or Path or Mapping or NoneType, not int"),  # type: ignore[arg-type]
-        (lambda: ballast.sft(b"x"), "config=b'x': expected"),  # type: ignore[arg-type]
-        (lambda: ballast.fit({"model.path": "m"}, callbacks=5), "callbacks=5: expected a list of functions"),  # type: ignore[arg-type]
-        (lambda: ballast.preferences({"model.path": "m"}, callbacks=[print, 5]), "callbacks=.*: expected"),  # type: ignore[list-item]
-        (lambda: ballast.fit({"model.path": "m"}, reward=[len, 5]), "reward=.*: expected a function, a list"),  # type: ignore[arg-type]
-        (lambda: ballast.fit({"model.path": "m"}, reward={len: "a"}), "reward=.*: expected"),  # type: ignore[dict-item]
-        (lambda: ballast.fit({"model.path": "m"}, reward={len: 10**400}), "reward=.*: expected"),
-        (lambda: ballast.generate("config.yaml", prompts=-1), "prompts=-1: must be at least 0"),
-        (lambda: ballast.generate("config.yaml", prompts="1"), "prompts='1': expected int"),  # type: ignore[arg-type]
-        (lambda: ballast.evaluate("config.yaml", output=5), "output=5: expected"),  # type: ignore[arg-type]
-        (lambda: ballast.evaluate(model="runs/none"), "--model=runs/none: there is no such run"),
-        (lambda: ballast.evaluate("config.yaml", output="config.yaml"), "--output: config.yaml cannot be written"),
+        (lambda: ballast.fit(5), "config=5"),  # type: ignore[arg-type]
+        (lambda: ballast.sft(b"x"), "config=b'x'"),  # type: ignore[arg-type]
+        (lambda: ballast.fit({"model.path": "m"}, callbacks=5), "callbacks=5"),  # type: ignore[arg-type]
+        (lambda: ballast.preferences({"model.path": "m"}, callbacks=[print, 5]), "callbacks="),  # type: ignore[list-item]
+        (lambda: ballast.fit({"model.path": "m"}, reward=[len, 5]), "reward="),  # type: ignore[arg-type]
+        (lambda: ballast.fit({"model.path": "m"}, reward={len: "a"}), "reward="),  # type: ignore[dict-item]
+        (lambda: ballast.fit({"model.path": "m"}, reward={len: 10**400}), "reward="),
+        (lambda: ballast.generate("config.yaml", prompts=-1), "prompts=-1"),
+        (lambda: ballast.generate("config.yaml", prompts="1"), "prompts='1'"),  # type: ignore[arg-type]
+        (lambda: ballast.evaluate("config.yaml", output=5), "output=5"),  # type: ignore[arg-type]
+        (lambda: ballast.evaluate(model="runs/none"), "--model=runs/none"),
+        (lambda: ballast.evaluate("config.yaml", output="config.yaml"), "--output: config.yaml"),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], named: str
 ) -> None:
     write_workspace(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message):
+    with refused(named):
         call()
     assert not (tmp_path / "runs").exists()

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.data.prompts import PromptDataset, PromptMixture, PromptRules
+from tests.refusals import refused
 from workers.errors import DataError
 from workers.rendering import Renderer
 
@@ -55,9 +56,9 @@ def test_over_long_prompts_are_dropped_and_counted_or_refused() -> None:
     records = [{"prompt": "short"}, {"prompt": "much too long"}]
     kept = PromptDataset(records, LETTERS, RULES)
     assert (len(kept), kept.dropped) == (1, 1)
-    with pytest.raises(DataError, match=r"data record 2 has 13 prompt tokens; raise data.max_prompt_tokens \(8\)"):
+    with refused("data.max_prompt_tokens", DataError):
         PromptDataset(records, LETTERS, replace(RULES, over_long="error"))
-    with pytest.raises(DataError, match=r"all 2 prompts are longer than data.max_prompt_tokens=1; raise it, or set"):
+    with refused("data.max_prompt_tokens=1", DataError):
         PromptDataset(records, LETTERS, replace(RULES, max_prompt_tokens=1))
 
 
@@ -81,7 +82,7 @@ def test_a_system_prompt_goes_before_messages_that_have_none() -> None:
         "".join(map(chr, p.ids)) for p in PromptDataset([{"prompt": [user]}, {"prompt": [own, user]}], LETTERS, rules)
     ]
     assert texts == ["Su", "ou"]
-    with pytest.raises(DataError, match=r"record 1 is a text, but data.system_prompt"):
+    with refused("data.system_prompt", DataError):
         PromptDataset([{"prompt": "u"}], LETTERS, rules)
 
 
@@ -101,9 +102,9 @@ def test_a_curriculum_orders_every_epoch() -> None:
     assert len({p.uid for p in prompts.take(0, 5)}) == 5
 
 
-@pytest.mark.parametrize(("order", "message"), [([3], "returned record 3 for epoch 0, of 3"), ([], "record numbers")])
-def test_a_curriculum_that_names_no_record_is_refused(order: list[int], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("order", [[3], []])
+def test_a_curriculum_that_names_no_record_is_refused(order: list[int]) -> None:
+    with refused("data.curriculum", DataError):
         dataset(3, curriculum=lambda records, epoch: order).take(0, 1)
 
 

@@ -113,10 +113,7 @@ CASES = {
     "unknown type": (described(model_type="qwen9"), "model_type=qwen9"),
     "no type": (described(model_type=None), "no model_type"),
     "a list as type": (described(model_type=[1]), "model_type=[1]"),
-    "remote code": (
-        described(model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"}),
-        "code from the model's",
-    ),
+    "remote code": (described(model_type="own", auto_map={"AutoModelForCausalLM": "own.Model"}), "code from"),
     "BERT": (described(model_type="bert", architectures=["BertForMaskedLM"]), "BertForMaskedLM is not a causal"),
     "vision": (described(model_type="vit"), "vit is not a causal language model"),
     "judge as policy": (described(architectures=["Qwen2ForSequenceClassification"]), "is not a causal language model"),

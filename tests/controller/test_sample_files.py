@@ -11,6 +11,7 @@ from controller.observability.metrics import RunWriter
 from controller.observability.run_folder import recorded_steps, step_file
 from controller.rollout.sample_files import read_step, write_step
 from controller.rollout.samples import Rollout
+from tests.refusals import refused
 from workers.dataproto import DataProto, object_column
 from workers.errors import DataError, OutputError
 from workers.remote_batch import RemoteBatch
@@ -68,24 +69,21 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_value_that_json_does_not_have_is_refused_by_its_column(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"algorithm.loss.columns=when: .*date is not JSON serializable"):
+    with refused("algorithm.loss.columns=when", DataError):
         write_step(tmp_path / "step-1.npz", samples(when=object_column([date(2026, 1, 1), "b"])))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_missing_or_broken_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_broken_or_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "step-1.npz"
-    with pytest.raises(DataError, match=r"step-1.npz cannot be read as the samples of a step"):
+    with refused("step-1.npz", DataError):
         read_step(path)
     write_step(path, samples())
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"step-1.npz cannot be read as the samples of a step"):
+    with refused("step-1.npz", DataError):
         read_step(path)
-
-
-def test_a_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "samples").touch()
-    with pytest.raises(OutputError, match=r"samples/step-1.npz could not be written"):
+    with refused("samples/step-1.npz", OutputError):
         write_step(step_file(tmp_path, 1), samples())
 
 

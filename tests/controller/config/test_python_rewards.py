@@ -14,7 +14,7 @@ from controller.config.sections import RewardConfig
 from controller.lifecycle.inputs import reward_functions
 from controller.preflight.checks import check
 from tests.controller.config_workspace import refusal
-from workers.errors import ConfigError
+from tests.refusals import refused
 from workers.user_code.rewards import try_rewards
 
 RECORD = {"prompt": "1+1=", "solution": "2"}
@@ -104,17 +104,16 @@ def test_recorded_settings_of_a_given_function_are_refused_with_the_way_on(works
 
 
 @pytest.mark.parametrize(
-    ("reward", "message"),
+    ("reward", "named"),
     [
-        (lambda answer: 1.0, "must take a parameter 'response'"),
-        (lambda response, nowhere: 1.0, r"asks for \['nowhere'\]"),
+        (lambda answer: 1.0, "'response'"),
+        (lambda response, nowhere: 1.0, "'nowhere'"),
         ((lambda lock: lambda response: 1.0 if lock else 0.0)(threading.Lock()), "cannot be sent to other processes"),
-        ({(lambda response: 1.0): 1.0, (lambda response: 2.0): 1.0}, "two functions are named callable:lambda"),
-        ([with_bonus, with_bonus], "two functions are named callable:with_bonus"),
+        ({(lambda response: 1.0): 1.0, (lambda response: 2.0): 1.0}, "callable:lambda"),
+        ([with_bonus, with_bonus], "callable:with_bonus"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_refused_in_one_line(workspace: Path, reward: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_a_function_that_cannot_be_used_is_refused_in_one_line(workspace: Path, reward: Any, named: str) -> None:
+    with refused(named):
         config, given = given_config(workspace, reward)
         reward_functions(config, RECORD, given=given)
-    assert "\n" not in str(caught.value)

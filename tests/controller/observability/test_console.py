@@ -190,17 +190,20 @@ def test_in_a_log_a_step_that_lasts_says_how_far_it_is(monkeypatch: pytest.Monke
     assert any(line.startswith("step 3/20: rollout, 6 of 8 samples") for line in said)
 
 
-def test_failed_rewards_are_told_where_there_are_some() -> None:
+@pytest.mark.parametrize(
+    ("metrics", "text", "told"),
+    [
+        ({"reward/failures": 3.0}, "failures 3", True),
+        ({"rollout/staleness_mean": 1.2, "rollout/staleness_max": 0.0}, "age 1.2", False),
+        ({"rollout/staleness_mean": 1.2, "rollout/staleness_max": 2.0}, "age 1.2", True),
+    ],
+)
+def test_failed_rewards_and_older_samples_are_told_where_there_are_some(
+    metrics: dict[str, float], text: str, told: bool
+) -> None:
     output = recorded(terminal=False)
-    Console(output).step(1, 1, METRICS | {"reward/failures": 3.0})
-    assert "failures 3" in output.export_text()
-
-
-@pytest.mark.parametrize(("oldest", "told"), [(0.0, False), (2.0, True)])
-def test_the_age_of_samples_is_told_where_some_are_older_than_the_weights(oldest: float, told: bool) -> None:
-    output = recorded(terminal=False)
-    Console(output).step(1, 1, METRICS | {"rollout/staleness_mean": 1.2, "rollout/staleness_max": oldest})
-    assert ("age 1.2" in output.export_text()) == told
+    Console(output).step(1, 1, METRICS | metrics)
+    assert (text in output.export_text()) == told
 
 
 def test_on_a_terminal_a_table_is_alive_while_a_phase_is_and_leaves_only_lines() -> None:
@@ -256,6 +259,9 @@ def test_phases_of_two_threads_end_in_any_order() -> None:
     assert "rollout" in drawn
 
 
+Scores = dict[tuple[str, int], Score]
+
+
 def asked(uid: str) -> dict[str, str]:
     return {"prompt": f"[b]{uid}"}
 
@@ -274,19 +280,14 @@ def test_completions_stand_with_reward_and_advantage_whatever_they_contain() -> 
     assert [cell.strip() for cell in without.split("│")][1:-1] == ["[b]b", "0", "5", "0.000", "-"]
 
 
-def test_with_a_critic_there_is_no_column_of_advantages() -> None:
-    """They are of tokens then, and stay where these are."""
+@pytest.mark.parametrize("scores", [{}, {("a", 0): Score(1.0, "4")}])
+def test_completions_have_no_advantages_with_a_critic_and_are_shown_where_there_are_some(scores: Scores) -> None:
+    """A critic's advantages are of tokens, and stay where these are."""
     batch = RemoteBatch({"uid": np.array(["a"]), "sample": np.array([0])}, {})
     output = recorded(terminal=False)
-    Console(output).completions({("a", 0): Score(1.0, "4")}, batch, asked)
-    assert "advantage" not in output.export_text()
-
-
-def test_no_completions_are_shown_unless_asked_for() -> None:
-    output = recorded(terminal=False)
-    batch = RemoteBatch({"uid": np.array(["a"])}, {})
-    Console(output).completions({}, batch, asked)
-    assert output.export_text() == ""
+    Console(output).completions(scores, batch, asked)
+    text = output.export_text()
+    assert bool(text) == bool(scores) and "advantage" not in text
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:

@@ -1,14 +1,13 @@
 """Users' code and chat templates that hang, exit, raise or cannot be sent on: one line, and never in the driver."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.controller.bad_inputs import BadInput, check_refused, rows
 
-SHORT = "resources.user_code_timeout_s=1"
 REWARD = "\n\ndef reward(response, solution):\n    {body}\n"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -47,88 +46,60 @@ def loss(what: str, body: str, words: str) -> BadInput:
     return BadInput(f"a loss {what}", told, overrides, file("mine.py", "\n".join(lines)))
 
 
-IMPORTS = (
-    BadInput(
-        "an import that raises",
-        ["reward.function", "reward.py", "RuntimeError: no"],
-        write=reward("raise RuntimeError('no')"),
-    ),
-    BadInput("an import that is no Python", ["reward.py is not valid Python"], write=file("reward.py", "def reward(:")),
-    BadInput(
-        "an import that hangs",
-        ["reward.function", "took more than resources.user_code_timeout_s=1 s", "__main__"],
-        [SHORT],
-        reward("import subprocess\nsubprocess.run(['sleep', '1000'])"),
-    ),
-    BadInput(
-        "an import that exits with a word", ["exit code 1: no key"], write=reward("import sys\nsys.exit('no key')")
-    ),
-    BadInput(
-        "an import that holds a thread pool",
-        ["reward.py", "POOL (ThreadPoolExecutor)", "make it inside the function"],
-        write=reward(
-            "from concurrent.futures import ThreadPoolExecutor\nPOOL = ThreadPoolExecutor()",
-            "return POOL.submit(float, 0).result()",
-        ),
-    ),
-    BadInput(
-        "a reward that asks for a column",
-        ["asks for ['target']"],
-        write=file("reward.py", "def reward(response, target): ..."),
-    ),
-)
+def function(what: str, top: str, body: str, *words: str, overrides: Sequence[str] = ()) -> BadInput:
+    """A reward function of which `top` runs at its import and `body` at its call."""
+    return BadInput(f"a reward that {what}", words, overrides, reward(top, body))
 
+
+IMPORTS = (
+    function("raises at its import", "raise RuntimeError('no')", "...", "reward.function", "RuntimeError: no"),
+    function(
+        "hangs at its import",
+        "import subprocess\nsubprocess.run(['sleep', '1000'])",
+        "...",
+        *("reward.function", "resources.user_code_timeout_s=1", "__main__"),
+        overrides=["resources.user_code_timeout_s=1"],
+    ),
+    function("exits at its import with a word", "import sys\nsys.exit('no key')", "...", "exit code 1: no key"),
+    function(
+        "holds a thread pool",
+        "from concurrent.futures import ThreadPoolExecutor\nPOOL = ThreadPoolExecutor()",
+        "return POOL.submit(float, 0).result()",
+        "POOL (ThreadPoolExecutor)",
+    ),
+    BadInput("a reward that is no Python", ["reward.py"], write=file("reward.py", "def reward(:")),
+    BadInput("a reward without its column", ["'target'"], write=file("reward.py", "def reward(response, target): ...")),
+)
 CALLS = (
-    BadInput("a reward that ends its process", ["exit code 5"], write=reward("import os", "os._exit(5)")),
-    BadInput(
-        "a reward that hangs",
-        ["took more than reward.timeout_s=0.2 s"],
-        ["reward.timeout_s=0.2"],
-        reward("import time", "time.sleep(99)"),
+    function("ends its process", "import os", "os._exit(5)", "exit code 5"),
+    function("hangs", "import time", "time.sleep(99)", "reward.timeout_s=0.2", overrides=["reward.timeout_s=0.2"]),
+    function(
+        "is noisy and raises", "import sys", "print('x', file=sys.stderr); raise ValueError('no')", "ValueError: no"
     ),
-    BadInput(
-        "a reward that is noisy and raises",
-        ["ValueError: no"],
-        write=reward("import sys", "print('x', file=sys.stderr); raise ValueError('no')"),
-    ),
-    BadInput(
-        "a reward that raises in lines", ["ValueError: first"], write=reward(body="raise ValueError('first\\nsecond')")
-    ),
+    function("raises in lines", "", "raise ValueError('first\\nsecond')", "ValueError: first"),
 )
 
 ENVIRONMENT = "class Guess:\n    def reset(self, record):\n        {body}\n    def step(self, response): ...\n"
+
+
+def environment(what: str, text: str, *words: str) -> BadInput:
+    overrides = ["rollout.environment=guess.py:Guess", "policy.max_tokens=9999", "rollout.max_turns=1"]
+    return BadInput(f"an environment that {what}", ["rollout.environment", *words], overrides, file("guess.py", text))
+
+
+def curriculum(what: str, body: str, *words: str) -> BadInput:
+    text = f"import time\n\n\ndef order(records, epoch):\n    {body}\n"
+    # The imports before it, which end, must keep the limit on a busy machine too.
+    overrides = ["data.curriculum=order.py:order", "resources.user_code_timeout_s=6"]
+    return BadInput(f"a curriculum that {what}", ["data.curriculum", *words], overrides, file("order.py", text))
+
+
 OTHERS = (
-    BadInput(
-        "an environment that exits",
-        ["rollout.environment", "exit code 3"],
-        ["rollout.environment=guess.py:Guess", "policy.max_tokens=9999", "rollout.max_turns=1"],
-        file("guess.py", "import sys\nsys.exit(3)\n" + ENVIRONMENT.format(body="...")),
-    ),
-    BadInput(
-        "an environment whose reset exits",
-        ["rollout.environment failed", "SystemExit: 3"],
-        ["rollout.environment=guess.py:Guess", "policy.max_tokens=9999", "rollout.max_turns=1"],
-        file("guess.py", ENVIRONMENT.format(body="raise SystemExit(3)")),
-    ),
-    BadInput(
-        "a curriculum that hangs",
-        ["data.curriculum for epoch 0 took more than resources.user_code_timeout_s=6 s"],
-        # Not SHORT: the imports before it, which end, must keep the limit on a busy machine too.
-        ["data.curriculum=order.py:order", "resources.user_code_timeout_s=6"],
-        file("order.py", "import time\n\n\ndef order(records, epoch):\n    time.sleep(99)\n"),
-    ),
-    BadInput(
-        "a curriculum that names no record",
-        ["returned record 1 for epoch 0, of 1 records"],
-        ["data.curriculum=order.py:order"],
-        file("order.py", "def order(records, epoch):\n    return [1]\n"),
-    ),
-    BadInput(
-        "a curriculum that exits",
-        ["data.curriculum for epoch 0 raised SystemExit: 2"],
-        ["data.curriculum=order.py:order"],
-        file("order.py", "def order(records, epoch):\n    raise SystemExit(2)\n"),
-    ),
+    environment("exits", "import sys\nsys.exit(3)\n" + ENVIRONMENT.format(body="..."), "exit code 3"),
+    environment("exits when it is reset", ENVIRONMENT.format(body="raise SystemExit(3)"), "SystemExit: 3"),
+    curriculum("hangs", "time.sleep(99)", "resources.user_code_timeout_s=6"),
+    curriculum("names no record", "return [1]", "record 1", "of 1 records"),
+    curriculum("exits", "raise SystemExit(2)", "SystemExit: 2"),
 )
 
 LOSSES = (

@@ -13,10 +13,10 @@ from controller.preflight.memory import GIB, check_host, check_memory, gpu_memor
 from controller.preflight.model_shape import model_shape
 from tests.controller.config_workspace import write_model
 from tests.controller.qwen import PARAMETERS, qwen_description
+from tests.refusals import refused
 from tests.workers.model.tiny import tiny_config
 from workers.config import LoraConfig, ModelConfig
 from workers.dataproto import DataProto
-from workers.errors import ConfigError
 from workers.model.attention.attention import packed_attention
 from workers.model.checkpoint.lora import add_adapters
 from workers.model.model import packed_causal_lm
@@ -213,7 +213,7 @@ def test_a_larger_reward_model_takes_its_weights_and_what_its_pass_needs() -> No
     assert memory.training["gathered"] == pytest.approx(2 * (2 * layer + root) / GIB)
     assert memory.training["activations"] == pytest.approx(16_384 * 2 * (5 * 5120 + 3 * 27_648) / GIB)
     assert memory.training["weights"] == gpu_memory(config, small, 80.0).training["weights"]
-    with pytest.raises(ConfigError, match=r"for reward_model, .*, or set reward.model.cpu_offload=true"):
+    with refused("reward.model.cpu_offload=true"):
         check_memory(config, memory, 20.0)
     config.reward.model.cpu_offload = True
     assert memory.cap == "reward.model.max_tokens"
@@ -239,22 +239,20 @@ def test_a_dry_run_counts_every_model_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("size", "ranks", "checkpointing", "fraction", "message"),
+    ("size", "ranks", "checkpointing", "fraction", "advised"),
     [
-        ("7B", 8, False, 0.5, r"of them for activations, and 72.0 are to be used; set model.gradient_checkpointing=tr"),
-        ("7B", 1, True, 0.5, r"of them for AdamW, .* raise policy.ranks, or set policy.cpu_offload=true"),
-        ("32B", 8, True, 0.5, r"rollout.memory_fraction=0.5 gives an engine 40.0 GiB of a GPU, its weights take 61.0"),
-        ("7B", 4, True, 0.8, r"generation needs 64.0 GiB of a GPU for an engine beside 21.3 of training states"),
+        ("7B", 8, False, 0.5, "model.gradient_checkpointing=true"),
+        ("7B", 1, True, 0.5, "policy.cpu_offload=true"),
+        ("32B", 64, True, 0.5, "rollout.memory_fraction=0.5"),
+        ("7B", 4, True, 0.8, "generation needs 64.0 GiB"),
     ],
 )
 def test_what_does_not_fit_says_what_to_change(
-    size: str, ranks: int, checkpointing: bool, fraction: float, message: str
+    size: str, ranks: int, checkpointing: bool, fraction: float, advised: str
 ) -> None:
     config = eight_gpus(ranks=ranks, max_tokens=4096 if checkpointing else 16_384)
     config.model.gradient_checkpointing, config.rollout.memory_fraction = checkpointing, fraction
-    if size == "32B":
-        config.policy.ranks = 64
-    with pytest.raises(ConfigError, match=message):
+    with refused(advised):
         check_memory(config, gpu_memory(config, model_shape(qwen_description(size)), 80.0), 80.0)
 
 
@@ -285,12 +283,12 @@ def test_gradients_that_wait_are_whole_or_on_the_gpu() -> None:
 def test_host_memory_is_held_against_that_of_a_node() -> None:
     check_host({"model as it is read": 30.0, "engines asleep": 20.0}, 50.0)
     check_host({"model as it is read": 30.0}, 0.0)
-    with pytest.raises(ConfigError, match=r"node 0 needs about 50.0 GiB of host memory and has 49"):
+    with refused("node 0"):
         check_host({"model as it is read": 30.0, "engines asleep": 20.0}, 49.0)
 
 
 def test_other_families_are_not_guessed_at() -> None:
-    with pytest.raises(ConfigError, match=r"model.path is of type gemma2; leave out --cluster"):
+    with refused("model.path is of type gemma2"):
         model_shape({"model_type": "gemma2"})
-    with pytest.raises(ConfigError, match=r"config.json has no hidden_size"):
+    with refused("hidden_size"):
         model_shape({"model_type": "llama"})
