@@ -1,8 +1,7 @@
 """Settings of the worker roles: plain dataclasses, importable without torch, Ray or vLLM.
 
-Each field declares its default, documentation and range: `setting(default, "What it does.", ...)`.
-`only_with` of a section pairs a condition with the settings that have no effect without it.
-`controller.config` composes these into the whole schema and checks them.
+Each field declares its default, documentation and range: `setting(default, "What it does.", ...)`. A section's
+`only_with` lists conditions and the settings that need them. `controller.config` combines and checks the sections.
 """
 
 from dataclasses import dataclass, field, fields
@@ -27,14 +26,15 @@ class OptimizerConfig:
         1e-8, "Added to the root of the second moment.", minimum=0, maximum=1, exclusive_minimum=True
     )
     max_grad_norm: float = setting(
-        1.0, "Gradients are scaled down to this L2 norm.", minimum=0, maximum=10**9, exclusive_minimum=True
+        1.0, "Clip gradients to this L2 norm.", minimum=0, maximum=10**9, exclusive_minimum=True
     )
-    schedule: str = setting("constant", "Learning rate after warm-up.", choices=("constant", "linear", "cosine"))
+    schedule: str = setting(
+        "constant", "Learning rate schedule after warm-up.", choices=("constant", "linear", "cosine")
+    )
     warmup_steps: int = setting(0, "Optimiser steps of linear warm-up from 0.", minimum=0)
     total_steps: int = setting(
         0,
-        "Optimiser steps after which `linear` and `cosine` end; 0 takes the number that follows from run.steps and "
-        "batch.",
+        "Optimiser steps after which `linear` and `cosine` end; 0 derives it from run.steps and batch.",
         minimum=0,
     )
     final_learning_rate_ratio: float = setting(
@@ -42,8 +42,8 @@ class OptimizerConfig:
     )
     max_skipped_steps: int = setting(
         10,
-        "The run stops after this many optimiser steps in a row were skipped because loss or gradient was NaN or "
-        "infinite.",
+        "Stop the run after this many skipped optimiser steps in a row. Steps are skipped if loss or gradient is NaN "
+        "or infinite.",
         minimum=1,
     )
 
@@ -60,14 +60,14 @@ class ParallelConfig:
 
     context_parallel: int = setting(
         1,
-        "Ranks that share each sequence; the token caps then hold for the group: cap * context_parallel.",
+        "Ranks that share each sequence. The token cap of the group is cap * context_parallel.",
         minimum=1,
         maximum=10_000,
     )
     context_parallel_method: str = setting(
         "ulysses",
-        "`ulysses` exchanges heads for tokens (needs attention heads divisible by context_parallel * tensor_parallel); "
-        "`ring` passes keys and values from rank to rank, for any number of heads.",
+        "`ulysses` exchanges heads for tokens and needs attention heads divisible by context_parallel * "
+        "tensor_parallel. `ring` passes keys and values between ranks and works with any number of heads.",
         choices=("ulysses", "ring"),
     )
     tensor_parallel: int = setting(
@@ -76,34 +76,32 @@ class ParallelConfig:
     replicate: int = setting(
         1,
         "Copies of the sharded model (HSDP): parameters are gathered within dp / replicate ranks, and copies exchange "
-        "gradients only. 1 shards over all ranks.",
+        "only gradients. 1 shards over all ranks.",
         minimum=1,
         maximum=10_000,
     )
     expert_parallel: int = setting(
         1,
-        "Ranks that share the experts of each layer, out of those that hold different tokens (dp / replicate * "
-        "context_parallel * tensor_parallel); tokens travel to their experts and back by all-to-all. For mixtures of "
-        "experts only.",
+        "Ranks that share each layer's experts (mixtures of experts only). Must divide dp / replicate * "
+        "context_parallel * tensor_parallel. Tokens travel to their experts by all-to-all.",
         minimum=1,
         maximum=10_000,
     )
     defer_gradient_reduction: bool = setting(
         False,
-        "Reduce gradients over ranks only in the last micro-step of a mini-batch: less traffic, but every rank then "
-        "keeps whole gradients in float32, 4 bytes a parameter / tensor_parallel. Copies (replicate) always reduce "
-        "over one another in the last micro-step only.",
+        "Reduce gradients over ranks only in the last micro-step of a mini-batch. Saves traffic, but every rank keeps "
+        "full float32 gradients: 4 bytes per parameter / tensor_parallel. Model copies (replicate) always reduce in "
+        "the last micro-step only.",
     )
     pipeline_parallel: int = setting(
         1,
-        "Stages, each with a part of the layers, through which micro-batches go one after another (1F1B); policy.ranks "
-        "are those of one stage.",
+        "Pipeline stages, each with some of the layers (1F1B schedule). policy.ranks counts the ranks of one stage.",
         minimum=1,
         maximum=10_000,
     )
     virtual_stages: int = setting(
         1,
-        "Parts of the layers on each stage (interleaved 1F1B): stages wait less, and send more often.",
+        "Groups of layers on each stage (interleaved 1F1B). More groups mean less waiting and more communication.",
         minimum=1,
         maximum=10_000,
     )
@@ -117,27 +115,27 @@ class PolicyConfig:
         ("GPUs", "cpu_offload"),
     )
 
-    ranks: int = setting(1, "Data-parallel ranks (one worker actor each).", minimum=1, maximum=100_000)
+    ranks: int = setting(1, "Data-parallel ranks, one worker actor each.", minimum=1, maximum=100_000)
     max_tokens: int = setting(
-        16384, "Cap on packed tokens of a training micro-batch; twice the longest sequence is a good start.", minimum=1
+        16384, "Cap on packed tokens of a training micro-batch. Twice the longest sequence is a good start.", minimum=1
     )
     forward_max_tokens: int = setting(
-        0, "Cap on packed tokens of a forward-only micro-batch; 0 takes policy.max_tokens.", minimum=0
+        0, "Cap on packed tokens of a forward-only micro-batch; 0 uses policy.max_tokens.", minimum=0
     )
     max_sequences: int = setting(
-        0, "Cap on sequences of a training micro-batch; 0 is no cap, else 2 or more is advised.", minimum=0
+        0, "Cap on sequences of a training micro-batch; 0 means unlimited. If set, use 2 or more.", minimum=0
     )
     forward_max_sequences: int = setting(
-        0, "Cap on sequences of a forward-only micro-batch; 0 takes policy.max_sequences.", minimum=0
+        0, "Cap on sequences of a forward-only micro-batch; 0 uses policy.max_sequences.", minimum=0
     )
     min_micro_batches: int = setting(
         1,
-        "Minimum number of micro-batches of a rank in each mini-batch, of policy and critic; raise it if memory is "
-        "short. A step of which fewer sequences are left has as many as these fill.",
+        "Minimum micro-batches per rank and mini-batch, of policy and critic. Raise it if memory is short. A step "
+        "with too few sequences left has fewer.",
         minimum=1,
     )
     forward_min_micro_batches: int = setting(
-        1, "Minimum number of micro-batches of a rank in a forward-only pass of any training role.", minimum=1
+        1, "Minimum micro-batches per rank in a forward-only pass of any training role.", minimum=1
     )
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     reshard_after_forward: bool = setting(True, "Free gathered parameters after each layer's forward pass (FSDP2).")
@@ -146,9 +144,9 @@ class PolicyConfig:
     )
     max_mismatch: float = setting(
         0.5,
-        "The run stops if the log-probs of engines and trainer differ by more than this over a step: mean, in nats a "
-        "token. At equal weights it is about 1e-6 in float32 and 0.01 to 0.1 in bfloat16; samples of older weights add "
-        "what the policy has learned since. NaN always stops the run.",
+        "Stop the run if log-probs of engines and trainer differ by more than this in a step: mean, in nats per "
+        "token. With equal weights, expect about 1e-6 in float32 and 0.01 to 0.1 in bfloat16. Stale samples add what "
+        "the policy has learned since. NaN always stops the run.",
         minimum=0,
         exclusive_minimum=True,
     )
@@ -158,16 +156,16 @@ class PolicyConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy of a KL penalty in the loss or the reward; started only if there is one."""
+    """Frozen policy of a KL penalty in the loss or reward; started only with such a penalty."""
 
     only_with = (("own reference", "cpu_offload"), ("GPUs", "cpu_offload"))
 
     path: str = setting(
-        "", "Model of the reference; empty takes model.path, or with model.lora the policy without its adapters."
+        "", "Model of the reference. If empty, model.path, or with model.lora the policy without its adapters."
     )
-    forward_max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
+    forward_max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 uses policy.max_tokens.", minimum=0)
     forward_max_sequences: int = setting(
-        0, "Cap on sequences of a micro-batch; 0 takes policy.max_sequences.", minimum=0
+        0, "Cap on sequences of a micro-batch; 0 uses policy.max_sequences.", minimum=0
     )
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
@@ -179,21 +177,21 @@ NO_CUT = ("temperature", "max_new_tokens")
 @dataclass
 class SamplingConfig:
     temperature: float = setting(1.0, "Softmax temperature; 0 is greedy (validation only).", minimum=0, maximum=100)
-    top_p: float = setting(1.0, "Nucleus mass.", minimum=0, maximum=1, exclusive_minimum=True)
-    top_k: int = setting(0, "Candidates kept; 0 keeps all.", minimum=0)
-    max_new_tokens: int = setting(1024, "Longest response, in tokens.", minimum=1)
+    top_p: float = setting(1.0, "Probability mass of nucleus sampling.", minimum=0, maximum=1, exclusive_minimum=True)
+    top_k: int = setting(0, "Number of candidate tokens; 0 keeps all.", minimum=0)
+    max_new_tokens: int = setting(1024, "Maximum response length, in tokens.", minimum=1)
 
     @property
     def cuts(self) -> list[str]:
-        """The settings that leave tokens out of what is sampled from, as in `top_k=20`."""
+        """Settings that exclude tokens from sampling, such as `top_k=20`."""
         values = ((each, getattr(self, each.name)) for each in fields(self) if each.name not in NO_CUT)
         return [f"{each.name}={value}" for each, value in values if value != each.default]
 
     @property
     def log_probs_are_whole(self) -> bool:
-        """Whether engines give log-probs of the distribution that the trainer computes, which has no cut.
+        """Whether engines report log-probs of the full distribution, as the trainer computes them.
 
-        vLLM gives them before the temperature and the cut, or after both.
+        vLLM reports them before temperature and cut, or after both.
         """
         return self.temperature == 1 or not self.cuts
 
@@ -209,52 +207,50 @@ class RolloutConfig:
 
     replicas: int = setting(
         0,
-        "vLLM engines; 0 takes as many as fit on all GPUs of the placement, and 1 on CPUs.",
+        "Number of vLLM engines; 0 uses as many as fit on the placement's GPUs, and 1 on CPUs.",
         minimum=0,
         maximum=100_000,
     )
     tensor_parallel: int = setting(1, "GPUs (or processes) that share one engine.", minimum=1, maximum=10_000)
-    samples_per_prompt: int = setting(
-        8, "Responses sampled for each prompt: the size of a group.", minimum=1, maximum=100_000
-    )
+    samples_per_prompt: int = setting(8, "Responses sampled per prompt: the group size.", minimum=1, maximum=100_000)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     placement: str = setting(
         "auto",
-        "`colocated` shares the policy's GPUs (sleep and wake, weights by ipc); `apart` has its own (weights by nccl); "
-        "`shared_memory` is for CPUs. `auto` is shared_memory without GPUs, else colocated.",
+        "`colocated` shares the policy's GPUs (sleep and wake, weights by ipc). `apart` has its own GPUs (weights by "
+        "nccl). `shared_memory` is for CPUs. `auto` is shared_memory without GPUs, else colocated.",
         choices=("auto", "colocated", "apart", "shared_memory"),
     )
     max_staleness: int = setting(
         0,
-        "Groups are generated ahead for so many more steps while the policy trains, and go on across updates of its "
-        "weights; 0 generates a step's samples with the weights that it trains (see docs/asynchronous.md). Above 0 "
-        "ratios are taken to the sampler's log-probs, unless algorithm.loss.rollout_correction is set.",
+        "Generate groups up to this many steps ahead while the policy trains; they continue across weight updates. 0 "
+        "generates each step's samples with the current weights (see docs/asynchronous.md). Above 0, ratios use the "
+        "sampler's log-probs, unless algorithm.loss.rollout_correction is set.",
         minimum=0,
         maximum=1000,
     )
     staleness_window: float = setting(
         0.3,
-        "Share of the groups under way, from the oldest, within which a finished group is trained before an older one "
-        "that is still generated.",
+        "Share of the groups in progress, oldest first, in which a finished group may be trained before an unfinished "
+        "older one.",
         minimum=0,
         maximum=1,
         exclusive_minimum=True,
     )
     kv_cache_after_update: str = setting(
         "recompute",
-        "What becomes of the keys and values of requests that go on with new weights: `recompute` makes them again, so "
-        "that a token's log-prob is that of the weights that sampled it; `keep` saves that time, and prompts that "
-        "begin alike are then also read with those of older weights.",
+        "KV cache of requests that continue after a weight update. `recompute` makes it anew, so log-probs match the "
+        "weights that sampled the token. `keep` saves that time, but prompts with a cached prefix also reuse old "
+        "values.",
         choices=("recompute", "keep"),
     )
     max_model_tokens: int = setting(
         0,
-        "Longest prompt plus response an engine takes; 0 takes data.max_prompt_tokens + sampling.max_new_tokens, or "
-        "+ rollout.max_episode_tokens with an environment.",
+        "Maximum prompt plus response that an engine accepts; 0 uses data.max_prompt_tokens + "
+        "sampling.max_new_tokens, or + rollout.max_episode_tokens with an environment.",
         minimum=0,
     )
     max_concurrent: int = setting(
-        256, "Requests that one engine processes at a time; others wait in the router.", minimum=1, maximum=10**6
+        256, "Requests that one engine processes at the same time; others wait in the router.", minimum=1, maximum=10**6
     )
     memory_fraction: float = setting(
         0.5,
@@ -263,40 +259,38 @@ class RolloutConfig:
         maximum=1,
         exclusive_minimum=True,
     )
-    cpu_kv_cache_gib: float = setting(1.0, "KV cache of an engine on CPU, GiB.", minimum=0, exclusive_minimum=True)
-    enforce_eager: bool = setting(False, "Do not capture CUDA graphs. On CPU vLLM is always eager here.")
+    cpu_kv_cache_gib: float = setting(1.0, "KV cache of an engine on CPU, in GiB.", minimum=0, exclusive_minimum=True)
+    enforce_eager: bool = setting(False, "Disable CUDA graphs. On CPU, vLLM always runs eagerly here.")
     engine: dict[str, Any] = setting(
         {},
-        "Further arguments of vLLM's engines by their names in vLLM, as in `{quantization: fp8}` (see "
-        "docs/rollout-engine.md); those that follow from other settings are refused.",
+        "Further vLLM engine arguments, by vLLM's names, such as `{quantization: fp8}` (see docs/rollout-engine.md). "
+        "Arguments that other settings determine are refused.",
     )
-    max_retries: int = setting(
-        2, "Number of times that a failed sample is sent again before it is dropped and counted.", minimum=0
-    )
-    threads: int = setting(0, "CPU threads of an engine; 0 takes all cores of the node.", minimum=0, maximum=10_000)
+    max_retries: int = setting(2, "How often a failed sample is retried before it is dropped and counted.", minimum=0)
+    threads: int = setting(0, "CPU threads of an engine; 0 uses all cores of the node.", minimum=0, maximum=10_000)
     hang_timeout_s: float = setting(
         60.0,
-        "Seconds without a finished sample after which an engine is asked whether it is alive, and seconds that it "
-        "then has to answer; one that does not is replaced.",
+        "After this many seconds without a finished sample, an engine is asked whether it is alive. If it does not "
+        "answer within the same time, it is replaced.",
         minimum=0,
         exclusive_minimum=True,
     )
     environment: str = setting(
         "",
         "Environment that answers the policy's turns: a class, `module:Class` or `path/file.py:Class` (see "
-        "docs/environments.md); without it a sample is one turn. reward.timeout_s and reward.on_failure apply to it "
+        "docs/environments.md). Without it, a sample is one turn. reward.timeout_s and reward.on_failure apply to it "
         "too.",
     )
-    max_turns: int = setting(8, "Most turns of the policy in an episode.", minimum=1, maximum=10**6)
+    max_turns: int = setting(8, "Maximum turns of the policy in an episode.", minimum=1, maximum=10**6)
     max_episode_tokens: int = setting(
         0,
-        "Most tokens of an episode after its prompt: the policy's, each turn up to sampling.max_new_tokens, and the "
-        "environment's; 0 takes max_turns * sampling.max_new_tokens.",
+        "Maximum tokens of an episode after its prompt: the policy's turns (each up to sampling.max_new_tokens) and "
+        "the environment's. 0 uses max_turns * sampling.max_new_tokens.",
         minimum=0,
     )
 
     def response_limit(self, sampling: SamplingConfig) -> int:
-        """Most tokens after a prompt: of a response, or of an episode's turns and observations."""
+        """Maximum tokens after a prompt: of a response, or of an episode's turns and observations."""
         if not self.environment:
             return sampling.max_new_tokens
         return self.max_episode_tokens or self.max_turns * sampling.max_new_tokens
@@ -310,11 +304,11 @@ class SupervisedLossConfig:
 
     aggregation: str = setting(
         "token_mean",
-        "Aggregation of token losses; every denominator is that of the whole step.",
+        "How token losses are aggregated; denominators count the whole step.",
         choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"),
     )
     constant_length: int = setting(
-        0, "Tokens that sequence_mean_token_sum_norm divides a sequence's sum by.", minimum=0
+        0, "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens.", minimum=0
     )
 
 
@@ -335,19 +329,17 @@ class RolloutCorrectionConfig:
 
     weights: str = setting(
         "none",
-        "Truncated importance weights of trainer over sampler: of each `token`, or of the whole `sequence`.",
+        "Truncated importance weights, trainer over sampler: per `token`, or per `sequence`.",
         choices=("none", "token", "sequence"),
     )
     cap: float = setting(2.0, "Upper limit of importance weights.", minimum=0, exclusive_minimum=True)
     rejection: str = setting(
         "none",
-        "Leave out each `token` whose ratio, or each `sequence` whose geometric mean of ratios, is outside the bounds.",
+        "Leave out each `token` whose ratio is outside the bounds, or each `sequence` whose geometric mean ratio is.",
         choices=("none", "token", "sequence"),
     )
-    rejection_low: float = setting(
-        0.5, "Lower bound of the ratios that are kept.", minimum=0, maximum=1, exclusive_minimum=True
-    )
-    rejection_high: float = setting(2.0, "Upper bound of the ratios that are kept.", minimum=1)
+    rejection_low: float = setting(0.5, "Lower bound of accepted ratios.", minimum=0, maximum=1, exclusive_minimum=True)
+    rejection_high: float = setting(2.0, "Upper bound of accepted ratios.", minimum=1)
 
     @property
     def is_on(self) -> bool:
@@ -362,11 +354,11 @@ class ValueLossConfig:
     only_with = (("several updates", "clip"),)
 
     clip: float = setting(
-        0.2, "Values further than this from those before the update give no gradient; 0 is plain regression.", minimum=0
+        0.2, "Values that moved further than this during the update give no gradient; 0 disables clipping.", minimum=0
     )
     aggregation: str = setting(
         "token_mean",
-        "Aggregation of token losses; every denominator is that of the whole mini-batch.",
+        "How token losses are aggregated; denominators count the whole mini-batch.",
         choices=("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"),
     )
 
@@ -378,7 +370,7 @@ class GaeConfig:
     gamma: float = setting(1.0, "Discount per token.", minimum=0, maximum=1)
     lam: float = setting(
         1.0,
-        "Lambda, from 0 (the next value alone: little variance, the critic's bias) to 1 (the whole reward to come).",
+        "Lambda, from 0 (only the next value: low variance, biased by the critic) to 1 (all future rewards).",
         minimum=0,
         maximum=1,
     )
@@ -387,36 +379,40 @@ class GaeConfig:
 
 @dataclass
 class RewardModelConfig:
-    """A model whose score of prompt and response is part of the reward. It shares the policy's ranks, parallelism,
-    threads and model settings (without adapters)."""
+    """A model whose score is part of the reward. It uses the policy's ranks, parallelism, threads and model settings,
+    without adapters."""
 
     only_with = (("GPUs", "cpu_offload"),)
 
     path: str = setting(
         "",
-        "Reward model: a sequence-classification checkpoint in Hugging Face format with one label, which reads the "
-        "policy's tokens; empty is none.",
+        "Reward model: a Hugging Face sequence-classification checkpoint with one label and the policy's tokenizer. "
+        "Empty disables it.",
     )
     weight: float = setting(1.0, "Weight of its score in the reward.")
-    max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 takes policy.max_tokens.", minimum=0)
-    max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 takes policy.max_sequences.", minimum=0)
+    max_tokens: int = setting(0, "Cap on packed tokens of a micro-batch; 0 uses policy.max_tokens.", minimum=0)
+    max_sequences: int = setting(0, "Cap on sequences of a micro-batch; 0 uses policy.max_sequences.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters in host memory (FSDP2).")
 
 
 @dataclass
 class KlInRewardConfig:
-    """A penalty on the KL to the reference, subtracted from the rewards: per token with algorithm.advantage=gae or
-    reinforce_plus_plus (with baseline or not), per sequence otherwise. Formulas: `workers.model.losses.returns` and
-    `controller.algorithm.advantages`."""
+    """A penalty on the KL to the reference, subtracted from the rewards.
+
+    Per token with algorithm.advantage=gae or reinforce_plus_plus (with or without baseline), else per sequence.
+    Formulas: `workers.model.losses.returns` and `controller.algorithm.advantages`.
+    """
 
     only_with = ((".target above 0", "horizon"),)
 
     coefficient: float = setting(
-        0.0, "Weight of the penalty; with a target, that of the first step. 0 is no penalty.", minimum=0
+        0.0, "Weight of the penalty; with a target, the initial weight. 0 disables the penalty.", minimum=0
     )
     estimator: str = setting("k1", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
     target: float = setting(
-        0.0, "KL of a response, in nats, to which the weight is adapted step by step; 0 keeps the weight.", minimum=0
+        0.0,
+        "Target KL of a response, in nats; the weight is adapted to it at each step. 0 keeps the weight.",
+        minimum=0,
     )
     horizon: int = setting(
         10000, "Sequences after which a KL far from its target has changed the weight by about a fifth.", minimum=1
@@ -425,29 +421,27 @@ class KlInRewardConfig:
 
 @dataclass
 class CriticConfig:
-    """The model that predicts a value for every token; started only with algorithm.advantage=gae. It shares the
-    policy's ranks, parallelism, threads and model settings (without adapters)."""
+    """A model that predicts a value per token; started only with algorithm.advantage=gae. It uses the policy's ranks,
+    parallelism, threads and model settings, without adapters."""
 
     only_with = (("GPUs", "cpu_offload"),)
 
     path: str = setting(
         "",
-        "Model that the critic starts from: a reward model, whose head it keeps, or a causal LM, whose head starts at "
-        "0; empty takes model.path.",
+        "Model that the critic starts from: a reward model, whose head is kept, or a causal LM, whose new head starts "
+        "at 0. Empty uses model.path.",
     )
-    max_tokens: int = setting(
-        0, "Cap on packed tokens of a training micro-batch; 0 takes policy.max_tokens.", minimum=0
-    )
+    max_tokens: int = setting(0, "Cap on packed tokens of a training micro-batch; 0 uses policy.max_tokens.", minimum=0)
     forward_max_tokens: int = setting(
-        0, "Cap on packed tokens of a forward-only micro-batch; 0 takes critic.max_tokens.", minimum=0
+        0, "Cap on packed tokens of a forward-only micro-batch; 0 uses critic.max_tokens.", minimum=0
     )
     max_sequences: int = setting(
-        0, "Cap on sequences of a training micro-batch; 0 takes policy.max_sequences.", minimum=0
+        0, "Cap on sequences of a training micro-batch; 0 uses policy.max_sequences.", minimum=0
     )
     forward_max_sequences: int = setting(
-        0, "Cap on sequences of a forward-only micro-batch; 0 takes critic.max_sequences.", minimum=0
+        0, "Cap on sequences of a forward-only micro-batch; 0 uses critic.max_sequences.", minimum=0
     )
-    warmup_steps: int = setting(0, "Steps at the start of a run in which only the critic is trained.", minimum=0)
+    warmup_steps: int = setting(0, "Steps at the start of a run that train only the critic.", minimum=0)
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimiser state in host memory (FSDP2).")
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)
@@ -471,22 +465,22 @@ class LossConfig:
     )
 
     name: str = setting(
-        "ppo_clip", "Policy loss; `custom` takes algorithm.loss.function.", choices=(*POLICY_LOSS_NAMES, "custom")
+        "ppo_clip", "Policy loss; `custom` uses algorithm.loss.function.", choices=(*POLICY_LOSS_NAMES, "custom")
     )
     function: str = setting(
         "",
-        "A custom loss, `module:function` or `path/file.py:function`, decorated with "
-        "`workers.model.losses.policy_loss`; every node of the policy has the file under the same path.",
+        "Custom loss, `module:function` or `path/file.py:function`, decorated with "
+        "`workers.model.losses.policy_loss`. The file must have the same path on every policy node.",
     )
     columns: str = setting(
         "",
-        "Columns of the training records that a custom loss reads, by name, as in `level,source`: numbers as tensors, "
+        "Columns of the training records for a custom loss, such as `level,source`. Numbers arrive as tensors, "
         "anything else as objects.",
     )
     old_entropies: bool = setting(
         False,
-        "Give a custom loss the entropy of every token before the first update, as the column `old_entropies`; this "
-        "takes a forward pass if there is none yet.",
+        "Give a custom loss each token's entropy before the first update, as the column `old_entropies`. May need an "
+        "extra forward pass.",
     )
     clip_low: float = setting(
         0.2, "Lower clip: ratios below 1 - clip_low give no gradient (gmpo: of the log-ratio).", minimum=0, maximum=1
@@ -495,7 +489,10 @@ class LossConfig:
         0.2, "Upper clip: ratios above 1 + clip_high give no gradient (gmpo: of the log-ratio).", minimum=0
     )
     dual_clip: float = setting(
-        0.0, "Bound on the loss of a token with negative advantage, in advantages; 0 is none, else above 1.", minimum=0
+        0.0,
+        "Bound on the loss of a token with negative advantage, in multiples of the advantage. 0 disables it, else it "
+        "must be above 1.",
+        minimum=0,
     )
     sapo_tau_positive: float = setting(
         1.0, "Steepness of SAPO's gate at positive advantages.", minimum=0, exclusive_minimum=True
@@ -505,18 +502,17 @@ class LossConfig:
     )
     covariance_fraction: float = setting(
         0.0002,
-        "Share of a mini-batch's tokens that clip_cov or kl_cov holds back.",
+        "Share of a mini-batch's tokens that clip_cov or kl_cov restrains.",
         minimum=0,
         maximum=1,
         exclusive_minimum=True,
     )
-    clip_cov_low: float = setting(1.0, "Covariance above which clip_cov draws tokens.")
-    clip_cov_high: float = setting(5.0, "Covariance below which clip_cov draws tokens.")
+    clip_cov_low: float = setting(1.0, "clip_cov selects tokens whose covariance is above this.")
+    clip_cov_high: float = setting(5.0, "clip_cov selects tokens whose covariance is below this.")
     kl_cov_coefficient: float = setting(1.0, "Weight of kl_cov's penalty.", minimum=0)
     aggregation: str = setting(
         "auto",
-        "Aggregation of token losses; every denominator is that of the whole mini-batch. `auto` is that of the loss's "
-        "paper.",
+        "How token losses are aggregated; denominators count the whole mini-batch. `auto` follows the loss's paper.",
         choices=(
             "auto",
             "token_mean",
@@ -527,7 +523,7 @@ class LossConfig:
         ),
     )
     constant_length: int = setting(
-        0, "Tokens that sequence_mean_token_sum_norm divides a sequence's sum by (Dr. GRPO).", minimum=0
+        0, "Divisor of a sequence's sum in sequence_mean_token_sum_norm, in tokens (Dr. GRPO).", minimum=0
     )
     entropy_coefficient: float = setting(0.0, "Weight of the entropy bonus.", minimum=0)
     kl_coefficient: float = setting(
@@ -536,9 +532,9 @@ class LossConfig:
     kl_estimator: str = setting("k3", "Estimator of the KL (Schulman 2020).", choices=("k1", "k2", "k3", "absolute"))
     kl_correction: str = setting(
         "none",
-        "Gradient of the KL. `none`: that of the estimate, which for k1 and k3 is not the KL's. `straight_through`: "
-        "that of k2, which is, for samples of the policy itself (verl's `k3+`). `importance`: k1 or k3 times the ratio "
-        "to the old policy, right for older samples too (DeepSeek-V3.2).",
+        "Gradient of the KL. `none`: gradient of the estimate, which for k1 and k3 is not the KL's. "
+        "`straight_through`: gradient of k2, which is the KL's on samples of the current policy (verl's `k3+`). "
+        "`importance`: k1 or k3 times the ratio to the old policy, also correct for older samples (DeepSeek-V3.2).",
         choices=("none", "straight_through", "importance"),
     )
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -4,7 +4,7 @@
     training: what the settings of all commands share               offline: those of controller.sft and .preferences
     values that name something: functions, model_files    python_rewards        docs/settings.md: settings_page
 
-Read `schema` first, then `sections`, where each key is declared with what it does.
+Read `schema` first, then `sections`, which declares and documents the keys.
 """
 
 from controller.config.schema import Config, changed_yaml, load, load_as, to_yaml

@@ -1,4 +1,4 @@
-"""Settings of other systems and their counterparts here, from `counterparts.yaml`, which says what a row holds.
+"""Map settings of other systems to ours, by the table `counterparts.yaml`, which documents its rows.
 
 trainer.total_epochs --answer--> "here it is run.steps (...)"
 """
@@ -17,8 +17,11 @@ TABLE = Path(__file__).with_name("counterparts.yaml")
 
 @dataclass(frozen=True)
 class Counterpart:
-    """One key of another system. here: settings, or a section; empty if there is none. values: settings here, by their
-    value. default: theirs, where a key that is left out means something else here."""
+    """One key of another system.
+
+    here: our settings, or a section; may be empty. values: our settings by their value. default: their default, if
+    leaving the key out means something else here.
+    """
 
     system: str
     key: str
@@ -41,7 +44,7 @@ class Counterpart:
 
 @cache
 def counterparts() -> tuple[Counterpart, ...]:
-    """All rows of the table."""
+    """Read all rows of the table."""
     table = yaml.BaseLoader(TABLE.read_text(encoding="utf-8")).get_single_data()  # every scalar is a text
     return tuple(_row(system, key, row) for system, rows in table.items() for key, row in rows.items())
 
@@ -55,10 +58,10 @@ def _row(system: str, key: str, row: str | Mapping[str, Any]) -> Counterpart:
 
 
 def answer(key: str, known: Collection[str], *, whole: bool = False) -> str:
-    """The counterpart here of another system's key, in words; "" if there is none among the settings `known`.
+    """Describe the counterpart of another system's key; "" if the settings `known` include none.
 
-    The whole key decides; unless `whole`, else an end of `key` that is a key with its section, else keys that end with
-    `key`; else a pattern. Where these have several counterparts, all are named.
+    Matches the whole key. Unless `whole`, then an end of `key` with its section, keys that end with `key`, and
+    patterns. Several counterparts are all named.
     """
     key = key.replace("-", "_")
     rows = [(row.key.replace("-", "_"), row) for row in counterparts() if row.is_of(known)]

@@ -1,4 +1,4 @@
-"""Conditions under which settings have an effect, which sections name in `only_with`; without it they are refused.
+"""Conditions that sections name in `only_with`. Settings without effect are refused.
 
 "model.lora.rank above 0"       another setting: KEY, KEY=a or b, KEY above 0, KEY other than a, KEY left empty
 ".schedule=linear or cosine"    a setting of the same section
@@ -57,13 +57,13 @@ _OF_A_SETTING = re.compile(r"([\w.]+)(=| above | other than | left empty)?(.*)")
 
 
 def effect_words(conditions: Conditions, only_with: Iterable[str]) -> str:
-    """A sentence on the conditions of a setting; empty without any that a run of the command can fail."""
+    """Describe a setting's conditions in a sentence; empty if every run of the command meets them."""
     words = [conditions[each][0] if each in conditions else each for each in only_with]
     return f"Only with {', and with '.join(filter(None, words))}." if any(words) else ""
 
 
 def holds(config: Any, condition: str) -> bool:
-    """Whether a condition is met by a configuration."""
+    """Whether a configuration meets a condition."""
     if condition in config.conditions:
         return bool(config.conditions[condition][1](config))
     key, form, words = _OF_A_SETTING.fullmatch(condition).groups()  # type: ignore[union-attr]
@@ -78,7 +78,7 @@ def holds(config: Any, condition: str) -> bool:
 
 
 def check_settings_have_effect(config: Any) -> None:
-    """Raise ConfigError at the first setting that differs from its default and does nothing in this combination."""
+    """Raise ConfigError at the first changed setting that has no effect in this combination."""
     for found in settings(type(config)()):
         value = value_of(config, found.key)
         if value == found.default or found.follows:

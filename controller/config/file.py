@@ -1,4 +1,4 @@
-"""Reading a configuration: YAML and `key.sub=value` against a schema of nested dataclasses.
+"""Read a configuration: YAML and `key.sub=value`, checked against nested dataclasses.
 
 file, then overrides --> keys known? --> types? --> merged (OmegaConf) --> all set? --> ranges? --> object
 """
@@ -22,13 +22,13 @@ Numbers = dict[str, float]  # with Options, the types of setting that are not a 
 Options = dict[str, Any]
 LONGEST_SHOWN = 100  # characters of a value in an error
 DROPPED = {"balance.redeal_groups": False}
-"""Settings of the version before that are gone, and the value that changed nothing."""
+"""Removed settings of the previous version, and the value that had no effect."""
 LARGEST_INT, LARGEST_FLOAT = 10**9, 1e6  # sizes of a setting that names no maximum: what is larger is a slip
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of the schema. `default` is MISSING ("???") for a key that has none."""
+    """One key of the schema. `default` is MISSING ("???") for a required key."""
 
     key: str
     type: type
@@ -43,17 +43,17 @@ class Setting:
 
     @property
     def required(self) -> bool:
-        """Whether there is no default."""
+        """Whether a default is missing."""
         return bool(self.default == MISSING)
 
     @property
     def follows(self) -> bool:
-        """Whether the default is the value of another key, written `${that.key}`."""
+        """Whether the default refers to another key, `${that.key}`."""
         return isinstance(self.default, str) and self.default.startswith("${")
 
     @property
     def range(self) -> str:
-        """The allowed values in words; empty if the type says it all."""
+        """Allowed values in words; empty if the type says enough."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         bounds = []
@@ -65,13 +65,13 @@ class Setting:
 
     @property
     def highest(self) -> float:
-        """The largest number allowed, but for an exclusive maximum."""
+        """Largest allowed number, apart from an exclusive maximum."""
         if self.maximum is not None:
             return self.maximum
         return LARGEST_INT if self.type is int else LARGEST_FLOAT
 
     def allows(self, value: Any) -> bool:
-        """Whether `value`, of the right type, lies in the range."""
+        """Whether `value`, of the right type, is in range."""
         if self.choices:
             return value in self.choices
         if self.type == Numbers:
@@ -85,7 +85,7 @@ class Setting:
 
 
 def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) -> Iterator[Setting]:
-    """Every key below a section, an instance of a dataclass with its defaults, in order of declaration.
+    """Yield every key of a section instance, in order of declaration.
 
     only_with: conditions of the whole section.
     """
@@ -101,17 +101,17 @@ def settings(section: Any, prefix: str = "", only_with: tuple[str, ...] = ()) ->
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value under a full key, `policy.optimizer.beta1`."""
+    """Return the value of a full key, `policy.optimizer.beta1`."""
     for name in key.split("."):
         config = getattr(config, name)
     return config
 
 
 def read(schema: type[Schema], files: Sequence[str | Path], overrides: Sequence[str]) -> Schema:
-    """The schema's defaults, YAML files on top, each on those before it, `key.sub=value` overrides on top of that.
+    """Merge the schema's defaults, YAML files and `key.sub=value` overrides; later ones win.
 
-    Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
-    type or out of range, and a key without default that is not set.
+    Raises ConfigError, in one line: missing or invalid file, unknown key, wrong type, out of range, or required key not
+    set.
     """
     known = {found.key: found for found in settings(schema())}
     parts = [(f"{file}: ", _read_file(Path(file))) for file in files]
@@ -150,7 +150,7 @@ def _read_file(path: Path) -> DictConfig:
 
 
 def _leave_out_dropped(part: DictConfig) -> None:
-    """Leave out what runs of the version before have recorded of settings that are gone, where it changed nothing."""
+    """Skip removed settings that the previous version recorded with a value that had no effect."""
     for key, idle in DROPPED.items():
         section, _, name = key.rpartition(".")
         found = OmegaConf.select(part, section)
@@ -181,7 +181,7 @@ _SURPRISES = re.compile(r"[-+]?(0[0-7_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:
 
 
 def _check_scalars(text: str, where: str) -> None:
-    """Raise ConfigError for a ${...} that names no setting, and for a number of many digits or in another base."""
+    """Raise ConfigError for a ${...} that does not name a setting, and for long or non-decimal numbers."""
     for event in yaml.parse(text, yaml.SafeLoader):
         if not isinstance(event, yaml.ScalarEvent):
             continue
@@ -215,7 +215,7 @@ def _check_keys_and_types(part: DictConfig, known: Mapping[str, Setting], source
 def _leaves(
     content: Mapping[str, Any], known: Mapping[str, Setting], source: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """(full key, value) of everything given; a section given as a single value is refused."""
+    """Yield (full key, value) of everything given; refuse a section given as a single value."""
     for name, value in content.items():
         key = f"{prefix}{name}"
         if "." in str(name):
@@ -242,7 +242,7 @@ _TYPES = {
 
 
 def is_of_type(value: Any, wanted: type) -> bool:
-    """Whether a setting of the type `wanted` takes `value`."""
+    """Whether a setting of the type `wanted` accepts `value`."""
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
     if wanted == Options:
@@ -254,7 +254,7 @@ def is_of_type(value: Any, wanted: type) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value in an error."""
+    """Write a value for an error."""
     if isinstance(value, bool):
         return str(value).lower()
     text = "empty" if value is None else repr(value)
@@ -262,7 +262,7 @@ def shown(value: Any) -> str:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    """The counterpart of another system's key, else the nearest known key, else the keys of the section of `key`."""
+    """Suggest another system's counterpart, else the nearest key, else the section's keys."""
     near = max(known, key=lambda other: _nearness(key, other))
     alike, _ = _nearness(key, near)
     if found := answer(key, known, whole=alike == 1):
@@ -278,9 +278,9 @@ def _suggestion(key: str, known: list[str]) -> str:
 
 
 def _nearness(key: str, other: str) -> tuple[float, int]:
-    """How near the setting `other` is to what was written: 0 where the name, or a section that was written, differs.
+    """Rate how close the setting `other` is to `key`; 0 if the name or a written section differs.
 
-    Sections may be left out, but none is ignored: `custom_reward_function.name` is not near to `run.name`.
+    Sections may be left out but not ignored: `custom_reward_function.name` is not close to `run.name`.
     """
     *sections, name = key.split(".")
     *others, last = other.split(".")

@@ -1,4 +1,4 @@
-"""Functions that settings name, `module:function` or `path/file.py:function`, found in source without running it.
+"""Find the functions that settings name, `module:function` or `path/file.py:function`, without running their source.
 
 reward.function --check_function--> in its file --find_function--> packed, signature --requested_columns--> columns
 """
@@ -20,9 +20,9 @@ RESPONSES = {"response", "responses"}
 
 
 def check_function(key: str, name: str) -> None:
-    """Find `module:function` or `path/file.py:function` without importing it; `key` names the setting.
+    """Find a function without importing it; `key` names the setting.
 
-    Raises ConfigError if the name is malformed, the file is not there or does not compile, or lacks the function.
+    Raises ConfigError if the name is malformed, the file is missing or does not compile, or lacks the function.
     """
     if name.startswith(GIVEN):
         raise ConfigError(
@@ -46,13 +46,13 @@ def check_function(key: str, name: str) -> None:
 
 
 def source_file(name: str) -> Path | None:
-    """The file that `module:function` or `path/file.py:function` names; None for a module that is not found."""
+    """Return the file that a function's name refers to; None if the module is not found."""
     place = name.rpartition(":")[0]
     return Path(place) if place.endswith(".py") else _module_file(place)
 
 
 def _module_file(name: str) -> Path | None:
-    """The source file of a module, found as `import` finds it but without running the packages it is in."""
+    """Find a module's source as `import` does, without running its packages."""
     path, parts = [str(Path.cwd()), *sys.path], name.split(".")
     for count in range(1, len(parts) + 1):
         spec = _spec(parts[:count], path)
@@ -63,7 +63,7 @@ def _module_file(name: str) -> Path | None:
 
 
 def _spec(parts: list[str], path: list[str]) -> ModuleSpec | None:
-    """What the first finder that knows the module says; editable installations have finders of their own."""
+    """Ask each finder in turn; editable installations have their own."""
     for finder in sys.meta_path:
         # PathFinder by the last name alone: of a dotted one, a namespace package would need its parent in sys.modules.
         spec = finder.find_spec(parts[-1] if finder is PathFinder else ".".join(parts), path)
@@ -78,9 +78,9 @@ def _is_bound(names: Any, function: str) -> bool:
 
 
 def requested_columns(signature: Signature, record: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Which of the record's columns, and `response_raw`, the function takes by name, beside `response` or `responses`.
+    """Return the record columns, and `response_raw`, that the function takes besides `response` or `responses`.
 
-    Raises ConfigError if it has neither parameter or requires a column that the data does not have.
+    Raises ConfigError if it takes neither, or requires a column that the data lack.
     """
     names = set(signature.names)
     if "completions" in signature.required:

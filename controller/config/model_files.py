@@ -1,4 +1,4 @@
-"""Find the files of a model, and read what needs no transformers; `controller.lifecycle.model_checks` does the rest.
+"""Find a model's files, and read them without transformers; `controller.lifecycle.model_checks` reads the rest.
 
 model.path --folder or hub cache--> ModelFiles(description, weights, tokenizer, chat_template, ends)
 """
@@ -25,9 +25,8 @@ SHIPPED = Path(__file__).parent / "models"
 class ModelFiles:
     """Facts about a model that need no transformers.
 
-    description: config.json. weights, tokenizer, chat_template: whether there are any. ends: eos_token_id of
-    config.json and generation_config.json, of any type. end_of_sequence: whether they or the tokenizer
-    name a token that ends a response.
+    description: config.json. weights, tokenizer, chat_template: whether they exist. ends: eos_token_id of config.json
+    and generation_config.json, of any type. end_of_sequence: whether these or the tokenizer name an end token.
     """
 
     folder: Path
@@ -40,15 +39,15 @@ class ModelFiles:
 
     @property
     def text(self) -> dict[str, Any]:
-        """The part of config.json on the language model, of models that also see."""
+        """The language model's part of config.json, for multimodal models."""
         part = self.description.get("text_config")
         return part if isinstance(part, dict) else self.description
 
 
 def read_model_files(path: str, key: str) -> ModelFiles:
-    """The files of model `path`, which setting `key` names: a folder, or a name in the local hub cache or in SHIPPED.
+    """Find the files of model `path`, set by `key`: a folder, or a name in the local hub cache or SHIPPED.
 
-    Raises ConfigError, naming `key`, if config.json is missing or not valid; see `check_whole` for the other files.
+    Raises ConfigError, naming `key`, if config.json is missing or invalid; `check_whole` checks the other files.
     """
     folder = _folder(path, key)
     content = read_json(folder / "config.json", key)
@@ -71,7 +70,7 @@ def read_model_files(path: str, key: str) -> ModelFiles:
 
 
 def check_whole(model: ModelFiles, path: str, key: str) -> None:
-    """Raise ConfigError, naming `key`, if the model at `path` lacks weights or a tokenizer."""
+    """Raise ConfigError, naming `key`, if the model lacks weights or a tokenizer."""
     folder = model.folder
     if folder.is_relative_to(SHIPPED):
         raise _missing(path, key)
@@ -85,9 +84,9 @@ def check_whole(model: ModelFiles, path: str, key: str) -> None:
 
 
 def fetch_description(path: str, key: str, say: Callable[[str], None]) -> None:
-    """Put config.json of the hub's model `path` into the local hub cache, unless `read_model_files` has one already.
+    """Fetch config.json from the hub into the local cache, unless `read_model_files` finds it.
 
-    say: gets a line before the hub is asked. Raises ConfigError, naming `key`, if the hub does not give it.
+    say: called with a line before the request. Raises ConfigError, naming `key`, if the hub does not provide it.
     """
     if Path(path).is_dir() or _cached(path) or _shipped(path) or not _looks_like_name(path):
         return
@@ -105,7 +104,7 @@ def fetch_description(path: str, key: str, say: Callable[[str], None]) -> None:
 
 
 def weight_bytes(path: str, key: str) -> int:
-    """Size of the weight files of model `path`, which setting `key` names. Raises ConfigError if there is no model."""
+    """Measure the model's weight files. Raises ConfigError, naming `key`, if the model is missing."""
     folder = _folder(path, key)
     return sum(file.stat().st_size for pattern in WEIGHTS for file in folder.glob(pattern))
 
@@ -150,7 +149,7 @@ def _shipped(path: str) -> Path | None:
 
 
 def _cached(path: str) -> Path | None:
-    """The folder of model `path` in the local hub cache; None if it is not there, or no name of the hub."""
+    """Return the model's folder in the local hub cache, or None."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -166,7 +165,7 @@ def _looks_like_name(path: str) -> bool:
 
 
 def read_json(path: Path, key: str) -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError, naming setting `key`, if there is none."""
+    """Read a JSON object. Raises ConfigError, naming `key`, if the file does not hold a valid object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -179,7 +178,7 @@ def read_json(path: Path, key: str) -> dict[str, Any]:
 
 
 def _named(folder: Path, key: str, file: str, name: str) -> Any:
-    """The value of `name` in a JSON file, None without the file. Raises as `read_json`."""
+    """Read `name` from a JSON file; None without the file. Raises as `read_json`."""
     return read_json(folder / file, key).get(name) if (folder / file).is_file() else None
 
 
@@ -191,15 +190,15 @@ def _has_chat_template(folder: Path, key: str) -> bool:
 
 
 def is_job_copy(folder: Path) -> bool:
-    """Whether `folder`, absolute, lies in the copy of --working-dir that a Ray job works in.
+    """Whether `folder`, absolute, lies in a Ray job's copy of --working-dir.
 
-    It leaves out what git ignores, and is removed after the job.
+    The copy omits files that git ignores, and is removed after the job.
     """
     return any(part.startswith(PACKAGE) for part in folder.parts)
 
 
 def about_copy(path: str) -> str:
-    """A hint about a relative path that is not there; empty outside of a job, and for an absolute one."""
+    """Hint at a missing relative path in a job's copy; empty elsewhere."""
     if Path(path).is_absolute() or not is_job_copy(Path.cwd()):
         return ""
     return (

@@ -17,7 +17,7 @@ from workers.config import ModelConfig, OptimizerConfig, PolicyConfig, Reference
 class OfflineRunConfig(BaseRunConfig):
     only_with = ((".steps=0", "epochs"),)
 
-    steps: int = setting(0, "Optimiser steps; 0 trains for run.epochs.", minimum=0)
+    steps: int = setting(0, "Optimiser steps; 0 trains for run.epochs instead.", minimum=0)
     epochs: int = setting(1, "Passes over data.train.", minimum=1)
 
 
@@ -27,78 +27,85 @@ class OfflineDataConfig:
 
     train: str = setting(
         "",
-        "Records: a .jsonl, .json, .parquet or .arrow file, a folder of one kind of them (`datasets.save_to_disk`, a "
-        "hub repository), or a data set of the hub, `owner/name[:subset][@split]` (`@train` if no split is given).",
+        "Records: a .jsonl, .json, .parquet or .arrow file, a folder with files of one kind (`datasets.save_to_disk`, "
+        "a hub repository), or a data set of the hub, `owner/name[:subset][@split]`; the split defaults to `train`.",
     )
-    validation: str = setting("", "Held-out records, as data.train; empty validates nothing.")
-    prompt_key: str = setting("prompt", "Column of the prompt: a string, or a list of chat messages.")
-    max_tokens: int = setting(2048, "Longest sequence, in tokens.", minimum=2)
+    validation: str = setting("", "Held-out records, in the forms of data.train; empty disables validation.")
+    prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    max_tokens: int = setting(2048, "Maximum sequence length, in tokens.", minimum=2)
     over_long: str = setting(
         "drop",
-        "What to do with a record that has a longer sequence: `drop` removes and counts it, `error` stops the run.",
+        "What to do with a longer record: `drop` removes and counts it, `error` stops the run.",
         choices=("drop", "error"),
     )
-    shuffle: bool = setting(True, "Shuffle the records anew in every epoch.")
+    shuffle: bool = setting(True, "Shuffle the records in every epoch.")
 
 
 @dataclass
 class SftDataConfig(OfflineDataConfig):
     messages_key: str = setting(
         "messages",
-        "Column of a conversation, a list of chat messages; its assistant turns are learned. A record without it has a "
-        "prompt and a response.",
+        "Column with a conversation, a list of chat messages whose assistant turns are learned. Records without it "
+        "need a prompt and a response.",
     )
-    response_key: str = setting("response", "Column of the response, which is learned: a string.")
+    response_key: str = setting("response", "Column with the response to learn: a string.")
 
 
 @dataclass
 class PreferencesDataConfig(OfflineDataConfig):
-    """The chosen and the rejected response to a prompt: strings, or lists of chat messages behind the prompt's."""
+    """Chosen and rejected responses: strings, or lists of chat messages that follow the prompt's."""
 
-    chosen_key: str = setting("chosen", "Column of the better response.")
-    rejected_key: str = setting("rejected", "Column of the worse response.")
+    chosen_key: str = setting("chosen", "Column with the better response.")
+    rejected_key: str = setting("rejected", "Column with the worse response.")
 
 
 @dataclass
 class SequenceBatchConfig:
-    sequences_per_step: int = setting(32, "Sequences in an optimiser step.", minimum=1, maximum=10**6)
+    sequences_per_step: int = setting(32, "Sequences per optimiser step.", minimum=1, maximum=10**6)
 
 
 @dataclass
 class PairBatchConfig:
-    pairs_per_step: int = setting(32, "Pairs in an optimiser step.", minimum=1, maximum=10**6)
+    pairs_per_step: int = setting(32, "Pairs per optimiser step.", minimum=1, maximum=10**6)
 
 
 @dataclass
 class OfflineValidationConfig:
-    every: int = setting(0, "Steps between validations; 0 validates only before and after training.", minimum=0)
+    every: int = setting(0, "Validate every this many steps; 0 validates only before and after training.", minimum=0)
     at_start: bool = setting(True, "Validate before the first step.")
-    records: int = setting(0, "Number of held-out records to use, from the first; 0 uses all.", minimum=0)
+    records: int = setting(0, "Use only the first this many held-out records; 0 uses all.", minimum=0)
 
 
 @dataclass
 class PreferenceLossConfig:
-    """The loss of a pair; formulas: `controller.offline.preference_losses`."""
+    """Loss of a pair; formulas: `controller.offline.preference_losses`."""
 
     only_with = ((".name=dpo or simpo", "label_smoothing"), (".name=simpo", "margin"))
 
     name: str = setting(
         "dpo",
         "`dpo` (Rafailov et al. 2023) and `ipo` (Azar et al. 2023) compare with a frozen reference; `simpo` (Meng et "
-        "al. 2024) has none.",
+        "al. 2024) does not.",
         choices=("dpo", "ipo", "simpo"),
     )
     beta: float = setting(
-        0.1, "Scale of log-probs in the loss; papers take 0.1 for dpo, 2 for simpo.", minimum=0, exclusive_minimum=True
+        0.1,
+        "Scale of log-probs in the loss; the papers use 0.1 for dpo, 2 for simpo.",
+        minimum=0,
+        exclusive_minimum=True,
     )
     log_probs: str = setting(
         "auto",
-        "Log-prob of a response: the `sum` over its tokens, or their `mean` (length-normalised). `auto` is that of the "
-        "loss's paper: mean for simpo, else sum.",
+        "Log-prob of a response: the `sum` over its tokens, or the length-normalised `mean`. `auto` follows the "
+        "paper: mean for simpo, else sum.",
         choices=("auto", "sum", "mean"),
     )
     label_smoothing: float = setting(
-        0.0, "Assumed share of pairs with swapped labels (dpo, simpo).", minimum=0, maximum=0.5, exclusive_maximum=True
+        0.0,
+        "Assumed share of pairs whose labels are swapped (dpo, simpo).",
+        minimum=0,
+        maximum=0.5,
+        exclusive_maximum=True,
     )
     margin: float = setting(0.0, "Margin by which the chosen response should win (simpo's gamma).", minimum=0)
 
@@ -110,7 +117,7 @@ class PreferenceLossConfig:
 
 @dataclass
 class OfflineConfig(TrainingConfig):
-    """Settings of both commands. Each command declares its own batch and loss; here they only get their place."""
+    """Settings of both commands. Each declares its own batch and loss; here they only have a position."""
 
     only_with = (("data.validation", "validation"),)
 
@@ -137,20 +144,20 @@ class OfflineConfig(TrainingConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that training can meet."""
+        """Maximum tokens of a training sequence."""
         return self.data.max_tokens
 
     def steps_over(self, records: int) -> int:
-        """Optimiser steps of the run over that many records; the last of run.epochs may be a smaller one."""
+        """Count the run's optimiser steps over that many records; the last may be smaller."""
         return self.run.steps or -(-self.run.epochs * records // self.records_per_step)
 
     @property
     def length_setting(self) -> str:
-        """`key=value` that says how long the run is."""
+        """Setting that determines the run's length, as `key=value`."""
         return f"run.steps={self.run.steps}" if self.run.steps else f"run.epochs={self.run.epochs}"
 
     def optimizer_steps_over(self, records: int) -> int:
-        """Optimiser steps over which the learning rate's schedule runs."""
+        """Count the optimiser steps of the learning rate's schedule."""
         return self.policy.optimizer.total_steps or self.steps_over(records)
 
 
@@ -181,7 +188,7 @@ class SftConfig(OfflineConfig):
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """Limits of the micro-batches of every pass of this run; `policy.log_probs` is that of validation."""
+        """Limits of each pass's micro-batches; `policy.log_probs` is validation's."""
         there = ("policy.update", "policy.log_probs") if self.data.validation else ("policy.update",)
         return {name: self.policy_limits[name] for name in there}
 
@@ -218,7 +225,7 @@ class PreferencesConfig(OfflineConfig, ReferenceSettings):
 
     @property
     def sequences_per_record(self) -> int:
-        """Two: the chosen and the rejected one."""
+        """Two: chosen and rejected."""
         return 2
 
     @property
@@ -228,5 +235,5 @@ class PreferencesConfig(OfflineConfig, ReferenceSettings):
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """Limits of the micro-batches of every pass of this run."""
+        """Limits of each pass's micro-batches."""
         return self.policy_limits | self.reference_limits

@@ -1,9 +1,9 @@
-"""Functions that a call is given as Python objects, in place of names in the configuration.
+"""Functions passed to a call as Python objects instead of names.
 
     ballast.fit(..., reward=f) --give_rewards--> reward.function: callable:f, and {"callable:f": f, pickled}
     ballast.fit(..., step=f) --give_step--> run.step: callable:f; f itself runs in this process
 
-The settings that a run records say that much, and no more: such a run goes on where it is given its functions again.
+A run records only these names. Resuming it needs the same functions again.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ NONE_GIVEN: GivenFunctions = {}
 
 
 def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunctions:
-    """Put names for `reward` into the settings, in place of those there, and return its functions; None is no change.
+    """Replace the reward settings with names for `reward`, and return its functions; None changes nothing.
 
-    Raises ConfigError for a function that cannot be pickled, or two of one name.
+    Raises ConfigError for functions that cannot be pickled or share a name.
     """
     if reward is None:
         return NONE_GIVEN
@@ -55,9 +55,9 @@ def give_rewards(settings: RewardConfig, reward: Reward | None) -> GivenFunction
 
 
 def give_step(settings: RunConfig, step: Any) -> GivenFunctions:
-    """Put the name of `step` into the settings, and return its signature; None is no change.
+    """Set run.step to a name for `step`, and return its signature; None changes nothing.
 
-    Raises ConfigError for what is not a function.
+    Raises ConfigError unless `step` is a function.
     """
     if step is None:
         return NONE_GIVEN
@@ -75,7 +75,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def name_of(function: RewardFunctionLike) -> str:
-    """The name of a function in the settings."""
+    """Name a function for the settings."""
     if isinstance(function, str):
         return function
     function = _inner(function)
@@ -84,9 +84,9 @@ def name_of(function: RewardFunctionLike) -> str:
 
 
 def pickled_function(name: str, function: Callable[..., Any]) -> UserFunction:
-    """A function of this process, such as a notebook's, a closure or a lambda, pickled by value with its module.
+    """Pickle a function by value with its module: a notebook's, a closure or a lambda.
 
-    name: what stands for it in settings. Raises ConfigError if it has no signature, or cannot be pickled.
+    name: its name in settings. Raises ConfigError without a readable signature, or if it cannot be pickled.
     """
     try:
         signature = signature_of(function)
@@ -109,7 +109,7 @@ def _inner(function: Any) -> Any:
 
 
 def _version(function: Any) -> str:
-    """Hash its code, and the numbers and texts that it is closed over or begins with."""
+    """Hash the code, and the numbers and texts of its closure and defaults."""
     held: list[Any] = []
     while isinstance(function, partial):
         held += [*function.args, *function.keywords.items()]

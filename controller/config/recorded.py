@@ -1,4 +1,4 @@
-"""Settings read back from the folder of a run, whichever command has made it."""
+"""Read settings back from a run's folder, whichever command made it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -16,10 +16,7 @@ SCHEMAS: tuple[type[TrainingConfig], ...] = (Config, SftConfig, PreferencesConfi
 
 
 def load_recorded(path: Path) -> TrainingConfig:
-    """The settings of `config.yaml`, by the first schema that has all its sections.
-
-    Raises ConfigError as `load` does.
-    """
+    """Read `config.yaml` by the first schema that has all its sections. Raises ConfigError as `load` does."""
     try:
         sections = set(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError, yaml.YAMLError):
@@ -29,9 +26,9 @@ def load_recorded(path: Path) -> TrainingConfig:
 
 
 def check_trusted(run: Path, functions: Iterable[str], overrides: Sequence[str], fix: str) -> None:
-    """Raise ConfigError if a run's config.yaml names functions that are neither ours nor given by `overrides`.
+    """Raise ConfigError if a run's config.yaml names functions that are neither ours nor in `overrides`.
 
-    fix: what to do instead, in words.
+    fix: instruction for the message.
     """
     given = [override.partition("=")[2] for override in overrides]
     if found := [name for name in functions if name and not name.startswith(OURS) and name not in given]:

@@ -1,9 +1,9 @@
-"""Settings of the commands that sample from a model and train none: those of a training, narrowed to what they use.
+"""Settings of commands that only sample: a training configuration, narrowed to the settings they use.
 
     Config <-- SamplerConfig <-- EvaluateConfig (data.validation, validation.sampling)
                              '-- GenerateConfig (data.train or data.sources, rollout.sampling)
 
-A configuration of a training is read as it is. A setting that only training reads is refused on the command line.
+They read a training's configuration unchanged, and refuse training settings on the command line.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ OF_RANKS = ("policy.", "balance.", "resources.collective_timeout_s")
 
 @dataclass
 class SamplerConfig(Config):
-    """Engines, reward workers and, with reward.model.path, the ranks of a reward model."""
+    """Engines, reward workers and, with reward.model.path, reward model ranks."""
 
     # Of the command, and not settings. `without_effect`: keys, or beginnings of keys, that it does not read.
     command = ""
@@ -56,26 +56,26 @@ class SamplerConfig(Config):
 
     @property
     def first_prompts(self) -> int:
-        """Number of prompts to take, from the first; 0 takes all."""
+        """Number of prompts to use, from the first; 0 uses all."""
         return 0
 
     @property
     def training_roles(self) -> tuple[str, ...]:
-        """The roles of the training pool."""
+        """Roles of the training pool."""
         return ("reward_model",) if self.uses_reward_model else ()
 
     @property
     def rollout_placement(self) -> str:
-        """Engines have GPUs of their own: there is no policy to share them with."""
+        """Engines have separate GPUs, because no policy shares them."""
         return "apart" if self.uses_gpus else "shared_memory"
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """Those of the reward model's pass, where there is one."""
+        """Limits of the reward model's pass, if any."""
         return {name: limits for name, limits in super().limits.items() if name.startswith("reward_model.")}
 
     def narrowed(self, output: Path) -> Self:
-        """The settings of the command alone, with `output` as the run's folder."""
+        """Keep only the command's settings, with `output` as the run's folder."""
         raise NotImplementedError
 
     def _narrowed(self, output: Path, data: DataConfig, sampling: SamplingConfig, samples: int) -> Self:
@@ -92,7 +92,7 @@ class SamplerConfig(Config):
 
 @dataclass
 class EvaluateConfig(SamplerConfig):
-    """Settings of `controller.evaluate`: a validation, as training makes it."""
+    """Settings of `controller.evaluate`: a validation as in training."""
 
     command = "evaluate"
     does = "Validation metrics of a model on data.validation, with confidence intervals."
@@ -106,7 +106,7 @@ class EvaluateConfig(SamplerConfig):
 
     @property
     def sampling_key(self) -> str:
-        """The section of its sampling."""
+        """Section of the sampling settings."""
         return "validation.sampling"
 
     @property
@@ -124,7 +124,7 @@ class EvaluateConfig(SamplerConfig):
 
 @dataclass
 class GenerateConfig(SamplerConfig):
-    """Settings of `controller.generate`: samples as training makes them."""
+    """Settings of `controller.generate`: samples as in training."""
 
     command = "generate"
     does = "Sample responses, with token ids and log-probs, into a file."
@@ -133,15 +133,15 @@ class GenerateConfig(SamplerConfig):
     without_effect = (*OF_TRAINING, "data.validation", "validation.")
 
     def narrowed(self, output: Path) -> Self:
-        """Its data are data.train or data.sources, in the order of their files."""
+        """Takes data.train or data.sources in file order."""
         data = replace(self.data, validation="")
         return self._narrowed(output, data, self.rollout.sampling, self.rollout.samples_per_prompt)
 
 
 def check_effect(config: SamplerConfig, overrides: Iterable[str], *, uses_ranks: bool) -> None:
-    """Raise ConfigError for an override that the command does not read; a file's other settings are left alone.
+    """Raise ConfigError for an override that the command does not read; settings in a file are left alone.
 
-    uses_ranks: whether a reward model or a checkpoint is computed with, by training ranks.
+    uses_ranks: whether training ranks compute a reward model or a checkpoint.
     """
     ignored = (*config.without_effect, *(() if uses_ranks else OF_RANKS))
     for override in overrides:

@@ -1,10 +1,9 @@
-"""The configuration: one schema of dataclasses, importable without torch or Ray.
+"""The configuration of `controller.fit`: one schema of dataclasses, importable without torch or Ray.
 
     FILE, key.sub=value --load--> Config --preflight.checks--> a run, or one line that says what to change
 
-Keys are declared, with their documentation, in `controller.config.sections` and `workers.config`. A value that follows
-from several keys is a property of `Config`, so that the rule is written once. Relative paths start at the working
-directory.
+`controller.config.sections` and `workers.config` declare the keys. Values that follow from several keys are properties
+of `Config`. Relative paths start at the working directory.
 """
 
 import itertools
@@ -42,7 +41,7 @@ Schema = TypeVar("Schema", bound=TrainingConfig)
 
 @dataclass
 class Config(ReferenceSettings):
-    """All settings of a run, and the values that follow from them."""
+    """All settings of a run, and values derived from them."""
 
     only_with = (("reference", "reference"), ("algorithm.advantage=gae", "critic"), ("data.validation", "validation"))
 
@@ -73,17 +72,17 @@ class Config(ReferenceSettings):
 
     @property
     def samples(self) -> bool:
-        """Engines sample from the policy while it learns."""
+        """Whether engines sample from the policy while it learns."""
         return True
 
     @property
     def sampling_key(self) -> str:
-        """The section of `rollout.sampling`, for messages."""
+        """Section of `rollout.sampling`, for messages."""
         return "rollout.sampling"
 
     @property
     def temperature(self) -> float:
-        """The sampler's temperature, so that log-probs are of the distribution that was sampled from."""
+        """Sampling temperature, so that log-probs describe the sampled distribution."""
         return self.rollout.sampling.temperature
 
     @property
@@ -93,12 +92,12 @@ class Config(ReferenceSettings):
 
     @property
     def mini_batches_by(self) -> str:
-        """The unit that is drawn into mini-batches: `sequence` or `group`."""
+        """Unit assigned to mini-batches: `sequence` or `group`."""
         return self.batch.mini_batches_by
 
     @property
     def engines(self) -> int:
-        """vLLM engines: rollout.replicas, or those that the GPUs of the placement hold; at least 1."""
+        """Number of vLLM engines: rollout.replicas, or as many as the placement's GPUs hold; at least 1."""
         if self.rollout.replicas or not self.uses_gpus:
             return self.rollout.replicas or 1
         trained_on = self.training_workers if self.training_roles else 0
@@ -117,28 +116,28 @@ class Config(ReferenceSettings):
 
     @property
     def mini_batch_sizes(self) -> tuple[int, ...]:
-        """Sequences of each mini-batch of a full global batch; they differ by at most one, larger ones first."""
+        """Sequences of each mini-batch of a full global batch, in descending order; they differ by at most one."""
         smallest, larger = divmod(self.sequences_per_step, self.batch.mini_batches)
         return tuple(smallest + (i < larger) for i in range(self.batch.mini_batches))
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that training can meet."""
+        """Maximum tokens of a training sequence."""
         return self.data.max_prompt_tokens + self.longest_response
 
     @property
     def longest_response(self) -> int:
-        """Most tokens after a prompt in training: of a response, or of an episode's turns and observations."""
+        """Maximum tokens after a prompt in training: of a response, or of an episode's turns and observations."""
         return self.rollout.response_limit(self.rollout.sampling)
 
     @property
     def max_model_tokens(self) -> int:
-        """Longest prompt plus response that an engine takes, in training and validation."""
+        """Maximum prompt plus response that an engine accepts, in training and validation."""
         return self.rollout.max_model_tokens or self.needed_model_tokens
 
     @property
     def needed_model_tokens(self) -> int:
-        """Tokens of the longest sequence that training or validation can meet."""
+        """Maximum tokens of a sequence in training or validation."""
         responses = [self.longest_response]
         if self.data.validation:
             responses.append(self.rollout.response_limit(self.validation.sampling))
@@ -146,11 +145,11 @@ class Config(ReferenceSettings):
 
     @property
     def old_log_probs(self) -> str:
-        """Source of the old log-probs in the policy loss's ratios, and in a KL in the reward: the `sampler`, a
-        `forward_pass` before the first update, or, where there is only one update, the `update` itself.
+        """Source of the old log-probs in the loss's ratios and in a KL in the reward.
 
-        Samples of an older version need a ratio to the policy that sampled them. If algorithm.loss.rollout_correction
-        gives it, the other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
+        `sampler`; a `forward_pass` before the first update; or the `update` itself, if a step has only one. Stale
+        samples need a ratio to the policy that sampled them. If algorithm.loss.rollout_correction provides it, the
+        other ratio starts at 1 (decoupled objective, Hilton et al. 2021).
         """
         loss = self.algorithm.loss
         if self.rollout.max_staleness and loss.name != "reinforce" and not loss.rollout_correction.is_on:
@@ -165,19 +164,19 @@ class Config(ReferenceSettings):
 
     @property
     def policy_loss(self) -> LossConfig:
-        """algorithm.loss as workers get it, which work in folders of their own: a custom loss's file is absolute."""
+        """algorithm.loss for workers: a custom loss's path is absolute, because workers have their own folders."""
         loss = self.algorithm.loss
         place, _, name = loss.function.rpartition(":")
         return replace(loss, function=f"{Path(place).resolve()}:{name}") if place.endswith(".py") else loss
 
     @property
     def loss_columns(self) -> tuple[str, ...]:
-        """Columns of the records that travel to the policy loss: the names in algorithm.loss.columns."""
+        """Columns of the records that the policy loss reads."""
         return tuple(name.strip() for name in self.algorithm.loss.columns.split(",") if name.strip())
 
     @property
     def updates_per_step(self) -> int:
-        """Optimiser steps of a training step, over all passes over its samples."""
+        """Optimiser steps of a training step, over all epochs."""
         return self.batch.mini_batches * self.batch.epochs
 
     @property
@@ -192,7 +191,7 @@ class Config(ReferenceSettings):
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """Limits of the micro-batches of every pass of this run, by role and pass, as in `policy.update`."""
+        """Limits of each pass's micro-batches, by role and pass, such as `policy.update`."""
         critic, most = self.critic, self.policy.max_sequences
         found = self.policy_limits | self.reference_limits
         if self.uses_critic:
@@ -211,18 +210,18 @@ class Config(ReferenceSettings):
 
     @property
     def total_optimizer_steps(self) -> int:
-        """Optimiser steps over which the policy's learning rate's schedule runs."""
+        """Optimiser steps of the policy's learning rate schedule."""
         learning = self.run.steps - self.critic.warmup_steps
         return self.policy.optimizer.total_steps or learning * self.updates_per_step
 
     @property
     def critic_optimizer_steps(self) -> int:
-        """Optimiser steps over which the critic's learning rate's schedule runs."""
+        """Optimiser steps of the critic's learning rate schedule."""
         return self.critic.optimizer.total_steps or self.run.steps * self.updates_per_step
 
     @property
     def uses_reference(self) -> bool:
-        """Whether there is a KL, in the loss or in the reward, which needs the reference's log-probs."""
+        """Whether a KL in the loss or reward needs the reference's log-probs."""
         return self.algorithm.loss.kl_coefficient > 0 or self.algorithm.kl_in_reward.coefficient > 0
 
     @property
@@ -232,19 +231,19 @@ class Config(ReferenceSettings):
 
     @property
     def uses_token_returns(self) -> bool:
-        """Whether a token's advantage is its own, from the rewards to come, without a critic."""
+        """Whether each token has its own advantage, from future rewards, without a critic."""
         algorithm = self.algorithm
         differ = algorithm.gamma < 1 or algorithm.kl_in_reward.coefficient > 0
         return differ and algorithm.advantage in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether a model's score is the reward, or part of it."""
+        """Whether a model's score is part of the reward."""
         return bool(self.reward.model.path)
 
     @property
     def reward_model(self) -> ModelConfig:
-        """The reward model: model.* with reward.model.path."""
+        """Reward model: model.* with reward.model.path."""
         return self.model.of_another_role(self.reward.model.path)
 
     @property
@@ -254,12 +253,12 @@ class Config(ReferenceSettings):
 
     @property
     def critic_model(self) -> ModelConfig:
-        """The critic's model: model.* with critic.path where that is set; all of it is trained."""
+        """Critic's model: model.* with critic.path if set, without adapters."""
         return self.model.of_another_role(self.critic.path)
 
     @property
     def training_roles(self) -> tuple[str, ...]:
-        """The roles that share the bundles of the training pool, rank by rank."""
+        """Roles that share the bundles of the training pool, rank by rank."""
         there = {
             "policy": True,
             "reference": self.starts_reference,
@@ -281,16 +280,16 @@ Files = str | Path | Sequence[str | Path] | None
 
 
 def load(path: Files, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of YAML files (None: the defaults) with `key.sub=value` overrides on top.
+    """Merge defaults, YAML files and `key.sub=value` overrides; later ones win.
 
-    Raises ConfigError, in one line, for a file that is not there or not YAML, an unknown key, a value of the wrong
-    type or out of range, and a key without default that is not set.
+    Raises ConfigError, in one line: missing or invalid file, unknown key, wrong type, out of range, or required key not
+    set.
     """
     return load_as(Config, path, overrides)
 
 
 def load_as(schema: type[Schema], path: Files, overrides: Sequence[str] = ()) -> Schema:
-    """`load` for the settings of any command. A run without a name has that of the last file."""
+    """Load the settings of any command. A run without a name takes the last file's."""
     files = [path] if isinstance(path, (str, Path)) else list(path or ())
     config = read(schema, files, overrides)
     if not config.run.name:
@@ -301,12 +300,12 @@ def load_as(schema: type[Schema], path: Files, overrides: Sequence[str] = ()) ->
 
 
 def to_yaml(config: TrainingConfig) -> str:
-    """The configuration as YAML that `load` reads back."""
+    """Write the configuration as YAML that `load` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def changed_yaml(config: TrainingConfig) -> str:
-    """The settings that differ from their defaults, as YAML that `load` reads back to `config`."""
+    """Write the settings that differ from their defaults, as YAML that `load` reads back."""
     changed: dict[str, Any] = {}
     for found in settings(type(config)()):
         value = value_of(config, found.key)
@@ -328,6 +327,6 @@ def _default_name(path: str | Path | None) -> str:
 
 
 def free_name(folder: str, name: str) -> str:
-    """`name`, or `name-2`, `name-3`, ... where runs of that name are there."""
+    """Return `name`, or `name-2`, `name-3`, ... if runs of that name exist."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(name for name in names if not (Path(folder) / name).exists())

@@ -1,4 +1,4 @@
-"""`python -m controller.config.settings_page [COMMAND]`: the reference of a command's settings, made from its schema.
+"""`python -m controller.config.settings_page [COMMAND]`: print the reference of a command's settings.
 
 dataclass fields --settings--> key | type | default | allowed | documentation, a table for each section
 """
@@ -27,7 +27,7 @@ size. Numbers are read in base 10.
 
 @dataclass(frozen=True)
 class Page:
-    """The settings of one command. sources: where they are declared."""
+    """The settings of one command. sources: modules that declare them."""
 
     title: str
     schema: type[TrainingConfig]
@@ -56,7 +56,7 @@ TABLE = """\
 
 
 def settings_markdown(argument: str = "") -> str:
-    """The whole page, one of PAGES."""
+    """Write one of PAGES in full."""
     page = PAGES[argument]
     config, sections = page.schema(), dict[str, list[Setting]]()
     for setting in settings(config):
@@ -83,7 +83,7 @@ def _section(name: str, section: Any, found: list[Setting], conditions: Conditio
 
 
 def _introduction(section: Any) -> str:
-    """The docstring of a section's class; dataclasses without one get a signature from Python, which says nothing."""
+    """Return the docstring of a section's class, without the signature that Python generates."""
     doc = type(section).__doc__ or ""
     if not is_dataclass(section) or doc.startswith(f"{type(section).__name__}("):
         return ""

@@ -1,4 +1,4 @@
-"""Settings that all training commands share, and the values that follow from them.
+"""Settings that all training commands share, and values derived from them.
 
 TrainingConfig <-- Config (controller.fit), SftConfig (controller.sft), PreferencesConfig (controller.preferences)
 """
@@ -18,7 +18,7 @@ from workers.config import ModelConfig, PolicyConfig, ReferenceConfig
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with its noun, in the singular for 1: `1 engine`, `2 engines`; for nouns that take an s."""
+    """Write a number with its noun: `1 engine`, `2 engines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -26,9 +26,8 @@ def counted(number: int, noun: str) -> str:
 class Limits:
     """Limits of one pass of a role over a batch.
 
-    cap: key of the setting that gives `max_tokens`. max_tokens, max_sequences: of a micro-batch of one rank; 0
-    sequences is no cap. min_micro_batches: of a rank in each mini-batch. length_multiple: lengths are rounded up to a
-    multiple of this many tokens, for kernels and for the ranks that share a sequence.
+    cap: setting that gives `max_tokens`. max_tokens, max_sequences: of one rank's micro-batch; max_sequences 0 means
+    unlimited. min_micro_batches: per rank and mini-batch. length_multiple: lengths are rounded up to it.
     """
 
     cap: str
@@ -40,7 +39,7 @@ class Limits:
 
 
 class TrainingConfig:
-    """Base of every command's settings. Not a dataclass: each command orders its own sections."""
+    """Base of every command's settings. Not a dataclass, because each command orders its own sections."""
 
     run: BaseRunConfig
     model: ModelConfig
@@ -75,7 +74,7 @@ class TrainingConfig:
 
     @property
     def temperature(self) -> float:
-        """Divisor of the logits, in log-probs and loss alike."""
+        """Divisor of the logits, in log-probs and loss."""
         return 1.0
 
     @property
@@ -85,22 +84,22 @@ class TrainingConfig:
 
     @property
     def mini_batches_by(self) -> str:
-        """The unit that is drawn into mini-batches: `sequence` or `group`."""
+        """Unit assigned to mini-batches: `sequence` or `group`."""
         return "sequence"
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that training can meet."""
+        """Maximum tokens of a training sequence."""
         raise NotImplementedError
 
     @property
     def caps(self) -> dict[str, int]:
-        """Every cap on packed tokens that holds in this run, by key."""
+        """Caps on packed tokens that apply to this run, by setting."""
         return {limits.cap: limits.max_tokens for limits in self.limits.values()}
 
     @property
     def limits(self) -> dict[str, Limits]:
-        """Limits of the micro-batches of every pass of this run, by role and pass, as in `policy.update`."""
+        """Limits of each pass's micro-batches, by role and pass, such as `policy.update`."""
         raise NotImplementedError
 
     @property
@@ -128,12 +127,12 @@ class TrainingConfig:
 
     @property
     def starts_reference(self) -> bool:
-        """Whether the reference is a role of its own."""
+        """Whether the reference is a separate role."""
         return False
 
     @property
     def training_roles(self) -> tuple[str, ...]:
-        """The roles that share the bundles of the training pool, rank by rank."""
+        """Roles that share the bundles of the training pool, rank by rank."""
         return ("policy", "reference") if self.starts_reference else ("policy",)
 
     @property
@@ -143,7 +142,7 @@ class TrainingConfig:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run: run.dir / run.name."""
+        """run.dir / run.name."""
         return Path(self.run.dir) / self.run.name
 
     @property
@@ -155,7 +154,7 @@ class TrainingConfig:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of one copy of the model that hold different tokens: those that may share experts."""
+        """Ranks of one model copy that hold different tokens and so may share experts."""
         parallel = self.policy.parallel
         return self.policy.ranks // parallel.replicate * parallel.context_parallel * parallel.tensor_parallel
 
@@ -167,7 +166,7 @@ class TrainingConfig:
 
     @property
     def length_multiple(self) -> int:
-        """Sequences are padded to a multiple of this many tokens in training, for kernels and ranks that share one."""
+        """Multiple of tokens that training sequences are padded to, for kernels and for ranks that share one."""
         return self._multiple(self.model.length_multiple)
 
     def _multiple(self, of_kernels: int) -> int:
@@ -184,7 +183,7 @@ class TrainingConfig:
 
     @property
     def refits_cost_model(self) -> bool:
-        """Whether plans follow measured times: balance.refit, `auto` where models run on GPUs."""
+        """Whether plans follow measured times: balance.refit; `auto` means on GPUs."""
         return self.balance.refit == "always" or (self.balance.refit == "auto" and self.uses_gpus)
 
     @property
@@ -193,13 +192,13 @@ class TrainingConfig:
         return self.policy.forward_max_tokens or self.policy.max_tokens
 
     def model_description(self) -> dict[str, Any]:
-        """config.json of model.path. Raises ConfigError if there is none."""
+        """Read config.json of model.path. Raises ConfigError if it is missing."""
         return read_model_files(self.model.path, "model.path").description
 
     def decided(self, model: ModelConfig) -> ModelConfig:
-        """`model`, of one of the training roles, with model.share_prefixes `always` or `never`.
+        """Resolve model.share_prefixes of a training role's model to `always` or `never`.
 
-        Reads its config.json. Raises ConfigError if there is none, or prefixes cannot be shared though they must.
+        Raises ConfigError if config.json is missing, or if prefixes cannot be shared although set to `always`.
         """
         if model.share_prefixes == "never":
             return model
@@ -220,13 +219,13 @@ class TrainingConfig:
 
     @property
     def model_paths(self) -> dict[str, str]:
-        """The paths of the run's models, by the settings that name them."""
+        """Paths of the run's models, by setting."""
         keys = {"policy": "model.path", "reward_model": "reward.model.path"}
         found = {keys.get(role, f"{role}.path"): self.model_of(role).path for role in self.training_roles}
         return {"model.path": self.model.path, **found}
 
     def model_of(self, role: str) -> ModelConfig:
-        """The model of a training role, such as `policy`."""
+        """Return the model of a training role, such as `policy`."""
         if role == "policy":
             return self.model
         found: ModelConfig = getattr(self, role if role.endswith("_model") else f"{role}_model")
@@ -234,12 +233,12 @@ class TrainingConfig:
 
     @property
     def device(self) -> str:
-        """The device of all models: "cuda" or "cpu"."""
+        """Device of all models: "cuda" or "cpu"."""
         return "cuda" if self.uses_gpus else "cpu"
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether models run on GPUs: resources.device, or what this machine has."""
+        """Whether models run on GPUs, by resources.device or this machine."""
         if self.resources.device == "auto":
             # torch.cuda.is_available() would say it too, after seconds of importing torch.
             return visible_gpus() > 0 and not _vllm_is_cpu_build()
@@ -247,12 +246,12 @@ class TrainingConfig:
 
     @property
     def joins_cluster(self) -> bool:
-        """Whether an address says which Ray the run joins; without one it starts a Ray of its own on this machine."""
+        """Whether the run joins an existing Ray; otherwise it starts a local one."""
         return bool(self.resources.ray_address or os.environ.get("RAY_ADDRESS"))
 
     @property
     def gpus(self) -> int:
-        """GPUs that the run can have, of the described cluster or of this machine; 0 where they are not known."""
+        """GPUs available to the run, of the described cluster or this machine; 0 if unknown."""
         if self.is_described:
             return self.described_gpus
         return 0 if self.joins_cluster else visible_gpus()
@@ -270,12 +269,12 @@ class ReferenceSettings(TrainingConfig):
 
     @property
     def starts_reference(self) -> bool:
-        """Whether the reference is a role of its own; with adapters the policy without them is the reference."""
+        """Whether the reference is a separate role. With adapters, the reference is the policy without them."""
         return self.uses_reference and not (self.model.lora.rank and not self.reference.path)
 
     @property
     def reference_model(self) -> ModelConfig:
-        """The reference's model: model.* without adapters, with reference.path where that is set."""
+        """Reference model: model.* without adapters, with reference.path if set."""
         return self.model.of_another_role(self.reference.path)
 
     @property
@@ -285,7 +284,7 @@ class ReferenceSettings(TrainingConfig):
 
     @property
     def reference_limits(self) -> dict[str, Limits]:
-        """`limits` of the reference; empty without one."""
+        """Limits of the reference; empty without one."""
         if not self.uses_reference:
             return {}
         sequences = self.reference.forward_max_sequences or self.policy.max_sequences
@@ -295,7 +294,7 @@ class ReferenceSettings(TrainingConfig):
 
 
 def visible_gpus() -> int:
-    """Number of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Count this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
     found = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (
