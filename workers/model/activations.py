@@ -1,14 +1,13 @@
-"""Activation offload: inputs of checkpointed layers wait for the backward pass in host memory.
+"""Activation offload: inputs of checkpointed layers wait in host memory for the backward pass.
 
     forward    layer 0 | layer 1 | layer 2         computation
-                  out 0     out 1     out 2        copies, on a stream of their own
+                  out 0     out 1     out 2        copies, on their own stream
     backward   layer 2 | layer 1 | layer 0
-                  in 1      in 0                   fetched while the layer after it is computed again
+                  in 1      in 0                   fetched while the layer after it is recomputed
 
-Two tensors at most are on their way out: before a third the computation waits for the first, so that memory stays
-bounded where the bus is slower than the layers. Dropping a tensor only after that wait is what `record_stream` would do
-too, but at a time that the host's pace decides. torch's own `save_on_cpu` copies on the computation's stream, which
-waits for each copy, and cannot copy the DTensors that the final norm saves under tensor parallelism: they stay.
+At most two tensors are on their way out: before a third, the computation waits for the first. So memory stays bounded
+where the bus is slower than the layers. torch's `save_on_cpu` copies on the computation's stream, which waits for each
+copy, and cannot copy the DTensors that the final norm saves under tensor parallelism; they stay on the device.
 """
 
 from collections import deque
@@ -25,13 +24,13 @@ MOST_LEAVING = 2
 
 
 class CopyStream:
-    """Copies beside the computation of one CUDA device."""
+    """Copy on a second CUDA stream, in parallel with the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def copy(self, source: Tensor, target: Tensor) -> Any:
-        """Begin to copy after the work queued so far; returns the argument of `wait`."""
+        """Start a copy after the work queued so far; returns the argument of `wait`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -40,12 +39,12 @@ class CopyStream:
             return self._stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Order all further work of the computation after the copy."""
+        """Order all further computation after the copy."""
         torch.cuda.current_stream(self._device).wait_event(copied)
 
 
 class CopyAtOnce:
-    """The same without a second stream, on devices that have none."""
+    """Copy synchronously, on devices without streams."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
@@ -56,8 +55,10 @@ class CopyAtOnce:
 
 @dataclass
 class Saved:
-    """One tensor in host memory. index: its place in the order of saving. back: (it on its device, the copy's mark)
-    from when it is fetched until it is handed out."""
+    """Hold one tensor in host memory.
+
+    index: its place in the order of saving. back: (tensor on the device, mark of the copy) while prefetched.
+    """
 
     index: int
     host: Tensor
@@ -66,16 +67,16 @@ class Saved:
 
 
 class HostActivations:
-    """Tensors that one forward pass saved, until its backward pass has loaded them."""
+    """Keep the tensors that a forward pass saved until the backward pass loads them."""
 
     def __init__(self, copies: Any) -> None:
-        """copies: a `CopyStream`, or an object with its two methods."""
+        """copies: a `CopyStream`, or an object with the same two methods."""
         self._copies = copies
         self._saved: list[Saved] = []
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def save(self, tensor: Tensor) -> Tensor | Saved:
-        """Begin to copy a tensor out; autograd keeps the result in its place."""
+        """Start to copy a tensor out; autograd keeps the result instead."""
         if isinstance(tensor, DTensor):
             return tensor
         if len(self._leaving) == MOST_LEAVING:
@@ -86,7 +87,7 @@ class HostActivations:
         return self._saved[-1]
 
     def load(self, saved: Tensor | Saved) -> Tensor:
-        """The tensor on its device. The tensor saved before it, which backward needs next, is prefetched."""
+        """Return the tensor on its device, and prefetch the tensor saved before it, which backward needs next."""
         if isinstance(saved, Tensor):
             return saved
         while self._leaving:
@@ -99,7 +100,6 @@ class HostActivations:
         return tensor
 
     def _let_go(self) -> None:
-        """Drop the tensor that left first, once its copy is done."""
         _, copied = self._leaving[0]
         self._copies.wait(copied)
         self._leaving.popleft()
@@ -112,10 +112,10 @@ class HostActivations:
 
 
 def activations_on_host(device: torch.device) -> saved_tensors_hooks:
-    """A context in which tensors saved by autograd go to host memory (pinned, with CUDA) and back when needed.
+    """Move tensors saved by autograd to host memory (pinned, with CUDA) and back when needed, inside the context.
 
-    Meant for one pass of a decoder whose layers are checkpointed: these save nothing but their inputs, [T, hidden size]
-    each. Without checkpointing it would also copy every weight, which FSDP frees and gathers by itself.
+    Use it for one pass of a decoder with checkpointed layers, which save only their inputs, [T, hidden size] each.
+    Without checkpointing it would also copy every weight that FSDP gathers.
     """
     activations = HostActivations(_copy_stream(device) if device.type == "cuda" else CopyAtOnce())
     return saved_tensors_hooks(activations.save, activations.load)
@@ -123,5 +123,5 @@ def activations_on_host(device: torch.device) -> saved_tensors_hooks:
 
 @cache
 def _copy_stream(device: torch.device) -> CopyStream:
-    """One for all passes."""
+    """Return the one stream of the device, shared by all passes."""
     return CopyStream(device)

@@ -214,11 +214,11 @@ def test_a_torn_checkpoint_is_refused_by_name(model, saved):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no complete checkpoint: it has no manifest.json"),
-        ("{", "is no checkpoint: its manifest.json is not readable"),
-        ("[]", "is no checkpoint: its manifest.json is not readable"),
-        ('{"format": "theirs"}', "is no checkpoint of this version"),
-        ('{"format": "ballast checkpoint 1", "files": {}}', "is no checkpoint: its manifest.json is not readable"),
+        (None, "is not a complete checkpoint: it has no manifest.json"),
+        ("{", "is not a checkpoint: its manifest.json is not readable"),
+        ("[]", "is not a checkpoint: its manifest.json is not readable"),
+        ('{"format": "theirs"}', "is not a checkpoint of this version"),
+        ('{"format": "ballast checkpoint 1", "files": {}}', "is not a checkpoint: its manifest.json is not readable"),
     ],
 )
 def test_a_foreign_folder_is_refused_by_name(model, tmp_path, content, message):

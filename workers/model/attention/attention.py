@@ -2,8 +2,8 @@
 
     RowLayout --PackedAttention--> model.forward(packed_attention=...) --> every layer --> ballast_packed --> kernel
 
-The segments are passed as an argument, so packing is never inferred. transformers infers it from `position_ids`, and
-silently misses it when a KV cache is made or when an all-ones mask is passed.
+The segments are passed as an argument. transformers would infer them from `position_ids`, and silently misses packing
+when a KV cache is created or an all-ones mask is passed.
 
     backend   where                            sliding window   soft-capping   sinks
     flash3    Hopper, half precision           yes              no             yes      varlen on FlashAttention 3
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 ATTENTION_NAME = "ballast_packed"
 
 PackedAttention = Callable[..., Tensor]
-"""The attention of one packed row, shared by all layers of a pass.
+"""Computes the attention of one packed row, shared by all layers of a pass.
 
 (query [1, H, T, D], key and value [1, K, T, D], scale, *, window, softcap, sinks) -> [1, T, H, D]
 
@@ -51,13 +51,13 @@ PackedAttention = Callable[..., Tensor]
     out_i = sum_j exp(scores_ij) v_j / (exp(sink) + sum_j exp(scores_ij))    over 0 <= i - j < window
 
 window: tokens that each token sees, itself included. sinks: [H], one logit a head. Only layers that have these three
-pass them, so an attention that cannot compute one does not take it; see `choose_backend`.
+pass them, see `choose_backend`.
 """
 
 
 @dataclass(frozen=True)
 class Installed:
-    """The machine's card and packages. generation: major compute capability, 9 for Hopper; 0 without a card.
+    """Describe the machine. generation: major compute capability, 9 for Hopper; 0 without a card.
 
     packages: import names of the installed packages that some backend needs.
     """
@@ -75,9 +75,10 @@ class Installed:
 
 @dataclass(frozen=True)
 class Backend:
-    """features: what it computes beyond causal attention, in the names of `families.required_features`.
+    """Describe a backend.
 
-    generation: the only one of cards on which it runs; 0 is any.
+    features: computed beyond causal attention, named as in `families.required_features`. generation: the only card
+    generation supported; 0 is any.
     """
 
     build: Callable[[PackedRow, torch.device], PackedAttention]
@@ -86,7 +87,7 @@ class Backend:
     generation: int = 0
 
     def obstacle(self, installed: Installed) -> str:
-        """The reason why it does not run on this machine, or an empty string."""
+        """Return why the backend does not run on this machine, or an empty string."""
         if self.generation not in (0, installed.generation):
             return (
                 f"needs a card of compute capability {self.generation}, and this one has {installed.generation}; set "
@@ -105,11 +106,11 @@ def choose_backend(
     installed: Installed | None = None,
     model: str = "the model",
 ) -> str:
-    """The backend of `model.attention` for packed rows; `auto` is the first of `BACKENDS` that can do it.
+    """Return the backend of `model.attention` for packed rows; `auto` takes the first usable one of `BACKENDS`.
 
-    features: what the model needs, from `families.required_features`. installed: None looks at this machine. model:
-    its name in messages. Raises ConfigError if the backend asked for cannot run here or is none of packed rows,
-    UnsupportedModelError if it does not compute what the model needs.
+    features: what the model needs, from `families.required_features`. installed: None inspects this machine. model: its
+    name in messages. Raises ConfigError if the backend cannot run here or does not take packed rows,
+    UnsupportedModelError if it lacks a feature that the model needs.
     """
     installed = installed or Installed.here(device)
 
@@ -130,9 +131,9 @@ def choose_backend(
 
 @dataclass(frozen=True)
 class RowAttention:
-    """The attention of a packed row by `kernel`; a `PackedAttention`.
+    """Compute the attention of a packed row by `kernel`; a `PackedAttention`.
 
-    lengths: tokens of each of the row's segments, padding included.
+    lengths: tokens of each segment of the row, padding included.
     """
 
     kernel: PackedAttention
@@ -143,15 +144,15 @@ class RowAttention:
 
 
 def packed_attention(backend: str, row: PackedRow, device: torch.device) -> RowAttention:
-    """The attention of `row` by a backend that `choose_backend` named."""
+    """Return the attention of `row` by a backend that `choose_backend` returned."""
     return RowAttention(BACKENDS[backend].build(row, device), tuple(row.padded_lengths))
 
 
 def _sdpa(row: PackedRow, device: torch.device) -> PackedAttention:
-    """One causal call a segment.
+    """Call the kernel once a segment.
 
-    Batching segments of like length gains nothing on CPU: gathering costs as much. Nor does one autograd function over
-    all segments: its copies into one output cost what the nodes of the loop do.
+    On a CPU, batching segments of similar length gains nothing, and neither does one autograd function over all
+    segments.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, **features: Any) -> Tensor:
@@ -172,7 +173,7 @@ def _attend_segment(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [1, H, L, D] -> [1, H, L, D]. With a window, block by block of queries: time and memory grow with L."""
+    """query [1, H, L, D] -> [1, H, L, D]. With a window, block by block of queries: cost grows linearly with L."""
     length = query.shape[2]
     if softcap is not None or sinks is not None:
         return block_attention(query, key, value, scale, window, softcap, sinks)
@@ -187,35 +188,38 @@ def _attend_segment(
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-    """torch's attention; grouped heads are repeated on CUDA, where few of its kernels take them with a mask or in
-    single precision, and the one that always does holds all scores in memory."""
+    """Call torch's attention, with grouped heads repeated on CUDA.
+
+    There, few kernels take grouped heads with a mask or in single precision, and the fallback holds all scores in
+    memory.
+    """
     if query.device.type == "cuda":
         key, value = _repeat_heads(query, key, value)
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **arguments)
 
 
 def _repeat_heads(query: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values [1, K, ...] -> [1, H, ...], as many heads as the queries have."""
+    """Repeat heads of keys and values: [1, K, ...] -> [1, H, ...]."""
     return tuple(tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in tensors)
 
 
 def _varlen(row: PackedRow, device: torch.device) -> PackedAttention:
-    """Flash attention over all segments at once, in torch; with sinks by its operators, which give the log-sum-exp."""
+    """Use torch's flash attention over all segments at once; sinks use its operators, which return the log-sum-exp."""
     _use_flash_attention(None)
     return _torch_varlen(row, device)
 
 
 def _flash3(row: PackedRow, device: torch.device) -> PackedAttention:
-    """The same on the kernels of FlashAttention 3, which torch then calls in place of its own."""
+    """Use FlashAttention 3 through torch."""
     _use_flash_attention("FA3")
     return _torch_varlen(row, device)
 
 
 def _use_flash_attention(implementation: Literal["FA3"] | None) -> None:
-    """For all of torch's flash attention in this process; None is torch's own. Nothing if it is in use already.
+    """Set the flash attention of torch in this process; None is torch's own. Does nothing if already set.
 
-    "FA3" imports `flash_attn_interface`. Not that package itself: as torch's implementation it is traced by
-    torch.compile, counted by torch's FLOP counter, and serves the operators that sinks and rings call.
+    "FA3" imports `flash_attn_interface`. Through torch, torch.compile traces it, the FLOP counter counts it, and the
+    operators that sinks and rings call use it.
     """
     if current_flash_attention_impl() == implementation:
         return
@@ -262,7 +266,7 @@ def _torch_varlen(row: PackedRow, device: torch.device) -> PackedAttention:
 
 
 def _flash(row: PackedRow, device: torch.device) -> PackedAttention:
-    """Flash attention over all segments at once, in the flash-attn package."""
+    """Use the flash-attn package over all segments at once."""
     from flash_attn import flash_attn_varlen_func
 
     bounds, longest = row.cu_seqlens_padded.to(device), row.max_length
@@ -323,10 +327,10 @@ def ballast_packed(
     packed_attention: PackedAttention | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
-    """Called by transformers in every layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+    """Compute attention for transformers: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
 
-    Raises UnsupportedModelError, naming the module, if the layer asks for a feature that is not computed here (a mask,
-    a cache, a position bias, dropout), or does not ask for the window of its configuration.
+    Raises UnsupportedModelError, naming the module, if the layer uses a feature that is not supported here (a mask, a
+    cache, a position bias, dropout), or another window than its configuration states.
     """
     name = type(module).__name__
     if packed_attention is None:
@@ -355,9 +359,9 @@ def ballast_packed(
 
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """Heads [..., D] padded with zeros to the largest D, which changes no score and adds zeros to the output.
+    """Pad heads [..., D] with zeros to the largest D, which changes no score and adds zeros to the output.
 
-    Latent attention has smaller values than keys. Flash kernels and the exchange between ranks take one size alone.
+    Latent attention has smaller values than keys; flash kernels and the exchange between ranks need one size.
     """
     sizes = [tensor.shape[-1] for tensor in tensors]
     missing = [max(sizes) - size for size in sizes]
@@ -365,7 +369,7 @@ def _of_one_size(*tensors: Tensor) -> list[Tensor]:
 
 
 def _check_window(module: torch.nn.Module, window: int | None) -> None:
-    """Some layers leave their window to transformers' mask, which packed rows do not have: refuse them."""
+    """Refuse layers that leave their window to transformers' mask, which packed rows do not have."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     if config is None or index is None:
         return

@@ -1,20 +1,20 @@
-"""Causal attention with soft-capping and sinks in blocks of queries, for which no kernel of torch exists.
+"""Causal attention with soft-capping and sinks in blocks of queries, for which torch has no kernel.
 
-    queries i..j --scores against the keys they can see--> softmax --> output of i..j          one block at a time
+    queries i..j --scores against visible keys--> softmax --> output of i..j          one block at a time
 
 All scores of a segment would be H L^2 numbers, 64 GiB in float32 for 16,384 tokens and 64 heads. Here at most
-`MOST_SCORES` exist at one time, or those of `FEWEST_QUERIES` queries, and none wait for the backward pass, which
-computes them again from the log-sum-exp, as flash attention does (Dao et al. 2022, arXiv:2205.14135, appendix B):
+`MOST_SCORES` exist at a time, or the scores of `FEWEST_QUERIES` queries. The backward pass recomputes them from the
+log-sum-exp, as flash attention does (Dao et al. 2022, arXiv:2205.14135, appendix B):
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap)             lse_i = log(exp(sink) + sum_j exp(s_ij))
     p_ij  = exp(s_ij - lse_i)                                   out_i = sum_j p_ij v_j
     ds_ij = p_ij (dout_i . v_j - delta_i)                       delta_i = dout_i . out_i
     dsink = - sum_i exp(sink - lse_i) delta_i                   a key with the score `sink` and the value 0
 
-Not flex_attention: it has no backward pass on a CPU, and is compiled again for each kind of layer on CUDA.
+flex_attention is not used: it has no backward pass on a CPU, and recompiles for each kind of layer on CUDA.
 
-Shapes: L tokens of one segment; K key-value heads with G query heads each, H = K G; B queries of a block, N keys that
-they can see; D head dimension.
+Shapes: L tokens of one segment; K key-value heads with G query heads each, H = K G; B queries of a block, N visible
+keys; D head dimension.
 """
 
 from dataclasses import dataclass
@@ -25,29 +25,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MOST_SCORES = 2**26
-"""Scores that exist at one time, of all heads: 256 MiB in float32; two or three tensors of the size are held."""
+"""Scores of all heads at a time: 256 MiB in float32; two or three such tensors are held."""
 FEWEST_QUERIES = 32
-"""Queries of a block, however long the segment: fewer would leave the matrix products too thin."""
+"""Queries of a block for any segment length: with fewer, matrix products are inefficient."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries start..stop-1 and the keys that they can see, first..stop-1."""
+    """Hold queries start..stop-1 and the keys visible to them, first..stop-1."""
 
     start: int
     stop: int
     first: int
 
     def visible(self, window: int, device: torch.device) -> Tensor:
-        """Bool [B, N]: which keys each query sees."""
+        """Return bool [B, N]: which keys each query sees."""
         queries, keys = (torch.arange(begin, self.stop, device=device) for begin in (self.start, self.first))
         distance = queries[:, None] - keys
         return (distance >= 0) & (distance < window)
 
 
 def query_blocks(length: int, window: int, heads: int = 1, most_scores: int = MOST_SCORES) -> list[Block]:
-    """Cut a segment so that a block has at most `most_scores` scores, or `FEWEST_QUERIES` queries; and no more queries
-    than the window, so that it touches no more than twice the keys that a query sees."""
+    """Cut a segment into blocks of at most `most_scores` scores, or `FEWEST_QUERIES` queries.
+
+    A block has at most as many queries as the window, so that it reads at most twice the keys that a query sees.
+    """
     keys = min(length, 2 * window)
     size = min(window, max(FEWEST_QUERIES, most_scores // (heads * keys)))
     return [Block(start, min(start + size, length), max(0, start - window + 1)) for start in range(0, length, size)]
@@ -63,10 +65,10 @@ def block_attention(
     sinks: Tensor | None = None,
     most_scores: int = MOST_SCORES,
 ) -> Tensor:
-    """query [1, H, L, D], key and value [1, K, L, D], sinks [H] -> [1, H, L, D], in the dtype of `query`.
+    """Compute attention: query [1, H, L, D], key, value [1, K, L, D], sinks [H] -> [1, H, L, D], dtype of `query`.
 
-    Softmax and gradients are summed in float32, or float64 if the inputs are. Arguments as in
-    `attention.PackedAttention`. The gradient can be taken once, not differentiated again.
+    Sums are in float32, or float64 for float64 inputs. Arguments as in `attention.PackedAttention`. Supports first
+    derivatives only.
     """
     _, heads, length, _ = query.shape
     grouped = query[0].unflatten(0, (key.shape[1], -1))
@@ -77,7 +79,7 @@ def block_attention(
 
 @dataclass(frozen=True)
 class _Rule:
-    """Definition of the scores of one segment, and the blocks in which they are computed."""
+    """Define the scores of one segment, and its blocks."""
 
     scale: float
     window: int
@@ -85,7 +87,7 @@ class _Rule:
     blocks: list[Block]
 
     def scores(self, query: Tensor, key: Tensor, block: Block) -> Tensor:
-        """Soft-capped, not yet masked: [K, G, B, N] of query [K, G, L, D] and key [K, L, D]."""
+        """Return soft-capped, unmasked scores [K, G, B, N] of query [K, G, L, D] and key [K, L, D]."""
         part = query[:, :, block.start : block.stop]
         scores = part.flatten(1, 2) @ key[:, block.first : block.stop].mT
         scores = scores.to(_wide(query)).mul_(self.scale)
@@ -137,7 +139,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """The type of sums over many keys or queries: float32 at least."""
+    """Return the dtype of sums: at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -148,7 +150,7 @@ def _log_sum(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """[K G]; the sink's value is 0, so that -delta is all that its score gets."""
+    """Return [K G]; the sink's value is 0, so its score gets only -delta."""
     weights = torch.exp(_by_group(sinks, lse) - lse)
     return -(weights * delta).sum(-1).flatten().to(sinks.dtype)
 
@@ -159,8 +161,7 @@ def _by_group(sinks: Tensor, lse: Tensor) -> Tensor:
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """[K, G, B, X] x [K, X, Y] -> [K, G, B, Y]; the heads of a group are rows of one product, so that keys and values
-    are not repeated."""
+    """[K, G, B, X] x [K, X, Y] -> [K, G, B, Y], without repeating keys and values for the heads of a group."""
     return (rows.flatten(1, 2) @ matrix).unflatten(1, rows.shape[1:3])
 
 

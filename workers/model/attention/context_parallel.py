@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group share every sequence, and give their predictions back whole.
+"""Context parallelism: the ranks of a group share every sequence, and gather the predictions of the whole row.
 
     PackedRow --cut--> RowPart --model--> log_probs, entropy of its own tokens --gather_tokens--> of the whole row, [N]
 
@@ -6,17 +6,17 @@
     cp rank 0 holds segments 0 and 3:             0 1 p p                    rank r: segments r and 2 * cp - 1 - r,
     cp rank 1 holds segments 1 and 2:             2 3 4 5                    so that causal work is the same on all
 
-A row whose sequences share tokens is dealt out cell by cell instead, see `shared_prefixes`.
+If sequences share tokens, the cells are assigned one by one instead, see `prefix_rows`.
 
-Only attention looks at other tokens. Two methods bring them together there:
+Only attention looks at other tokens. Two methods exchange them:
 
     ulysses   [H heads, T/cp tokens] --all-to-all--> [H/cp heads, T tokens] --any kernel--> all-to-all back
               (Jacobs et al. 2023, arXiv:2309.14509); a rank sends (2 + 2 K/H) T/cp H D (cp-1)/cp elements a layer,
               less with each rank more; needs heads that divide by cp
     ring      keys and values pass from rank to rank, `ring_attention`; any number of heads; sends 2 T/cp K D (cp-1)
 
-A loss never sees any of this: every rank of the group computes the loss of the whole row from the same predictions, and
-`gather_tokens` hands each the gradient of its own tokens alone. FSDP sums the parts.
+Losses are unaffected: every rank of the group computes the loss of the whole row from the same predictions.
+`gather_tokens` returns each rank the gradient of its own tokens, and FSDP sums the parts.
 
 Shapes: T cells of the padded row, T/cp of them on a rank, N predicted tokens; H query heads, K key-value heads (K
 divides H), D head dimension.
@@ -37,12 +37,12 @@ from workers.model.rows.packing import PackedRow
 
 @dataclass(frozen=True)
 class RowPart:
-    """The part of a packed row that one context-parallel rank computes.
+    """Hold the part of a packed row that one context-parallel rank computes.
 
-    input_ids, position_ids: int64 [1, T/cp]; positions are those in the whole sequence. source: int64 [1, T/cp],
-    the token in each cell, -1 for padding. cells: int64 [T], the cell of each token, -1 where another rank has it.
-    predicting: int64 [n], the cells of this part whose hidden states predict a token. targets: int64 [n], its id.
-    selected: int64 [n], which of the row's N predicted tokens these are.
+    input_ids, position_ids: int64 [1, T/cp]; positions count in the whole sequence. source: int64 [1, T/cp], the token
+    in each cell, -1 for padding. cells: int64 [T], the cell of each token, -1 on other ranks. predicting: int64 [n],
+    the cells of this part whose hidden states predict a token. targets: int64 [n], its id. selected: int64 [n], the
+    indices of these tokens among the row's N.
     """
 
     input_ids: Tensor
@@ -55,7 +55,7 @@ class RowPart:
 
 
 def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
-    """The part of `row` that one rank computes; raises as `cells_of` does."""
+    """Return the part of `row` for one rank; raises as `cells_of` does."""
     positions = row.cells_of(context_parallel, context_rank)
     place = torch.full((row.input_ids.shape[1],), -1)
     place[positions] = torch.arange(len(positions))
@@ -75,8 +75,8 @@ def cut(row: PackedRow, context_parallel: int, context_rank: int) -> RowPart:
 def gather_tokens(values: Tensor, selected: Tensor, size: int, group: ProcessGroup) -> Tensor:
     """Join the ranks' values [n, ...] at `selected` into [size, ...], the same on every rank of `group`.
 
-    The ranks' `selected` together are 0 .. size - 1, each once. Backward takes each rank's own part of the gradient,
-    without communication: every rank has the gradient of the same loss, and a sum would count it once a rank.
+    Together the ranks' `selected` are a permutation of 0 .. size - 1. Backward takes each rank's own part of the
+    gradient without communication: a sum would count the same loss once a rank.
     """
     return _GatherTokens.apply(values, selected, size, group)
 
@@ -97,9 +97,9 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class Ulysses:
-    """All tokens and a share of the heads in the inner attention, all heads and a share of the tokens outside it.
+    """Exchange tokens for heads around an inner attention, which sees all tokens and H/cp heads.
 
-    attention: that of the whole row. row: the whole row. group: the ranks that share it.
+    attention: of the whole row. row: the whole row. group: the ranks that share it.
     """
 
     def __init__(self, attention: PackedAttention, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
@@ -119,7 +119,7 @@ class Ulysses:
         return self._to_all_heads(self._attention(*whole, scale, **features))
 
     def _to_whole_sequences(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """[1, h, T/cp, D] each -> [1, h/cp, T, D] each, tokens in the row's order; in one exchange."""
+        """[1, h, T/cp, D] each -> [1, h/cp, T, D] each, tokens in row order, in one exchange."""
         tokens, dim = tensors[0].shape[2:]
         shares = [tensor.view(self._size, -1, tokens, dim) for tensor in tensors]
         received = _AllToAll.apply(torch.cat(shares, dim=1), self._group)
@@ -134,7 +134,7 @@ class Ulysses:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rank r's block [s] of dimension 0 becomes rank s's block [r]; its gradient goes the same way back."""
+    """Send block [s] of dimension 0 on rank r to block [r] on rank s; the gradient returns the same way."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,23 +1,17 @@
-"""Flash attention with its log-sum-exp in and out, which is what merging the parts of a ring and sinks need.
-
-torch's public functions keep the log-sum-exp to themselves or drop its gradient; the operators below them, which
-torch's own autograd calls, are used here: on CUDA one call for all segments (half precision only), on the CPU one call
-a segment. tests/workers/model/test_context_parallel.py holds them to scaled_dot_product_attention.
-
-Shapes: Q query tokens, T key tokens of all segments; H query heads, K key-value heads (K divides H), D head dimension.
-
-Attention in blocks, merged by their log-sum-exp: the parts of a ring, and the prefixes that sequences share.
+"""Flash attention with its log-sum-exp in and out, and the merging of blocks by it: ring parts, shared prefixes, sinks.
 
     block = some queries, which see some keys --flash kernel--> out, lse of these keys --merged--> out, lse of all
 
-(Milakov and Gimelshein 2018, arXiv:1805.02867; Liu et al. 2023, arXiv:2310.01889):
-
     lse = log(exp(lse_a) + exp(lse_b)),    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-Backward: with the out and lse of the whole attention, the flash kernels' backward of one block is that block's exact
-share of the gradient.
+(Milakov and Gimelshein 2018, arXiv:1805.02867; Liu et al. 2023, arXiv:2310.01889). Given the out and lse of the whole
+attention, the backward kernel of one block returns the exact share of the gradient of that block.
 
-Shapes: T tokens of this rank's row, H query heads, K key-value heads (K divides H), D head dimension.
+torch's public functions hide the log-sum-exp or drop its gradient, so the operators below them are used: on CUDA one
+call for all segments (half precision only), on the CPU one call a segment.
+tests/workers/model/test_context_parallel.py compares them with scaled_dot_product_attention.
+
+Shapes: Q query tokens, T key tokens of all segments; H query heads, K key-value heads (K divides H), D head dimension.
 """
 
 from dataclasses import dataclass
@@ -30,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments of a ragged tensor. bounds: their cumulative lengths from 0, int32 [B + 1] on the device."""
+    """Hold the segments of a ragged tensor. bounds: cumulative lengths from 0, int32 [B + 1] on the device."""
 
     lengths: list[int]
     bounds: Tensor
@@ -55,11 +49,10 @@ def flash_forward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention segment by segment; no segment has more queries than keys.
+    """Compute attention segment by segment; every segment has at most as many queries as keys.
 
-    causal: the last query of a segment sees all its keys, the one before it all but the last, and so on: the flash
-    kernels align their mask at the bottom right. window: tokens that each token sees, itself included; only if causal.
-    On the CPU a window, or fewer queries than keys, makes a mask of all their pairs.
+    causal: aligned at the bottom right; the last query of a segment sees all its keys. window: tokens that each token
+    sees, itself included; only if causal. On the CPU a window, or fewer queries than keys, builds a mask of all pairs.
     query [Q, H, D], key and value [T, K, D] -> (out [Q, H, D], natural log-sum-exp of the scaled scores [H, Q]).
     """
     if query.is_cuda:
@@ -101,8 +94,10 @@ def flash_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, given out [Q, H, D] and lse [H, Q] of an attention that may have seen more
-    keys than these: the result is then these keys' share of the gradient."""
+    """Return the share of these keys in the gradients of query, key and value.
+
+    output [Q, H, D] and lse [H, Q] may come from an attention over more keys.
+    """
     if query.is_cuda:
         where = _segment_arguments(query_segments, key_segments)
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of an unused generator
@@ -139,17 +134,17 @@ def flash_backward(
 
 
 def _segment_arguments(queries: Segments, keys: Segments) -> tuple[Tensor, Tensor, int, int]:
-    """The arguments of the CUDA kernels: bounds of queries and of keys, then their longest segments."""
+    """Return the CUDA kernels' bounds of queries and keys, and their longest segments."""
     return queries.bounds, keys.bounds, queries.longest, keys.longest
 
 
 def window_size(causal: bool, window: int | None) -> tuple[int, int]:
-    """(tokens seen to the left, to the right) besides the token itself; -1 is all of them."""
+    """Return (tokens seen to the left, to the right) of the token; -1 is all."""
     return -1 if window is None else window - 1, 0 if causal else -1
 
 
 def _mask_on_cpu(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor | None:
-    """Additive mask [queries, keys] for query and key [1, H, L, D]; None where the kernel needs none."""
+    """Return an additive mask [queries, keys] for query and key [1, H, L, D], or None if not needed."""
     queries, keys = query.shape[2], key.shape[2]
     if not causal or (window is None and queries == keys):
         return None
@@ -161,7 +156,7 @@ def _mask_on_cpu(query: Tensor, key: Tensor, causal: bool, window: int | None) -
 def _segments_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, query_segments: Segments, key_segments: Segments
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Each segment as (query, key, value) [1, H, L, D]; the CPU kernel wants a key head for every query head."""
+    """Return each segment as (query, key, value) [1, H, L, D], with key heads repeated."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     parts = _split(query, query_segments), _split(key, key_segments), _split(value, key_segments)
@@ -174,15 +169,15 @@ def _split(tensor: Tensor, segments: Segments) -> list[Tensor]:
 
 
 def _sum_repeats(grad: Tensor, like: Tensor) -> Tensor:
-    """Gradient [T, H, D] of repeated heads -> [T, K, D]."""
+    """Sum the gradient [T, H, D] of repeated heads -> [T, K, D]."""
     return grad.view(len(like), like.shape[1], -1, like.shape[2]).sum(2)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Which queries see which keys. queries, keys: int64 positions in the row, segment after segment; None is all.
+    """Define which queries see which keys. queries, keys: int64 positions in the row, by segment; None is all.
 
-    A position may be several times in `keys`, but not in `queries`. causal: as in `flash_forward`.
+    A position may be repeated in `keys`, not in `queries`. causal: as in `flash_forward`.
     """
 
     queries: Tensor | None
@@ -207,7 +202,7 @@ def attend(query: Tensor, key_value: Tensor, scale: float, block: Block, output:
 def gradients(
     grad_output: Tensor, query: Tensor, key_value: Tensor, output: Tensor, lse: Tensor, scale: float, block: Block
 ) -> tuple[Tensor, Tensor]:
-    """One block's share of the gradients of its queries [queries, H, D] and of its keys and values [2, keys, K, D]."""
+    """Return one block's share of the gradients of queries [queries, H, D] and keys and values [2, keys, K, D]."""
     key, value = take(key_value, block.keys, dim=1)
     rows = [take(tensor, block.queries, dim=0) for tensor in (grad_output, query, output)]
     part_query, part_key, part_value = flash_backward(
@@ -231,7 +226,7 @@ def _weight(part_lse: Tensor, lse: Tensor) -> Tensor:
 
 
 def take(tensor: Tensor, index: Tensor | None, dim: int) -> Tensor:
-    """The positions `index` of a dimension; None is all."""
+    """Select the positions `index` of a dimension; None is all."""
     return tensor if index is None else tensor.index_select(dim, index)
 
 

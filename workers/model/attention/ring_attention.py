@@ -3,27 +3,22 @@
     step 0        own keys, causal                        rank r holds segments r and 2n-1-r of every sequence
     step i        keys of rank s = r - i (mod n)          s < r: all queries see the first half of the keys, no others
                                                           s > r: the second half of the queries sees all keys
-    every step    send keys and values on to rank r + 1, receive the next, while this step's attention runs
+    every step    send keys and values to rank r + 1, receive the next, while this step's attention runs
 
-So every rank does the same work at every step, and half of that of two whole chunks. Of a row whose sequences share
-tokens a rank holds every n-th cell, which balances as well; its steps have several blocks (`shared_prefixes.py`). Parts
-are merged with their log-sum-exp (Liu et al. 2023, arXiv:2310.01889; Milakov and Gimelshein 2018, arXiv:1805.02867):
+So every rank does the same work at every step. If sequences share tokens, a rank holds every n-th cell, which is also
+balanced; its steps have several blocks (`prefix_rows.py`). `flash_kernels` merges the parts. Backward walks the ring
+again; the gradients of keys and values travel with their keys and arrive at home.
 
-    lse = log(exp(lse_a) + exp(lse_b)),    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
-
-Backward walks the ring again: with the out and lse of the whole attention, the flash kernels' backward of one part is
-that part's exact share of the gradient. Gradients of keys and values travel on with their keys and arrive at home.
-
-How long a chunk must be. Let the kernel reach F FLOP/s and a link carry B bytes/s in one direction, at 2 bytes an
-element. A rank that holds two segments of c tokens of a sequence computes 2 (2c)^2 H D FLOPs in a step of the forward
-pass and sends 4 (2c) K D bytes, so that communication hides behind compute if
+Chunk length. Let the kernel reach F FLOP/s and a link carry B bytes/s in one direction, at 2 bytes an element. With two
+segments of c tokens, a rank computes 2 (2c)^2 H D FLOPs in a forward step and sends 4 (2c) K D bytes. Communication
+hides behind compute if
 
     c >= (K / H) F / B
 
 F = 5e14 and B = 4.5e11 (NVLink) ask for 1,100 tokens times K / H, or 2,200 K/H tokens of the sequence on a rank;
 B = 5e10 (a 400 Gb/s network card) for 10,000 times K / H. Backward computes 2.5 times as much and sends 3 times as much
-(keys and values, and their gradients in float32), so it asks for 1.2 times that. Shorter sequences are exact all the
-same, but wait for the exchange; `ulysses` sends less.
+(keys and values, and their gradients in float32), so it asks for 1.2 times more. Shorter sequences are exact too, but
+wait for the exchange; `ulysses` sends less.
 
 Shapes: T tokens on this rank (T/cp of the row), H query heads, K key-value heads (K divides H), D head dimension.
 """
@@ -45,7 +40,7 @@ from workers.model.rows.prefix_rows import SharedRow
 
 
 class RingAttention:
-    """The attention of one packed row whose parts (`PackedRow.cells_of`) lie on the ranks of `group`."""
+    """Compute the attention of a packed row whose parts (`PackedRow.cells_of`) are on the ranks of `group`."""
 
     def __init__(self, row: PackedRow, group: ProcessGroup, device: torch.device) -> None:
         place = (group.rank(), group.size(), device)
@@ -59,7 +54,7 @@ class RingAttention:
 
 
 def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
-    """By step, the blocks of rank `rank` of `size`, when it holds the keys of rank `rank - step`."""
+    """Return, by step, the blocks of rank `rank` of `size` with the keys of rank `rank - step`."""
     halves = [length // (2 * size) for length in row.padded_lengths]  # of the two segments of each sequence
     lengths = torch.tensor(halves).repeat_interleave(2)
     is_first = torch.tensor([True, False]).repeat(len(halves)).repeat_interleave(lengths)
@@ -73,7 +68,7 @@ def _zigzag_blocks(row: PackedRow, rank: int, size: int, device: torch.device) -
 
 @dataclass(frozen=True)
 class _Ring:
-    """blocks: by step, those that this rank computes when it holds the keys of rank r - step."""
+    """blocks: by step, the blocks that this rank computes with the keys of rank r - step."""
 
     group: ProcessGroup
     blocks: list[tuple[Block, ...]]
@@ -83,7 +78,7 @@ class _Ring:
         return self.group.size()
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Send `tensor` to the next rank; the function returned waits for that of the rank before."""
+        """Send `tensor` to the next rank; the returned function waits for the previous rank's."""
         rank, received = self.group.rank(), torch.empty_like(tensor)
         works = dist.batch_isend_irecv(
             [

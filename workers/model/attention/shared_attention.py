@@ -1,16 +1,14 @@
-"""The attention of a row in which sequences share their beginnings (`shared_prefixes.py`).
+"""Attention of a row in which sequences share their prefixes (`prefix_rows.py`).
 
-    a call a level     level 0, every run causal over itself; level n, those who continue a beginning over it; merged by
-                       their log-sum-exp (`merged_attention.py`)
-    a call a path      every run over what comes before it on its path and causal over itself: keys are copied, as many
+    a call a level     level 0: every run, causal over itself; level n: the runs that continue a prefix, over it; merged
+                       by their log-sum-exp (`flash_kernels.py`)
+    a call a path      every run over the cells before it on its path, and causal over itself; keys are copied, as many
                        as the sequences have tokens
-    a call a tree      a run and those that continue it, with a mask that hides from a cell what is not on its path
+    a call a tree      a run and its continuations, with a mask that hides from a cell what is not on its path
 
-On CUDA a level is one call of a flash kernel, and so are all paths of a row together. To merge a level takes many small
-kernels, to copy keys takes one: short rows, for which the host needs longer than the card, go by paths, others by
-levels.
-On a CPU a level is a call for each run. Where runs are short, as those of responses that are nearly alike, trees are
-faster, though the scores that their masks hide are computed all the same.
+On CUDA a level is one flash kernel call, and so are all paths of a row together. Merging a level takes many small
+kernels, copying keys one: short rows, which the host slows down, use paths, others levels. On a CPU a level is one call
+a run. There, trees are faster for short runs, although they also compute the masked scores.
 
 Shapes: W cells of the row; H query heads, K key-value heads, D head dimension.
 """
@@ -30,16 +28,16 @@ from workers.model.rows.prefix_rows import Run, SharedRow, Stripe
 
 WHOLE = Stripe(0, 1)
 PRODUCTS_OF_A_CALL = 2**20
-"""A call less is worth up to so many hidden products of a query's number by a key's in the forward pass. Measured on
-AVX-512, forward and backward: even at 2^20 to 2^22."""
+"""Masked products worth one call less, in the forward pass. Measured on AVX-512, forward and backward: even at 2^20
+to 2^22."""
 COPIES_OF_A_LEVEL = 2**23
-"""A level less to merge, on CUDA, is worth copying up to so many numbers of keys. An estimate, not yet measured: a
-level takes about 26 small kernels more, forward and backward, 0.13 to 0.26 ms of a host; so many numbers, and as many
-of the values, are copied and their gradients added in 0.15 ms at 3 TB/s. In half precision they take 32 MiB."""
+"""Copied key elements worth one level less, on CUDA. An estimate, not yet measured: a level takes about 26 small
+kernels, forward and backward, 0.13 to 0.26 ms of the host. Copying these elements, and as many of the values, and
+adding their gradients takes 0.15 ms at 3 TB/s, and 32 MiB in half precision."""
 
 
 class SharedAttention:
-    """The attention of one row of runs, all of it on this rank; a `PackedAttention` that is causal only."""
+    """Compute the attention of one row of runs on one rank; a causal-only `PackedAttention`."""
 
     def __init__(self, row: SharedRow, device: torch.device) -> None:
         self._row, self._device = row, device
@@ -92,8 +90,7 @@ class SharedAttention:
 
 @dataclass(frozen=True)
 class Tree:
-    """Consecutive runs of a row, the first one and all that continue it; or its padding, as a run. before: runs of the
-    row before them."""
+    """Hold consecutive runs of a row: one and its continuations, or the padding. before: runs of the row before."""
 
     runs: tuple[Run, ...]
     before: int
@@ -104,13 +101,13 @@ class Tree:
 
     @property
     def hidden(self) -> int:
-        """Pairs of cells of which one does not see the other, but for those of a lone run, whose call is causal."""
+        """Count pairs of cells that are masked; 0 for a lone run, whose call is causal."""
         if len(self.runs) == 1:
             return 0
         return self.cells**2 - sum(run.length * (run.length + 1) // 2 + run.length * run.depth for run in self.runs)
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """[cells, cells], 0 where a cell, the row, sees another and -inf where it does not; None for a lone run."""
+        """Return [cells, cells], 0 where a cell (row) sees another and -inf elsewhere; None for a lone run."""
         if len(self.runs) == 1:
             return None
         mask = torch.full((self.cells, self.cells), -torch.inf, dtype=dtype)
@@ -120,12 +117,12 @@ class Tree:
             own[:, first : first + run.length] = mask.new_full((run.length, run.length), -torch.inf).triu(1)
             if run.level:
                 above = self.runs[run.parent - self.before].first - self.runs[0].first
-                own[:, :first] = mask[above + run.shared - 1, :first]  # all that the beginning's last cell sees
+                own[:, :first] = mask[above + run.shared - 1, :first]  # all that the prefix's last cell sees
         return mask
 
 
 def trees_of(row: SharedRow) -> Iterator[Tree]:
-    """The trees of a row in their order, its padding last."""
+    """Yield the trees of a row in order, the padding last."""
     starts = [index for index, run in enumerate(row.runs) if run.level == 0]
     for start, stop in zip(starts, [*starts[1:], len(row.runs)], strict=True):
         yield Tree(row.runs[start:stop], start)
@@ -135,19 +132,19 @@ def trees_of(row: SharedRow) -> Iterator[Tree]:
 
 
 def widest_by_tree(trees: Sequence[Tree]) -> int:
-    """Heads times head dimension up to which a call a tree is faster than one a run, on a CPU."""
+    """Return heads times head dimension up to which a call a tree is faster than one a run, on a CPU."""
     fewer = sum(len(tree.runs) - 1 for tree in trees)
     return PRODUCTS_OF_A_CALL * fewer // max(1, sum(tree.hidden for tree in trees))
 
 
 def widest_by_path(row: SharedRow) -> int:
-    """Key heads times head dimension up to which a call a path is faster than one a level, on CUDA."""
+    """Return key heads times head dimension up to which a call a path is faster than one a level, on CUDA."""
     levels = max(run.level for run in row.runs)
     return COPIES_OF_A_LEVEL * levels // sum(run.depth + run.length for run in row.runs)
 
 
 def path_block(row: SharedRow, device: torch.device) -> Block:
-    """One causal block of all cells: a run sees what comes before it on its path, and itself; padding sees itself."""
+    """Return one causal block of all cells: a run sees its path and itself; padding sees itself."""
     seen: list[Tensor] = []  # by run, the cells of its path and its own
     for run in row.runs:
         before = seen[run.parent][: run.depth] if run.level else torch.empty(0, dtype=torch.int64)
@@ -161,15 +158,15 @@ def path_block(row: SharedRow, device: torch.device) -> Block:
 
 
 def ring_blocks(row: SharedRow, rank: int, size: int, device: torch.device) -> list[tuple[Block, ...]]:
-    """By step of a ring, the blocks of rank `rank` of `size`, when it holds the keys of rank `rank - step`."""
+    """Return, by step of a ring, the blocks of rank `rank` of `size` with the keys of rank `rank - step`."""
     stripes = [Stripe(each, size) for each in range(size)]
     return [attention_blocks(row, stripes[rank], stripes[rank - step], device) for step in range(size)]
 
 
 def attention_blocks(row: SharedRow, queries: Stripe, keys: Stripe, device: torch.device) -> tuple[Block, ...]:
-    """The blocks, level 0 first, in which cells of stripe `queries` see cells of stripe `keys`; none where none does.
+    """Return the non-empty blocks, level 0 first, in which cells of stripe `queries` see cells of stripe `keys`.
 
-    Positions are counted among the cells of a stripe. Both stripes are of one size.
+    Positions count cells of a stripe. Both stripes have one size.
     """
     runs = [range(run.first, run.first + run.length) for run in row.runs]
     padding = range(row.lengths[0], row.padded_lengths[0])
@@ -182,17 +179,17 @@ def attention_blocks(row: SharedRow, queries: Stripe, keys: Stripe, device: torc
 
 
 def _causal(run: range, queries: Stripe, keys: Stripe) -> tuple[range, range]:
-    """As many queries as keys of one run, of which each query sees the keys up to its own place among them.
+    """Return as many queries as keys of one run, each query seeing the keys up to its own place.
 
-    Left out are queries that see none of these keys, and keys that none of the queries sees: one at most of each.
+    At most one query that sees no key, and one key that no query sees, are left out.
     """
     own, seen, later = queries.of(run), keys.of(run), int(keys.rank > queries.rank)
     return range(seen.start + later, own.stop), range(seen.start, own.stop - later)
 
 
 def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
-    """(cells that see, cells seen): runs that continue one beginning, and those that continue these, see it."""
-    stops: dict[tuple[int, int], list[int]] = {}  # of each beginning: first cell of those who see it, and one beyond
+    """Return (queries, keys): a prefix is seen by the runs that continue it, directly or not."""
+    stops: dict[tuple[int, int], list[int]] = {}  # by prefix: start and stop of the cells that see it
     beginning = (-1, 0)
     for run in runs:
         if run.level == level:
@@ -207,7 +204,7 @@ def _level(runs: Sequence[Run], level: int) -> list[tuple[range, range]]:
 
 
 def _block(segments: Sequence[tuple[range, range]], device: torch.device, causal_over: int = 0) -> Block | None:
-    """The block of these (queries, keys), but for those in which either is empty; None if that leaves none.
+    """Return the block of the non-empty (queries, keys), or None.
 
     causal_over: cells of a stripe, for a causal block; 0 for a full one.
     """
@@ -226,7 +223,6 @@ def _block(segments: Sequence[tuple[range, range]], device: torch.device, causal
 
 
 def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
-    """int64, range after range."""
     return torch.cat([torch.arange(part.start, part.stop) for part in ranges]).to(device)
 
 

@@ -1,8 +1,7 @@
-"""Attention with sinks (gpt-oss) by flash attention kernels, which know none.
+"""Attention with sinks (gpt-oss) by flash attention kernels without sinks.
 
-A sink is a key with a score of its own and the value 0. So the output is that of plain attention, scaled down; and the
-kernels' backward pass, given the output and log-sum-exp with the sink, is exact for queries, keys and values, as it is
-for a part of a ring:
+A sink is a key with its own score and the value 0, so it scales the output of plain attention down. Given the output
+and log-sum-exp with the sink, the kernels' backward pass is exact for queries, keys and values, as in a ring:
 
     lse'_i = log(exp(lse_i) + exp(sink))        out'_i = exp(lse_i - lse'_i) out_i
     dsink  = - sum_i exp(sink - lse'_i) dout_i . out'_i
@@ -28,9 +27,9 @@ def sink_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention of each segment: query [T, H, D], key and value [T, K, D], sinks [H] -> [T, H, D].
+    """Compute causal attention of each segment: query [T, H, D], key, value [T, K, D], sinks [H] -> [T, H, D].
 
-    window: tokens that each token sees, itself included. The gradient can be taken once, not differentiated again.
+    window: tokens that each token sees, itself included. Supports first derivatives only.
     """
     return _SinkAttention.apply(query, key, value, sinks, segments, scale, window)
 

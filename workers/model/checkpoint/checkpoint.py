@@ -2,14 +2,13 @@
 
     save: state --copy to host memory--> training goes on
                           \\--background--> every rank its shards, fsync --> manifest --rename--> step-30/
-    load: manifest --> checksums --> names and shapes --> every rank reads the slices it holds, whatever wrote them
+    load: manifest --> checksums --> names and shapes --> every rank reads its own slices, for any number of writers
 
-Every tensor is stored as safetensors and everything else as JSON, so that loading a checkpoint runs no code of it.
-DCP's own format keeps its metadata as a pickle; `HuggingFaceStorageReader` derives them from the files' headers.
+Tensors are stored as safetensors and everything else as JSON, so that loading runs no code. DCP's own metadata is a
+pickle; `HuggingFaceStorageReader` derives it from the files' headers.
 
-Stored are the parameters that are trained, persistent buffers, AdamW's state, the schedule, and the random states of
-every rank (torch's, on CPU and GPU; the engine draws from no other). The optimiser's settings are not stored: they come
-from the run's configuration.
+A checkpoint holds the trained parameters, persistent buffers, AdamW's state, the schedule, and every rank's random
+states (torch's, on CPU and GPU). It does not hold the optimiser's settings: these come from the run's configuration.
 """
 
 import logging
@@ -48,15 +47,15 @@ from workers.model.stages.stage_pipeline import Stage
 
 log = logging.getLogger(__name__)
 
-# A file is serialised in memory before it is written: memory of a save on each rank beyond the copy of the state.
+# A file is serialised in memory before it is written: extra memory of a save on each rank.
 FILE_BYTES = 2**30
 
 
 class Checkpointer:
-    """Saves and loads the state of one engine, one save at a time. Every method is collective.
+    """Save and load the state of one engine, one save at a time. Every method is collective.
 
-    All ranks see the folder of the checkpoints, and no other engine saves into it. If a process dies, the checkpoints
-    completed before remain.
+    All ranks must see the folder of the checkpoints, and only one engine may save into it. Complete checkpoints survive
+    the death of a process.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Checkpointer:
         self._schedule = schedule
         self._device = device
         self._stage = stage
-        # The background thread's messages must not mix with those of training: a process group of its own.
+        # A separate process group: the background thread's messages must not mix with training's.
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Path, Future] | None = None
 
@@ -84,12 +83,12 @@ class Checkpointer:
         engine: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Begin to save as `path`; returns when the state is copied, while files are still being written.
+        """Start to save as `path`; returns when the state is copied, while files are still being written.
 
-        step: see `Manifest`. engine, extra: JSON objects that `load` gives back, the engine's and the caller's.
+        step: see `Manifest`. engine, extra: JSON objects of the engine and of the caller, returned by `load`.
 
-        Raises CheckpointError if the save before this one failed or `path` holds a complete checkpoint, DataError if
-        `extra` is not JSON.
+        Raises CheckpointError if the previous save failed or `path` holds a complete checkpoint, DataError if `extra`
+        is not JSON.
         """
         self.wait()
         path, extra = Path(path), check_json(extra or {})
@@ -108,7 +107,7 @@ class Checkpointer:
         self._saving = path, cast(Future, future)
 
     def wait(self) -> None:
-        """Wait for the save under way, if any. Raises CheckpointError, once, if the last one failed."""
+        """Wait for a running save. Raises CheckpointError, once, if the last save failed."""
         if self._saving is None:
             return
         (path, future), self._saving = self._saving, None
@@ -119,12 +118,12 @@ class Checkpointer:
             raise CheckpointError(f"{path} could not be saved: {_cause(error)}.") from error
 
     def load(self, path: str | Path) -> Manifest:
-        """Put the state at `path` into the engine, whatever number of ranks wrote it; returns its manifest.
+        """Load the state at `path` into the engine, for any number of ranks that wrote it; returns its manifest.
 
-        Random states are restored if as many ranks load as saved; otherwise they stay as they are, with a warning.
+        Random states are restored if as many ranks load as saved; otherwise they are kept, with a warning.
 
-        Raises CheckpointError if the checkpoint is torn, foreign or of another model; the engine is then unchanged
-        unless a file changed while it was read.
+        Raises CheckpointError if the checkpoint is torn, foreign or of another model. The engine is then unchanged,
+        unless a file changed during the read.
         """
         self.wait()
         path = Path(path)
@@ -163,8 +162,10 @@ class Checkpointer:
         return dist.get_world_size(self._group)
 
     def _trained_state(self, *, copies: bool) -> dict[str, Tensor]:
-        """The engine's own tensors by name, each once: a tied weight has the first of its names, also on a stage that
-        knows it by another. copies: with those that another stage of a pipeline holds, too."""
+        """Return the engine's own tensors by name; a tied weight once, under its first name on every stage.
+
+        copies: include tensors that another stage of a pipeline holds, too.
+        """
         reshard(self._module)
         names: dict[Tensor, str] = {}
         for name, tensor in self._module.state_dict(keep_vars=True).items():
@@ -195,9 +196,9 @@ class Checkpointer:
 
 
 class _CommittingWriter(dcp.HuggingFaceStorageWriter):
-    """Writes this rank's shards as safetensors; on the coordinator, `commit` ends the save when all ranks have written.
+    """Write this rank's shards as safetensors; on the coordinator, `commit` ends the save after all ranks.
 
-    Both run in DCP's background thread, and what they raise reaches every rank's future.
+    Both run in DCP's background thread; their errors reach every rank's future.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class _CommittingWriter(dcp.HuggingFaceStorageWriter):
         self._commit = commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """As the base class does, with each file's size and checksum as its tensors' storage data."""
+        """Write the data, and return each file's size and checksum as its tensors' storage data."""
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         stored = {name: StoredFile.of(self._folder / name) for name in names}
@@ -223,7 +224,7 @@ class _CommittingWriter(dcp.HuggingFaceStorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator only. DCP's metadata is not written: readers derive it from the files."""
+        """Commit, on the coordinator only. DCP's metadata is not written: readers derive it from the files."""
         self._commit(dict(result.storage_data for rank_results in results for result in rank_results))
 
 
@@ -236,7 +237,7 @@ def _prepare(path: Path) -> Path:
 
 
 def _files_of(sizes: dict[str, int]) -> dict[str, int]:
-    """In which file, counted from 1, each tensor goes: files of about FILE_BYTES a rank. sizes: bytes by name."""
+    """Assign each tensor a file, counted from 1, of about FILE_BYTES a rank. sizes: bytes by name."""
     numbers, written = {}, 0
     for name, size in sizes.items():
         numbers[name] = 1 + written // (FILE_BYTES * dist.get_world_size())
@@ -251,7 +252,7 @@ def _random_names(rank: int) -> tuple[str, str]:
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """This rank's states, uint8; each rank's under names of its own."""
+    """Return this rank's random states, uint8, under names with its rank."""
     host, gpu = _random_names(dist.get_rank())
     state = {host: torch.get_rng_state()}
     return state | ({gpu: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
@@ -269,12 +270,11 @@ def _read_metadata(path: Path, reader: dcp.HuggingFaceStorageReader) -> Metadata
     try:
         return reader.read_metadata()
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: {_cause(error)}.") from error
+        raise CheckpointError(f"{path} is not a checkpoint: {_cause(error)}.") from error
 
 
 def _check_same_model(path: Path, wanted: dict[str, tuple[int, ...]], metadata: Metadata) -> None:
-    """Raise CheckpointError that names the first tensor which the checkpoint and this model, whose shapes are `wanted`,
-    do not have in common."""
+    """Raise CheckpointError, naming the first tensor that differs from the model, whose shapes are `wanted`."""
     found = {name: tuple(stored.size) for name, stored in metadata.state_dict_metadata.items()}
     found = {name: shape for name, shape in found.items() if not name.startswith("random.")}
     for name in sorted(found.keys() | wanted.keys()):
@@ -286,7 +286,7 @@ def _check_same_model(path: Path, wanted: dict[str, tuple[int, ...]], metadata: 
 
 
 def _cause(error: BaseException) -> str:
-    """The first rank's error of a DCP exception, in one line; other errors as they are."""
+    """Return the error in one line: of a DCP exception, the first rank's."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {_cause(cause)}"

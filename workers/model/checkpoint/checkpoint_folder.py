@@ -1,11 +1,11 @@
-"""The folder of a checkpoint: a manifest of all its files, and a name that appears when they are complete.
+"""The folder of a checkpoint: a manifest of its files, renamed into place when complete.
 
     .step-30.unfinished-9c1f --files, fsync--> manifest.json, fsync --rename--> step-30 --prune--> last n
 
-A crash leaves either a hidden folder, which is never read, or a complete checkpoint. A folder with a checkpoint's name
-that is torn all the same (a failing disk, an interrupted copy) is refused by name.
+A crash leaves a hidden folder, which is never read, or a complete checkpoint. A torn folder under a checkpoint's name
+(a failing disk, an interrupted copy) is refused by name.
 
-Imports neither torch nor the engine: the driver looks for the checkpoint to resume from before it starts anything.
+Imports neither torch nor the engine: the driver looks for a checkpoint to resume before it starts anything.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ FORMAT = "ballast checkpoint 1"
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file as it was written: its size in bytes and its SHA-256 in hex."""
+    """Record a file's size in bytes and SHA-256 in hex."""
 
     size: int
     sha256: str
@@ -42,10 +42,10 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a checkpoint.
+    """Describe a checkpoint.
 
-    step: the caller's count, by which checkpoints are ordered. world_size: ranks that wrote it. engine: the engine's
-    own numbers. extra: the caller's, any JSON object. files: by name.
+    step: the caller's count, which orders checkpoints. world_size: ranks that wrote it. engine: the engine's own
+    numbers. extra: the caller's JSON object. files: by name.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Manifest:
 
 
 def check_json(extra: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `extra` as JSON gives it back. Raises DataError if that would not be the same."""
+    """Return a copy of `extra` after a JSON round trip. Raises DataError if the copy differs."""
     try:
         copy = json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:
@@ -67,12 +67,12 @@ def check_json(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def unfinished_folder(path: Path) -> Path:
-    """A hidden folder name beside `path` to write to; a new one at every call."""
+    """Return a new hidden folder name in the same folder as `path`."""
     return path.with_name(f".{path.name}.unfinished-{secrets.token_hex(4)}")
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove the remains of interrupted saves in `folder`; call it while no save is under way."""
+    """Remove the remains of interrupted saves in `folder`; do not call during a save."""
     for path in folder.glob(".*.unfinished-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -89,8 +89,8 @@ def check_free(path: Path) -> None:
 def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
     """Write the manifest of the files in `unfinished`, then rename the folder to `path`.
 
-    The files themselves are on disk already. Raises CheckpointError if one is missing or of another size than its rank
-    wrote: the ranks do not share the folder.
+    The files are on disk already. Raises CheckpointError if one is missing or has another size than its rank wrote,
+    because the ranks do not share the folder.
     """
     for name, stored in manifest.files.items():
         if not (unfinished / name).is_file() or (unfinished / name).stat().st_size != stored.size:
@@ -110,19 +110,19 @@ def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's fields, so that one that was changed is not resumed from."""
+    """Return the SHA-256 of a manifest's fields, so that a changed manifest is refused."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, after checking that all its files exist in their full size.
+    """Return the manifest at `path`, after checking that all its files exist in full size.
 
     Raises CheckpointError, naming `path`, for anything but a complete checkpoint. `verify_files` reads the contents.
     """
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
-            raise CheckpointError(f"{path} is no checkpoint of this version: its {MANIFEST} does not say {FORMAT!r}.")
+            raise CheckpointError(f"{path} is not a checkpoint of this version: {MANIFEST} does not say {FORMAT!r}.")
         digest = content.pop("sha256", None)
         if digest != _digest(content) and digest is not None:  # earlier versions wrote none
             raise CheckpointError(f"{path} is torn: its {MANIFEST} is not what was written.")
@@ -132,15 +132,15 @@ def read_manifest(path: Path) -> Manifest:
         if not isinstance(manifest.step, int) or not isinstance(manifest.world_size, int):
             raise TypeError("step and world_size must be whole numbers")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is no complete checkpoint: it has no {MANIFEST}.") from None
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}.") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: its {MANIFEST} is not readable ({error}).") from None
+        raise CheckpointError(f"{path} is not a checkpoint: its {MANIFEST} is not readable ({error}).") from None
     _check_listing(path, manifest)
     return manifest
 
 
 def _check_listing(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the folder holds exactly the manifest's files, so that no foreign file is opened."""
+    """Raise CheckpointError unless the folder holds exactly the manifest's files, so no foreign file is opened."""
     found = {entry.name: entry.stat().st_size for entry in path.iterdir() if entry.name != MANIFEST}
     wanted = {name: stored.size for name, stored in manifest.files.items()}
     for name in sorted(found.keys() | wanted.keys()):
@@ -151,14 +151,14 @@ def _check_listing(path: Path, manifest: Manifest) -> None:
 
 
 def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read the files `names` and compare checksums. Raises CheckpointError that names the first torn one."""
+    """Compare the checksums of the files `names`. Raises CheckpointError naming the first torn file."""
     for name in names:
         if StoredFile.of(path / name) != manifest.files[name]:
             raise CheckpointError(f"{path} is torn: the contents of {name} are not what was written.")
 
 
 def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
-    """The complete checkpoints in `folder` by ascending step; others are logged as warnings."""
+    """Return the complete checkpoints in `folder` by ascending step; log others as warnings."""
     found = []
     for path in _visible(Path(folder)):
         try:
@@ -169,9 +169,9 @@ def complete(folder: str | Path) -> list[tuple[Path, Manifest]]:
 
 
 def prune(folder: str | Path, keep_last: int) -> None:
-    """Remove all but the last `keep_last` complete checkpoints, whether or not a save is under way.
+    """Remove all but the last `keep_last` complete checkpoints; safe during a save.
 
-    Torn and foreign folders stay, for a person to inspect. Raises DataError if `keep_last` is below 1.
+    Torn and foreign folders stay for inspection. Raises DataError if `keep_last` is below 1.
     """
     if keep_last < 1:
         raise DataError(f"keep_last={keep_last} would remove the checkpoint to resume from; keep 1 or more.")
@@ -180,7 +180,7 @@ def prune(folder: str | Path, keep_last: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, renaming it first so that a crash leaves no torn checkpoint."""
+    """Remove a folder; renames it first, so that a crash leaves no torn checkpoint."""
     doomed = unfinished_folder(path)
     path.rename(doomed)
     shutil.rmtree(doomed)
@@ -192,7 +192,7 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Flush the folder's entries to disk, beside the contents of its files."""
+    """Flush the folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

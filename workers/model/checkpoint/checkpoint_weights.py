@@ -1,27 +1,15 @@
-"""The weights of a sharded model as its checkpoint has them: names, shapes, and one conversion after the other.
+"""The weights of a sharded model as its files name and shape them, gathered and converted in small rounds.
 
     shards --adapter merged, cast--> half the bytes --gather--> whole tensors of one conversion --Conversion--> vLLM,
                        of the stage that holds the weight --> on every rank, or on one                          files
-
-At no time are more than ROUND_BYTES of weights whole on a rank, or those of one conversion (a layer's experts are the
-largest).
-
-From the shards of tensors to the whole of them on one rank.
-
-    [shards of rank 0] [shards of rank 1] ... --gather, dimension by dimension of the mesh--> whole tensors on `keeper`
-
-Only the keeper holds the whole; an all-gather would make every rank hold it. Where FSDP2 sharded a part that tensor
-parallelism had sharded before, the mesh's dimensions are undone from left to right: FSDP's first.
-
-Maps tensors of a model to those of its checkpoint: transformers renames and fuses some of them in memory.
 
     in memory                                             on disk
     ...layers.0.mlp.experts.gate_up_proj [E, 2F, H] --+--> ...layers.0.block_sparse_moe.experts.0.w1.weight [F, H]
                                                       +--> ...layers.0.block_sparse_moe.experts.0.w3.weight [F, H] ...
     model.norm.weight --------------------------------+--> the same
 
-`save_pretrained` converts a whole state dict at once. Here every conversion stands alone, so that weights can be
-gathered, converted and sent on a few at a time. The rules and operations are transformers' own.
+A rank holds at most ROUND_BYTES of whole weights at a time, or one conversion (a layer's experts are the largest).
+The conversions are transformers' own; `save_pretrained` would convert a whole state dict at once.
 """
 
 import copy
@@ -52,10 +40,10 @@ from workers.model.stages.stage_pipeline import Stage
 
 @dataclass(frozen=True)
 class Conversion:
-    """Tensors `sources` of a model that together make one or several of its checkpoint.
+    """Convert tensors `sources` of a model to one or several tensors of its checkpoint.
 
-    target: the name in the checkpoint; `converter` may make several of it. patterns: the pattern of the converter that
-    each source matched. Fused weights have patterns and a converter; other weights are only renamed.
+    target: the name in the checkpoint; `converter` may produce several. patterns: the converter's pattern that each
+    source matched. Fused weights have patterns and a converter; other weights are only renamed.
     """
 
     sources: tuple[str, ...]
@@ -64,7 +52,7 @@ class Conversion:
     converter: WeightConverter | None = None
 
     def apply(self, tensors: Sequence[Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-        """The checkpoint's tensors by name, of those of `sources` in their order; works on the meta device too.
+        """Return the checkpoint's tensors by name, from the tensors of `sources` in order; works on the meta device.
 
         A converted tensor may be a view of its source.
         """
@@ -78,9 +66,9 @@ class Conversion:
 
 
 def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
-    """The conversions that transformers applied when it loaded `model` from its files.
+    """Return the conversions that transformers applied when it loaded `model`.
 
-    For a model made from its configuration alone, those that it applies to the family's usual files.
+    For a model built from its configuration, return the conversions for the family's usual files.
     """
     rules = getattr(model, "_weight_conversions", None)
     if rules is None:
@@ -91,9 +79,9 @@ def loading_rules(model: PreTrainedModel) -> list[WeightTransform]:
 
 
 def plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> list[Conversion]:
-    """The conversions of a model's tensors `names` into those of its checkpoint, in the order of `names`.
+    """Return the conversions of a model's tensors `names` to its checkpoint's, in the order of `names`.
 
-    rules: see `loading_rules`. Where several ranks share a model they must use the same.
+    rules: see `loading_rules`; the same on all ranks that share a model.
     """
     reversed_rules = [rule.reverse_transform() for rule in reversed(rules)]
     renamings = [rule for rule in reversed_rules if isinstance(rule, WeightRenaming)]
@@ -116,7 +104,7 @@ def plan_conversions(names: Iterable[str], rules: Sequence[WeightTransform]) -> 
 def converted_metadata(
     plan: Sequence[Conversion], sources: Mapping[str, Tensor], model: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """The checkpoint tensors that `plan` makes of `sources`, by name in its order, on the meta device."""
+    """Return the checkpoint tensors that `plan` makes of `sources`, by name in order, on the meta device."""
     made: dict[str, Tensor] = {}
     for conversion in plan:
         made |= conversion.apply([sources[name].to("meta") for name in conversion.sources], model)
@@ -124,10 +112,11 @@ def converted_metadata(
 
 
 def gather_to(tensors: Mapping[str, Tensor], keeper: int) -> dict[str, Tensor]:
-    """The whole of each of `tensors` on the global rank `keeper`, nothing on the others; collective over all ranks.
+    """Gather each of `tensors` whole on the global rank `keeper`, and nothing on others; collective over all ranks.
 
-    What ranks share alike travels together: a collective takes about as long for one small tensor as for many. A tensor
-    that is no DTensor is whole on every rank, and costs nothing.
+    Dimensions of the mesh are undone from left to right: FSDP's before tensor parallelism's. Tensors with the same
+    layout travel together, since collectives are slow for small tensors. A plain tensor is whole on every rank and is
+    not sent.
     """
     alike: dict[Any, dict[str, DTensor]] = defaultdict(dict)
     whole: dict[str, Tensor] = {}
@@ -163,9 +152,9 @@ def _gathered(tensors: list[DTensor], mesh: DeviceMesh, keeper: int) -> list[Ten
 def _undo(
     parts: list[Tensor], tensors: list[DTensor], dimension: int, here: list[int], keeper: int
 ) -> list[Tensor] | None:
-    """`parts` as they were before they were sharded over a dimension of the mesh, on that dimension's rank `keeper`.
+    """Undo the sharding of `parts` over a mesh dimension, on that dimension's rank `keeper`.
 
-    Shards are as `torch.chunk` makes them: equal but the last ones, which are padded here for the sake of the gather.
+    Shards are sized as by `torch.chunk`; the last ones are padded here for the gather.
     """
     mesh = tensors[0].device_mesh
     ranks = mesh.size(dimension)
@@ -189,7 +178,7 @@ def _undo(
 
 
 def _rows(tensor: DTensor, dimension: int, here: list[int]) -> int:
-    """Rows, of its part here, that a dimension of the mesh shares."""
+    """Return the rows of the local part that a mesh dimension shares."""
     mesh, sharded = tensor.device_mesh, _sharded_dimension(tensor.placements[dimension])
     rows = tensor.shape[sharded]
     for later in range(dimension + 1, mesh.ndim):
@@ -200,7 +189,6 @@ def _rows(tensor: DTensor, dimension: int, here: list[int]) -> int:
 
 
 def _chunk(rows: int, ranks: int, rank: int) -> int:
-    """Rows of `rank`'s part when `rows` rows are sharded over `ranks`."""
     largest = -(-rows // ranks)
     return max(0, min(rows - rank * largest, largest))
 
@@ -223,20 +211,20 @@ ROUND_BYTES = 2**25
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a weight: a DTensor where several ranks share it. merge: adds an adapter to the part."""
+    """Hold this rank's part of a weight: a DTensor if sharded. merge: adds an adapter to the part."""
 
     weight: Tensor
     merge: Callable[[Tensor], Tensor] | None = None
 
     def on(self, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-        """The part with its adapter; collective where there is one."""
+        """Return the part with its adapter; collective if it has one."""
         part = self.weight.detach().to(device)
         part = self.merge(part) if self.merge else part
         return part.to(_type_of(self.weight, dtype))
 
 
 class CheckpointWeights:
-    """Weights by the names of the checkpoint. Every rank makes the same calls."""
+    """Provide weights by checkpoint names. Every rank makes the same calls."""
 
     def __init__(
         self,
@@ -247,8 +235,8 @@ class CheckpointWeights:
         device: torch.device,
         stage: Stage,
     ) -> None:
-        """rules: see `loading_rules`, the same on every rank. weights: of the whole model, for their shapes, by its
-        names without adapters. shards: those of this rank's stage as they are now. device: where tensors are gathered.
+        """rules: see `loading_rules`, the same on every rank. weights: of the whole model, for their shapes, by names
+        without adapters. shards: returns the current shards of this rank's stage. device: where tensors are gathered.
         """
         self.model, self._current_shards, self._device, self._stage = model, shards, device, stage
         self._empty = {
@@ -257,7 +245,7 @@ class CheckpointWeights:
         self.plan = plan_conversions(weights, rules)
 
     def metadata(self, plan: Sequence[Conversion], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Tensors on the meta device of all that `plan` makes, in its order; nothing is gathered."""
+        """Return meta tensors of all that `plan` makes, in order; nothing is gathered."""
         needed = [name for conversion in plan for name in conversion.sources]
         empty = {name: self._empty[name].to(_type_of(self._empty[name], dtype)) for name in needed}
         return converted_metadata(plan, empty, self.model)
@@ -265,24 +253,23 @@ class CheckpointWeights:
     def convert(
         self, plan: Sequence[Conversion], dtype: torch.dtype | None = None, keeper: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights by name, one conversion of `plan` after the other. dtype: of floats; None leaves it.
+        """Yield whole weights by name, one conversion of `plan` after the other. dtype: of floats; None keeps theirs.
 
-        keeper: the only rank that gets them, the others get none; None is every rank. Collective either way: every
-        rank runs the iterator to its end.
+        keeper: the only rank that gets weights; None is every rank. Collective: every rank runs the iterator to its
+        end.
         """
         shards = self._current_shards()
         for together in _rounds(plan, lambda conversion: sum(self._size(name, dtype) for name in conversion.sources)):
             yield from self._converted(together, shards, dtype, keeper)  # its weights go before others are gathered
 
     def _size(self, name: str, dtype: torch.dtype | None) -> int:
-        """Bytes of a weight."""
         empty = self._empty[name]
         return empty.numel() * _type_of(empty, dtype).itemsize
 
     def _converted(
         self, plan: Sequence[Conversion], shards: Mapping[str, Shard], dtype: torch.dtype | None, keeper: int | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """What a round of conversions makes. shards: those of this rank's stage."""
+        """Yield the results of a round of conversions. shards: of this rank's stage."""
         whole: dict[str, Tensor] = {}
         names = [name for conversion in plan for name in conversion.sources]
         for together in _rounds(names, lambda name: self._size(name, dtype)):  # several of a conversion that is larger
@@ -294,7 +281,7 @@ class CheckpointWeights:
     def _gathered(
         self, names: Sequence[str], shards: Mapping[str, Shard], dtype: torch.dtype | None, keeper: int | None
     ) -> dict[str, Tensor]:
-        """Weights whole, on the keeper or everywhere. shards: those of this rank's stage."""
+        """Return whole weights, on the keeper or everywhere. shards: of this rank's stage."""
         stage = self._stage
         holders = {name: stage.holder_of(name) for name in names}
         mine = [name for name, holder in holders.items() if holder == stage.index]
@@ -316,7 +303,7 @@ class CheckpointWeights:
 
 
 def _rounds(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """The items in their order, as many at a time as have ROUND_BYTES together, and at least one."""
+    """Yield the items in order, as many at a time as fit ROUND_BYTES, and at least one."""
     together: list[Item] = []
     total = 0
     for item in items:

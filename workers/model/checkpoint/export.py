@@ -1,11 +1,9 @@
-"""Writes a model as a Hugging Face folder, by several ranks at once; the folder appears when it is complete.
+"""Write a model as a Hugging Face folder, by several ranks at once; the folder appears when it is complete.
 
     conversions --5 GB a file--> files --round of one file a rank--> gather to its writer --> every rank writes its own
     rank 0: all files there? --> index, the source's other files byte for byte --> rename
 
-A rank holds one file at a time in host memory. The folder is one that all ranks see.
-
-Weights as a safetensors file that has the mode of the files beside it.
+A rank holds one file at a time in host memory. All ranks must see the folder.
 """
 
 import copy
@@ -30,9 +28,9 @@ from workers.model.sharding.raise_on_all_ranks import raise_on_all_ranks
 
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Write contiguous tensors. Raises what `safetensors.torch.save_file` does.
+    """Write contiguous tensors. Raises as `safetensors.torch.save_file` does.
 
-    The library makes the file readable for its owner alone, whatever the umask: a model could not be read by others.
+    The file gets the mode of other files: the library would make it readable by its owner only, whatever the umask.
     """
     file.touch()
     mode = file.stat().st_mode & 0o777
@@ -43,11 +41,11 @@ def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
 FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-"""Ends of the names of weights and their indices, in any format; pickles of a source are among them."""
+"""Suffixes of weights and their indices, in any format, including pickles."""
 
 
 def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
-    """The type that the config.json of a model names, or `default` where it names none."""
+    """Return the dtype in the config.json of a model, or `default` if it names none."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else default
@@ -55,16 +53,16 @@ def stored_dtype(path: str, default: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file: its name and the conversions whose weights it holds."""
+    """Hold one file's name and its conversions."""
 
     name: str
     conversions: tuple[Conversion, ...]
 
 
 def plan_files(weights: CheckpointWeights, dtype: torch.dtype, file_bytes: int) -> list[FilePlan]:
-    """Files of about `file_bytes` that together hold every weight once; tied weights only under their first name.
+    """Plan files of about `file_bytes` that together hold every weight once; tied weights only under their first name.
 
-    A conversion is never divided between files. A model that fits into one file has it under the plain name.
+    A conversion stays in one file. A model that fits into one file gets the plain name.
     """
     tied = set(weights.model.all_tied_weights_keys)
     kept = {conversion.target: conversion for conversion in weights.plan if not tied & set(conversion.sources)}
@@ -84,7 +82,7 @@ def write_model(
     """Write the model to `path`, weights in `dtype`; collective, all ranks return when it is complete.
 
     source: the model's folder or its name in the hub cache, whose other files are copied. An existing folder is
-    replaced. Raises OutputError, on every rank alike, if a rank cannot write.
+    replaced. Raises OutputError, on every rank, if a rank cannot write.
     """
     unfinished = _unfinished(path)
     _on_rank_zero(lambda: _make_empty(unfinished), path)
@@ -104,10 +102,10 @@ def write_model(
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """`write(folder)` on rank 0 in place of `path`; collective, all ranks return when it is complete.
+    """Call `write(folder)` on rank 0 to replace `path`; collective, all ranks return when it is complete.
 
-    An existing folder is replaced when the new one is complete. Raises OutputError, on every rank alike, if rank 0
-    cannot write.
+    An existing folder is replaced when the new one is complete. Raises OutputError, on every rank, if rank 0 cannot
+    write.
     """
 
     def finish() -> None:
@@ -123,7 +121,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _write_round(weights: CheckpointWeights, files: Sequence[FilePlan], folder: Path, dtype: torch.dtype) -> None:
-    """Gather a file to each of the first ranks; then they all write at the same time."""
+    """Gather a file to each of the first ranks; then all write in parallel."""
     mine: dict[str, Tensor] = {}
     for writer, file in enumerate(files):
         for name, weight in weights.convert(file.conversions, dtype, keeper=writer):
@@ -149,7 +147,7 @@ def _write_metadata(
 
 
 def _copy_files(source: Path, folder: Path) -> None:
-    """Copy what is beside the weights: a model saved by transformers would lose end tokens and sampling values."""
+    """Copy the other files: a model saved by transformers would lose end tokens and sampling values."""
     for pattern in ("*", "additional_chat_templates/*"):
         for file in source.glob(pattern):
             if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
@@ -159,7 +157,7 @@ def _copy_files(source: Path, folder: Path) -> None:
 
 
 def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Replace the source's config.json in `folder` if it describes another model: a new value head, or text alone."""
+    """Replace the config.json in `folder` if it describes another model: a new value head, or text only."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     before = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -170,7 +168,7 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
 
 
 def _unfinished(path: Path) -> Path:
-    """The folder beside `path` that all ranks write to; at most one engine writes to `path` at a time."""
+    """Return the shared folder that all ranks write to; only one engine writes to `path` at a time."""
     return path.with_name(f"{path.name}.unfinished")
 
 
@@ -193,7 +191,7 @@ def _on_rank_zero(action: Callable[[], None], path: Path) -> None:
 
 
 def _together(action: Callable[[], None], path: Path) -> None:
-    """Run `action` on every rank. Raises OutputError, on all ranks, if it fails on one."""
+    """Run `action` on every rank. Raises OutputError, on all ranks, if one fails."""
     with raise_on_all_ranks():
         try:
             action()

@@ -1,11 +1,10 @@
-"""Weights onto ranks without a copy of the model on each: one rank reads the files, all others hold their shards only.
+"""Load weights without a copy of the model on each rank: rank 0 reads the files, others hold only their shards.
 
     rank 0   files --load_model--> whole model, host memory --\\
                                                                broadcast, a few tensors at a time
     every rank   skeleton, meta device --shard--> empty shards <--/ keeps its part of each
 
-Rank 0 reads for all, rather than every rank its own slices: families whose files differ from their modules (fused
-experts) are converted by transformers while it loads, and need whole tensors.
+Rank 0 reads for all because transformers converts some families (fused experts) while loading, from whole tensors.
 """
 
 from collections.abc import Callable
@@ -26,16 +25,14 @@ Answer = TypeVar("Answer")
 
 
 class Load(Protocol[Result]):
-    """`load_model` or `load_value_model` with the model they load."""
-
     def __call__(self, *, skeleton: bool = False) -> Result: ...
 
 
 class Source(Generic[Packed]):
-    """A model being distributed: the caller changes and shards `module`, then calls `fill`. `rules`: transformers'
-    conversions of the files, see `checkpoint_names`.
+    """Distribute a model: the caller changes and shards `module`, then calls `fill`.
 
-    A single process loads `module` directly and has nothing to fill. Collective; errors of rank 0 are raised by all.
+    rules: transformers' conversions of the files, see `checkpoint_weights`. A single process loads `module` directly
+    and has nothing to fill. Collective; all ranks raise the errors of rank 0.
     """
 
     def __init__(self, load: Load[Packed]) -> None:
@@ -48,13 +45,13 @@ class Source(Generic[Packed]):
         self.rules = rules[0] or []
 
     def change(self, function: Callable[[Packed], None]) -> None:
-        """Apply `function`, which adds parameters, to every copy of the model; `fill` takes rank 0's values."""
+        """Apply `function`, which adds parameters, to every copy of the model; `fill` uses rank 0's values."""
         function(self.module)
         if self._whole is not None and self._whole is not self.module:
             function(self._whole)
 
     def ask(self, function: Callable[[Packed], Answer]) -> Answer:
-        """The result of `function` on the whole model, on every rank; `function` must not change the model."""
+        """Return the result of `function` on the whole model, on every rank; `function` must not change the model."""
         answers = [_on_rank_zero(lambda: function(cast(Packed, self._whole)))]
         dist.broadcast_object_list(answers, src=0)
         return cast(Answer, answers[0])
@@ -62,8 +59,8 @@ class Source(Generic[Packed]):
     def fill(self, device: torch.device, *, cpu_offload: bool) -> None:
         """Allocate the sharded `module`, copy rank 0's values into it and drop the whole model.
 
-        device: that of the computation; with `cpu_offload` parameters stay in host memory. Of what `module` lacks (a
-        stage of a pipeline has but some layers) nothing is kept.
+        device: of the computation; with `cpu_offload` parameters stay in host memory. Tensors that `module` lacks (a
+        pipeline stage has only some layers) are dropped.
         """
         whole, self._whole = self._whole, None
         if whole is self.module:
@@ -77,7 +74,7 @@ class Source(Generic[Packed]):
 
 
 def _tie_again(model: Any) -> None:
-    """Restore the ties (output layer and embedding) that allocating new memory has broken."""
+    """Restore the ties (output layer and embedding) that new allocation has broken."""
     present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for target, source in model.all_tied_weights_keys.items():
         if {target, source} <= present:  # a stage of a pipeline may have one of them
@@ -86,7 +83,7 @@ def _tie_again(model: Any) -> None:
 
 
 def _fill_buffers(skeleton: nn.Module, values: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Copy buffers that no state dict holds (rotary frequencies); `to_empty` leaves them uninitialised."""
+    """Copy buffers outside state dicts (rotary frequencies), which `to_empty` leaves uninitialised."""
     described = [{name: value.to("meta") for name, value in values.items()}]
     dist.broadcast_object_list(described, src=0)
     wanted = {name for name, _ in skeleton.named_buffers()}

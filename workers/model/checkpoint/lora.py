@@ -6,7 +6,7 @@
                                       |--without_adapters--> the reference: the same weights, no second model
                                       |--merged_shards--> W + alpha / rank * B A under W's own name: vLLM, export
 
-There is no dropout on the adapters' input: the trained policy must be the sampled policy.
+The adapters' input has no dropout: the trained policy must be the sampled policy.
 """
 
 from collections.abc import Iterator
@@ -33,11 +33,11 @@ ALL_LINEAR = "all-linear"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Give the target modules of `model` an adapter each, in place, and freeze everything else; before sharding.
+    """Add an adapter to each target module of `model`, in place, and freeze everything else; before sharding.
 
-    A starts as peft does it (uniform, Kaiming), drawn from one seed, so that every run and every rank begins alike.
+    A starts as in peft (uniform, Kaiming), from one seed, so that it is the same on every rank and in every run.
 
-    Raises ConfigError if peft is not installed, the rank is not positive, or a target is no linear module.
+    Raises ConfigError if peft is not installed, the rank is not positive, or a target is not a linear module.
     """
     if config.rank < 1:
         raise ConfigError(
@@ -55,7 +55,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     training = {part: part.training for part in model.modules()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        # Adapters of a skeleton on the meta device have no memory either.
+        # Adapters of a skeleton on the meta device have no memory.
         peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER, low_cpu_mem_usage=base.is_meta)
     for name, layer in _adapted_layers(model).items():
         if isinstance(layer, ParamWrapper):
@@ -72,9 +72,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes exactly what the base model does: the adapters' outputs are multiplied by 0.
+    """Inside, `model` computes exactly as the base model: the adapters' outputs are multiplied by 0.
 
-    peft's own switch would also tell FSDP that nothing is trainable, which FSDP then remembers.
+    peft's own switch would also make FSDP believe that nothing is trainable.
     """
     layers = _adapted_layers(model)
     for layer in layers.values():
@@ -87,9 +87,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Shard]:
-    """This rank's part of every weight under the base model's names, with its adapter merged in on `device`.
+    """Return this rank's part of every weight under the base model's names, with its adapter merged in on `device`.
 
-    Parts of W and B hold the same rows, so that a rank needs no more than the whole of A, which is small.
+    Parts of W and B hold the same rows, so a rank needs only the whole of A, which is small.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
     shards = {}
@@ -101,21 +101,21 @@ def merged_shards(model: PreTrainedModel, device: torch.device) -> dict[str, Sha
 
 
 def adapter_weights(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Whole A and B under the names that peft stores them by, one at a time on `device`; collective."""
+    """Yield whole A and B under peft's names, one at a time on `device`; collective."""
     for name, weight in model.state_dict().items():
         if _is_adapter(name):
             yield f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", full_tensor(weight.to(device)).detach()
 
 
 def write_adapters(model: PreTrainedModel, weights: dict[str, Tensor], path: Path) -> None:
-    """Write `weights`, from `adapter_weights`, into the folder `path`, which `peft.PeftModel.from_pretrained` reads."""
+    """Write `weights`, from `adapter_weights`, to the folder `path` for `peft.PeftModel.from_pretrained`."""
     write_weights(weights, path / "adapter_model.safetensors")
     settings: Any = model.peft_config[ADAPTER]
     settings.save_pretrained(str(path))
 
 
 def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:
-    """W + alpha / rank * B A [out, in], of the rows that this rank holds of W and B; collective."""
+    """Return W + alpha / rank * B A [out, in] for this rank's rows; collective."""
     a, b = (part[ADAPTER].weight.detach().to(device) for part in (layer.lora_A, layer.lora_B))
     if isinstance(a, DTensor):
         a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
@@ -123,7 +123,7 @@ def _merged(layer: Any, device: torch.device, weight: Tensor) -> Tensor:
 
 
 def _target_names(model: PreTrainedModel, setting: str) -> list[str]:
-    """The modules of the setting, once every name in it is known to be that of a linear module."""
+    """Return the modules of the setting, after checking that every name is a linear module."""
     # The output layer is applied by its weight alone, in chunks of tokens: an adapter on it would do nothing.
     head = model.get_output_embeddings()
     known = {

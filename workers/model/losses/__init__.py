@@ -1,18 +1,17 @@
-"""Losses that do not depend on how a mini-batch is cut.
+"""Losses that do not depend on how a mini-batch is split.
 
     Predictions of one micro-batch --loss function + Denominators of the mini-batch--> (loss, statistics)
 
-A loss function returns the micro-batch's SUM already divided by the mini-batch's global denominators. The sum of these
-over micro-batches and ranks is the loss, and the sum of their gradients its gradient, however the batch was cut.
+A loss function returns the micro-batch's SUM divided by the mini-batch's global denominators. Losses and gradients add
+up over micro-batches and ranks to the mini-batch's, however the batch was split.
 
-    predictions.py   what a loss reads: the packed row, or whole sequences one by one
-    aggregation.py   denominators, and how token losses become one number
-    registry.py      from LossConfig to the function; how to register a loss of one's own
-    token_ratio.py   reinforce, ppo_clip, cispo, sapo        sequence_ratio.py   gspo, gmpo
-    covariance.py    clip_cov, kl_cov                        supervised.py       sft
-    correction.py    sampler against trainer: weights, rejection, metrics        kl.py   estimators
-    exponential.py   exp of a difference of log-probs, finite however large it is
-    value.py         loss of a critic           preference.py        weighted_log_probs, for losses of pairs
+    predictions.py   a loss's inputs: the packed row, or whole sequences; metrics on the device
+    aggregation.py   denominators, and token losses to one number
+    registry.py      LossConfig to the function; how to register a custom loss
+    ratio_losses.py  reinforce, ppo_clip, cispo, sapo, gspo, gmpo        clip_cov.py    clip_cov, kl_cov
+    supervised.py    sft, and weighted_log_probs for losses of pairs     value.py       loss of a critic
+    correction.py    sampler against trainer: weights, rejection         kl.py          estimators of a KL
+    returns.py       token rewards, advantages and returns
 """
 
 from workers.model.losses.aggregation import Denominators, aggregate, group_tokens, token_weights

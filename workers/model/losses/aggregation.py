@@ -2,9 +2,6 @@
 
     loss = sum over tokens of weight_t * loss_t        weight_t from `Denominators`, never from the micro-batch
 
-Since the weights do not depend on the cut, the sum over micro-batches and ranks is the mini-batch's loss, however it
-was cut.
-
 N predicted tokens of a micro-batch, B sequences.
 """
 
@@ -21,7 +18,7 @@ from workers.model.rules.loss_rules import check_constant_length
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts of the whole mini-batch, over all micro-batches and ranks, known before the first forward pass.
+    """Count the whole mini-batch, over all micro-batches and ranks.
 
     tokens: tokens with `loss_mask`. sequences: sequences with at least one of them. groups: groups (equal `uid`) with
     at least one of them; only `group_mean_token_mean` needs it.
@@ -41,14 +38,14 @@ class Denominators:
 
     @classmethod
     def of(cls, sequences: DataProto, groups: Tensor | None = None) -> "Denominators":
-        """Count a mini-batch that one process holds as a whole. groups: int [B], the group of each sequence."""
+        """Count a mini-batch that one process holds whole. groups: int [B], the group of each sequence."""
         learned = sequences.loss_token_counts > 0
         found = None if groups is None else len(groups[learned].unique())
         return cls(sequences.num_loss_tokens, int(learned.sum()), found)
 
 
 def group_tokens(sequences: DataProto, groups: Tensor) -> Tensor:
-    """The column `group_tokens` of a mini-batch: loss tokens in the group of each sequence, int64 [B].
+    """Return the column `group_tokens`: loss tokens in the group of each sequence, int64 [B].
 
     groups: int64 [B], the group of each sequence, numbered from 0.
     """
@@ -58,17 +55,17 @@ def group_tokens(sequences: DataProto, groups: Tensor) -> Tensor:
 def token_weights(
     predictions: PackedTokens, denominators: Denominators, aggregation: str, constant_length: int = 0
 ) -> Tensor:
-    """Weight of each token's loss, float64 [N], so that the aggregate is their weighted sum over the whole mini-batch.
+    """Return the weight of each token's loss, float64 [N]; the aggregate is the weighted sum over the mini-batch.
 
-    token_mean                     1 / tokens                                      DAPO's, Yu et al. 2025, section 3.3
-    sequence_mean_token_mean       1 / (sequences * tokens of its sequence)        GRPO's, Shao et al. 2024, eq. 3
-    sequence_mean_token_sum        1 / sequences                                   the policy gradient's own
-    sequence_mean_token_sum_norm   1 / (sequences * constant_length)               Dr. GRPO's, Liu et al. 2025
-    group_mean_token_mean          1 / (groups * tokens of its group)              DAPO's eq. 8, a group at a time
+        token_mean                     1 / tokens                                  DAPO, Yu et al. 2025, section 3.3
+        sequence_mean_token_mean       1 / (sequences * tokens of its sequence)    GRPO, Shao et al. 2024, eq. 3
+        sequence_mean_token_sum        1 / sequences                               the policy gradient
+        sequence_mean_token_sum_norm   1 / (sequences * constant_length)           Dr. GRPO, Liu et al. 2025
+        group_mean_token_mean          1 / (groups * tokens of its group)          DAPO's eq. 8, a group at a time
 
-    `group_mean_token_mean` reads the column `group_tokens`, the loss tokens of the sequence's group in this mini-batch.
+    `group_mean_token_mean` reads the column `group_tokens`, see the function.
 
-    Raises ConfigError for another name or a norm without `constant_length`, DataError where groups are not counted.
+    Raises ConfigError for an unknown name or a norm without `constant_length`, DataError if groups are not counted.
     """
     ones = torch.ones(len(predictions), dtype=torch.float64, device=predictions.sequence_index.device)
     if aggregation == "token_mean":
@@ -94,6 +91,6 @@ def aggregate(
     aggregation: str,
     constant_length: int = 0,
 ) -> Tensor:
-    """The micro-batch's share, 0-d, of the aggregate of token losses [N]; see `token_weights`."""
+    """Return the micro-batch's share, 0-d, of the aggregate of token losses [N]; see `token_weights`."""
     weights = token_weights(predictions, denominators, aggregation, constant_length)
     return (losses * weights.to(losses.dtype)).sum()

@@ -1,15 +1,14 @@
-"""Clip-Cov and KL-Cov (Cui et al. 2025, "The Entropy Mechanism"): hold back the few tokens that lower the entropy most.
+"""Clip-Cov and KL-Cov (Cui et al. 2025, "The Entropy Mechanism"): hold back the few tokens that lower entropy most.
 
     mini-batch of this rank --covariance of every token--> the rarest few of ALL ranks --> column `held_back` --> loss
 
-The entropy of the policy falls with the covariance of log-prob and advantage; a token's own part of it is
+The policy's entropy falls with the covariance of log-prob and advantage; a token's part of it is
 
     Cov_t = (log pi(y_t) - mean log pi) (A_t - mean A)          means over the N tokens of the mini-batch
 
-Which tokens are chosen depends on the whole mini-batch, so it cannot be decided inside a micro-batch. `hold_back` is a
-pass of its own before the first forward pass: it takes log pi from `old_log_probs` (the paper: the current policy,
-which is the same at the first update of a batch), adds up the means over ranks, and draws the line at a value that all
-ranks share. Randomness is a hash of the token's own numbers, so that neither order nor plan changes the choice.
+The choice depends on the whole mini-batch, so `hold_back` runs before the first forward pass. It takes log pi from
+`old_log_probs` (the paper: the current policy, the same at the first update of a batch) and shares means and threshold
+over all ranks. Randomness is a hash of the token's own numbers, so that order and plan do not change the choice.
 
 T tokens of this rank's share of the mini-batch, N loss tokens over all ranks.
 """
@@ -37,13 +36,13 @@ def hold_back(
     config: LossConfig,
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> list[DataProto]:
-    """The micro-batches of this rank with the column `held_back`, bool [T]: the tokens that the loss treats apart.
+    """Return this rank's micro-batches with the column `held_back`, bool [T]: the tokens treated separately.
 
-    clip_cov   covariance_fraction * N tokens, drawn at random from those with clip_cov_low < Cov_t < clip_cov_high
-    kl_cov     the covariance_fraction * N tokens with the highest Cov_t, of those with Cov_t > 0
+        clip_cov   covariance_fraction * N tokens, drawn at random from those with clip_cov_low < Cov_t < clip_cov_high
+        kl_cov     the covariance_fraction * N tokens with the highest Cov_t, of those with Cov_t > 0
 
-    At least one token where there is a candidate; tokens that tie with the last one chosen are chosen too. Needs
-    `old_log_probs` and `advantages`. groups: together the data-parallel ranks, all of which call; none for one process.
+    At least one candidate is chosen, and all ties with the last one. Needs `old_log_probs` and `advantages`. groups:
+    together the data-parallel ranks, all of which call; none for one process.
 
     Raises DataError if a column is missing.
     """
@@ -81,11 +80,11 @@ def clip_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Stat
 
 @policy_loss("kl_cov", aggregation="token_mean", prepare=hold_back)
 def kl_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
-    """KL-Cov (Cui et al. 2025): a penalty on the distance to the old policy, for the tokens that `hold_back` chose.
+    """KL-Cov (Cui et al. 2025): penalise the distance to the old policy for the tokens that `hold_back` chose.
 
         L_t = -r_t A_t + kl_cov_coefficient |log r_t| for a chosen token, else -r_t A_t
 
-    The absolute log-ratio stands for the KL, as in the authors' program. Normaliser: token_mean.
+    The absolute log-ratio stands for the KL, as in the authors' code. Normaliser: token_mean.
     """
     log_ratio, held_back = log_ratio_to_old(predictions), predictions["held_back"]
     losses = -bounded_exp(log_ratio) * predictions["advantages"]
@@ -97,7 +96,7 @@ def kl_cov(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statis
 
 
 def _covariance(log_probs: Tensor, advantages: Tensor, tokens: float, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Cov_t, float64, of this rank's loss tokens."""
+    """Return Cov_t, float64, of this rank's loss tokens."""
     means = torch.stack([log_probs.sum(), advantages.sum()]) / tokens
     for group in groups:
         dist.all_reduce(means, group=group)
@@ -105,7 +104,7 @@ def _covariance(log_probs: Tensor, advantages: Tensor, tokens: float, groups: Se
 
 
 def _smallest_of_highest(values: Tensor, count: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The count-th highest of the values of all ranks, 0-d; the lowest where there are fewer, infinity of none."""
+    """Return the count-th highest value over all ranks, 0-d: the lowest if fewer, infinity if none."""
     highest = torch.cat([values, values.new_full((count,), -torch.inf)]).topk(count).values
     for group in groups:
         gathered = [torch.empty_like(highest) for _ in range(group.size())]
@@ -116,7 +115,7 @@ def _smallest_of_highest(values: Tensor, count: int, groups: Sequence[dist.Proce
 
 
 def _hash(numbers: Tensor) -> Tensor:
-    """Uniform in [0, 1), float64 [M], from columns of float64 numbers [K, M] by their bits alone.
+    """Hash columns of float64 numbers [K, M] by their bits to uniform [0, 1), float64 [M].
 
     The finaliser of splitmix64 (Steele et al. 2014), on 64-bit integers that wrap around.
     """
@@ -130,17 +129,17 @@ def _hash(numbers: Tensor) -> Tensor:
 
 
 def _shift_right(bits: Tensor, places: int) -> Tensor:
-    """Without copies of the sign bit."""
+    """Shift right without copies of the sign bit."""
     return (bits >> places) & ((1 << (64 - places)) - 1)
 
 
 def _loss_tokens(parts: Sequence[DataProto], masks: Sequence[Tensor], name: str) -> Tensor:
-    """A column at the loss tokens of all micro-batches, float64."""
+    """Return a column at the loss tokens of all micro-batches, float64."""
     return torch.cat([_token_column(part, name)[mask].double() for part, mask in zip(parts, masks, strict=True)])
 
 
 def _token_column(part: DataProto, name: str) -> Tensor:
-    """A column [T]; a per-sequence column repeats on each token."""
+    """Return a column [T]; a per-sequence column repeats on each token."""
     if name in part.tokens:
         return part.tokens[name]
     if name in part.columns:
@@ -149,7 +148,7 @@ def _token_column(part: DataProto, name: str) -> Tensor:
 
 
 def _loss_positions(parts: Sequence[DataProto], masks: Sequence[Tensor]) -> Tensor:
-    """Position of each loss token in its sequence, float64."""
+    """Return the position of each loss token in its sequence, float64."""
     positions = []
     for part, mask in zip(parts, masks, strict=True):
         starts = torch.from_numpy(part.offsets)[part.owner]

@@ -1,11 +1,10 @@
-"""Rollout correction: the sampler and the trainer are two programs, and their log-probs of a token differ.
+"""Rollout correction: sampler and trainer are two programs, so their log-probs of a token differ.
 
     rollout_log_probs (sampler), old_log_probs (trainer, same weights) --> weight of each token's loss, and metrics
 
-With rho_t = pi_old(y_t) / pi_rollout(y_t), the importance weight that makes samples of one stand for samples of the
-other. Where the batch has no `old_log_probs`, the policy before its only update is the old one: rho_t of the current
-log-probs. Weights carry no gradient. Denominators stay those of the whole mini-batch: a rejected token counts, as 0,
-because its rejection is not known before the forward pass.
+rho_t = pi_old(y_t) / pi_rollout(y_t) is the importance weight from sampler to trainer. Without `old_log_probs`, the
+current log-probs are the old ones (a single update). Weights carry no gradient. Denominators stay those of the whole
+mini-batch: a rejected token counts as 0, because rejection is not known before the forward pass.
 
 N predicted tokens.
 """
@@ -23,14 +22,14 @@ from workers.model.losses.predictions import Predictions, Statistics, extreme, m
 
 
 def correction_weights(predictions: Predictions, config: RolloutCorrectionConfig) -> tuple[Tensor | None, Statistics]:
-    """Weight of each token's policy loss [N], None where nothing is corrected, and the metrics of the correction.
+    """Return the weight of each token's policy loss [N], or None without correction, and metrics.
 
         weights=token        min(rho_t, cap)                     truncated importance sampling, Yao et al. 2025
         weights=sequence     min(prod_t rho_t, cap)              of the whole sequence: less bias, more variance
         rejection=token      0 unless low <= rho_t <= high       IcePop, Ling team 2025
         rejection=sequence   0 unless low <= (prod_t rho_t)^(1/n) <= high, n its tokens    Liu et al. 2025
 
-    Both may be set: the weights multiply. Needs `rollout_log_probs`. Raises ConfigError for an unknown name.
+    With both, the weights multiply. Needs `rollout_log_probs`. Raises ConfigError for an unknown name.
     """
     if config.weights == config.rejection == "none":
         return None, {}
@@ -52,7 +51,7 @@ def correction_weights(predictions: Predictions, config: RolloutCorrectionConfig
 
 
 def log_ratio_to_rollout(predictions: Predictions) -> Tensor:
-    """log rho_t [N], without gradient."""
+    """Return log rho_t [N], without gradient."""
     current = predictions.log_probs.detach()
     return predictions.columns.get("old_log_probs", current) - predictions["rollout_log_probs"]
 
@@ -83,7 +82,7 @@ def _kept(predictions: Predictions, log_ratio: Tensor, config: RolloutCorrection
 
 
 def rollout_mismatch(predictions: Predictions) -> Statistics:
-    """Absolute difference between the log-probs of the rollout engine and the trainer; empty without the former."""
+    """Return the absolute difference of sampler and trainer log-probs; empty without the sampler's."""
     if "rollout_log_probs" not in predictions.columns:
         return {}
     difference = (predictions["rollout_log_probs"] - predictions.log_probs.detach()).abs()

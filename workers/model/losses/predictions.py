@@ -1,15 +1,12 @@
-"""Outputs of a model at the predicted tokens of a micro-batch, with the columns at the same tokens.
+"""Inputs of a loss, the outputs of a model and the columns at the predicted tokens; and its metrics on the device.
 
     log_probs, entropy [N] + columns of the micro-batch --gather--> Predictions --sequences()--> one for each sequence
+    Statistic (0-d tensor, reduction) of each micro-batch --to_metrics: one copy for all--> Metrics, merged
 
-A loss takes them as they are, one row of all tokens, or asks for whole sequences one by one. A sequence is always
-whole: it is never cut over micro-batches, and under context parallelism its log-probs have been gathered.
+A loss reads one row of all tokens, or whole sequences one by one. A sequence is never split over micro-batches, and
+under context parallelism its log-probs have been gathered.
 
 N predicted tokens (those with `loss_mask`), B sequences of the micro-batch.
-
-Metrics of a loss while they are still on the device, and how they become `workers.metrics`.
-
-Statistic (0-d tensor, reduction) of each micro-batch --to_metrics: one copy for all--> Metrics, merged
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,11 +28,11 @@ Tokens = TypeVar("Tokens", bound="PackedTokens")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTokens:
-    """Columns at the N predicted tokens of a micro-batch; what `Predictions` and `ValuePredictions` share.
+    """Hold columns at the N predicted tokens of a micro-batch, for `Predictions` and `ValuePredictions`.
 
     columns: name -> [N]; per-sequence columns repeat on each token. sequence_index: int64 [N], ascending, the sequence
-    each token belongs to, 0 to num_sequences - 1; a sequence may have none. objects: what is no number, name -> object
-    array [num_sequences], one entry a sequence, such as `uid`. meta: values of the whole batch, such as `step`.
+    of each token, 0 to num_sequences - 1; a sequence may have none. objects: non-numeric data such as `uid`, name ->
+    object array [num_sequences]. meta: values of the whole batch, such as `step`.
     """
 
     columns: dict[str, Tensor]
@@ -45,7 +42,7 @@ class PackedTokens:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A column [N]. Raises DataError if the batch does not have it."""
+        """Return a column [N]. Raises DataError if the batch does not have it."""
         if name in self.objects:
             raise DataError(f"the column {name!r} holds no numbers; the loss finds it in predictions.objects[{name!r}]")
         if name not in self.columns:
@@ -57,21 +54,21 @@ class PackedTokens:
 
     @cached_property
     def sequence_lengths(self) -> Tensor:
-        """Predicted tokens of each sequence, int64 [B]."""
+        """Return the predicted tokens of each sequence, int64 [B]."""
         return torch.bincount(self.sequence_index, minlength=self.num_sequences)
 
     @cached_property
     def sequence_tokens(self) -> Tensor:
-        """Predicted tokens of the sequence that each token belongs to, int64 [N]."""
+        """Return the predicted tokens of each token's sequence, int64 [N]."""
         return self.sequence_lengths[self.sequence_index]
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Sum of [N] over the tokens of each sequence, at each of its tokens again: [N]."""
+        """Return the sum of [N] over each sequence, at each of its tokens: [N]."""
         sums = values.new_zeros(self.num_sequences).index_add(0, self.sequence_index, values)
         return sums[self.sequence_index]
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Mean of [N] over the tokens of each sequence, at each of its tokens again: [N]."""
+        """Return the mean of [N] over each sequence, at each of its tokens: [N]."""
         return self.sequence_sum(values) / self.sequence_tokens.to(values.dtype)
 
     def _part(self: Tokens, sequence: int, start: int, stop: int, **outputs: Tensor) -> Tokens:
@@ -85,7 +82,7 @@ class PackedTokens:
         )
 
     def _bounds(self) -> Iterator[tuple[int, int, int]]:
-        """(sequence, start and stop of its tokens) of every sequence that has any."""
+        """Yield (sequence, start and stop of its tokens) for every sequence with tokens."""
         start = 0
         for sequence, length in enumerate(self.sequence_lengths.tolist()):
             if length:
@@ -95,10 +92,7 @@ class PackedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions(PackedTokens):
-    """Predictions of a language model.
-
-    log_probs, entropy: float32 [N] (float64 for a float64 model), with gradient.
-    """
+    """Predictions of a language model. log_probs, entropy: float32 [N] (float64 for a float64 model), with gradient."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -109,14 +103,14 @@ class Predictions(PackedTokens):
         return cls(log_probs=log_probs, entropy=entropy, **columns_at(sequences, rows, log_probs.device))
 
     def sequences(self) -> Iterator["Predictions"]:
-        """Each sequence that has a predicted token by itself, in order."""
+        """Yield each sequence with a predicted token, in order."""
         for sequence, start, stop in self._bounds():
             outputs = {"log_probs": self.log_probs[start:stop], "entropy": self.entropy[start:stop]}
             yield self._part(sequence, start, stop, **outputs)
 
 
 def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> dict[str, Any]:
-    """The fields of `PackedTokens` for `sequences`, the micro-batch laid out in `rows`, on `device`."""
+    """Return the fields of `PackedTokens` for `sequences`, the micro-batch laid out in `rows`, on `device`."""
     owner = rows.sequence_index
     columns = {name: values[owner].to(device) for name, values in sequences.columns.items()}
     columns |= {name: values[rows.loss_positions].to(device) for name, values in sequences.tokens.items()}
@@ -131,7 +125,7 @@ def columns_at(sequences: DataProto, rows: ModelInput, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A metric still on the device: `value` is 0-d; `weight` and `count` as in `Metric`."""
+    """Hold a metric on the device: `value` is 0-d; `weight` and `count` as in `Metric`."""
 
     reduction: Reduction
     value: Tensor
@@ -139,7 +133,7 @@ class Statistic:
     count: str = ""
 
     def merged_with(self, other: "Statistic") -> "Statistic":
-        """As `Metric.merged_with`, without leaving the device."""
+        """Merge as `Metric.merged_with`, on the device."""
         if self.reduction is Reduction.MAX:
             return replace(self, value=torch.maximum(self.value, other.value))
         if self.reduction is Reduction.MIN:
@@ -151,12 +145,12 @@ Statistics = dict[str, Statistic]
 
 
 def total(value: Tensor) -> Statistic:
-    """Adds up over micro-batches and ranks."""
+    """Return a statistic that adds up over micro-batches and ranks."""
     return Statistic(Reduction.SUM, value.detach())
 
 
 def mean(values: Tensor, count: str = "tokens") -> Statistic:
-    """Mean over the items of `values`, weighted by their number when joined with those of other micro-batches.
+    """Return the mean of `values`, weighted by their number across micro-batches.
 
     count: what is counted, `tokens` or `sequences`.
     """
@@ -164,7 +158,7 @@ def mean(values: Tensor, count: str = "tokens") -> Statistic:
 
 
 def extreme(name: str, values: Tensor, reduction: Reduction) -> Statistics:
-    """Largest (MAX) or smallest (MIN) of the values under `name`; nothing of none."""
+    """Return the largest (MAX) or smallest (MIN) of the values under `name`; nothing if empty."""
     if not len(values):
         return {}
     value = values.max() if reduction is Reduction.MAX else values.min()
@@ -172,7 +166,7 @@ def extreme(name: str, values: Tensor, reduction: Reduction) -> Statistics:
 
 
 def joined(parts: Iterable[Mapping[str, Statistic]]) -> Statistics:
-    """Join the statistics of parts of a micro-batch by name, on the device."""
+    """Merge statistics by name, on the device."""
     result: Statistics = {}
     for part in parts:
         for name, statistic in part.items():
@@ -181,7 +175,7 @@ def joined(parts: Iterable[Mapping[str, Statistic]]) -> Statistics:
 
 
 def to_metrics(parts: Iterable[Mapping[str, Statistic]]) -> Metrics:
-    """Join the statistics of micro-batches, with one copy from the device for all of them."""
+    """Merge the statistics of micro-batches, with one copy from the device."""
     named = [(name, statistic) for part in parts for name, statistic in part.items()]
     if not named:
         return {}

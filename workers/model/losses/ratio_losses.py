@@ -1,17 +1,14 @@
-"""Policy losses that weigh each token by its own ratio r_t = pi(y_t) / pi_old(y_t), and REINFORCE, which has none.
+"""Policy losses by importance ratios r_t = pi(y_t) / pi_old(y_t), and REINFORCE, which has none.
 
     ppo_clip    hard clip of the surrogate; clipped tokens have no gradient
     cispo       hard clip of the weight; every token keeps a gradient
-    sapo        soft gate in place of the clip
+    sapo        soft gate instead of the clip
+    gspo        clip of the geometric mean of the sequence's ratios
+    gmpo        geometric mean of the sequence's clipped ratios
 
-A_t: the advantage of token t, `advantages`, given by token or by sequence. Token losses [N], to be minimised.
-
-Policy losses that weigh a whole sequence by one ratio, a mean of its tokens' ratios r_t = pi(y_t) / pi_old(y_t).
-
-    gspo    clip of the geometric mean of the ratios          gmpo    geometric mean of the clipped ratios
-
-|y|: predicted tokens of the sequence. Token losses [N]; all tokens of a sequence share one value, so that under their
-own normaliser, sequence_mean_token_mean, the aggregate is the papers' mean over sequences.
+A_t: the advantage of token t, `advantages`, by token or sequence. |y|: predicted tokens of the sequence. Token losses
+[N], to be minimised. gspo and gmpo share one value among a sequence's tokens: under sequence_mean_token_mean the
+aggregate is the papers' mean over sequences.
 """
 
 import torch
@@ -25,11 +22,11 @@ from workers.model.losses.registry import clip, log_ratio_to_old, policy_loss, r
 
 @policy_loss("reinforce", aggregation="token_mean")
 def reinforce(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
-    """The policy gradient itself (Williams 1992).
+    """The policy gradient (Williams 1992).
 
         L_t = -A_t log pi(y_t)
 
-    Unbiased on samples of the current policy only: meant for one update a batch. Normaliser: token_mean.
+    Unbiased only on samples of the current policy: use one update a batch. Normaliser: token_mean.
     """
     return -predictions["advantages"] * predictions.log_probs, {}
 
@@ -41,8 +38,7 @@ def ppo_clip(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Stat
         L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
         with dual_clip = c > 1, for A_t < 0:   L_t = -max(min(...), c A_t)      (Ye et al. 2020)
 
-    The dual clip bounds the loss of a bad token that has become likely, for which r_t has no other bound.
-    Normaliser: token_mean.
+    The dual clip bounds the loss of a bad token that has become likely. Normaliser: token_mean.
     """
     losses, clipped, log_ratio = surrogate(predictions, config)
     statistics = ratio_statistics(log_ratio, clipped)
@@ -55,7 +51,7 @@ def ppo_clip(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Stat
 
 
 def surrogate(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """(clipped surrogate loss [N], where the clip has cut it, bool [N], log ratio [N])."""
+    """Return (clipped surrogate loss [N], where clipped, bool [N], log ratio [N])."""
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     ratio = bounded_exp(log_ratio)
     unclipped, clipped = ratio * advantages, clip(ratio, config) * advantages
@@ -82,8 +78,8 @@ def sapo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
 
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t          tau = sapo_tau_positive if A_t > 0, else sapo_tau_negative
 
-    Its gradient is that of the policy gradient times r_t 4 p (1 - p), p the sigmoid: 1 at r_t = 1, fading smoothly on
-    both sides. Normaliser: sequence_mean_token_mean.
+    Its gradient is the policy gradient times r_t 4 p (1 - p), p the sigmoid: 1 at r_t = 1, fading on both sides.
+    Normaliser: sequence_mean_token_mean.
     """
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     positive, negative = (log_ratio.new_tensor(tau) for tau in (config.sapo_tau_positive, config.sapo_tau_negative))
@@ -102,9 +98,8 @@ def gspo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
         s = exp(1/|y| sum_t log r_t)          s_t = sg(s) pi(y_t) / sg(pi(y_t))          sg: no gradient
         L_t = -min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    s_t has the value of s. With one advantage a sequence, loss and gradient are those of the sequence form; with an
-    advantage a token, each token keeps its own. The paper's bounds are 3e-4 and 4e-4. Normaliser:
-    sequence_mean_token_mean.
+    With one advantage a sequence, loss and gradient equal the sequence form's. The paper's bounds are 3e-4 and 4e-4.
+    Normaliser: sequence_mean_token_mean.
     """
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     own = predictions.log_probs - predictions.log_probs.detach()
@@ -115,14 +110,13 @@ def gspo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statisti
 
 @policy_loss("gmpo", aggregation="sequence_mean_token_mean")
 def gmpo(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
-    """Geometric-mean policy optimisation (Zhao et al. 2025), bounds on the logarithm of the ratio.
+    """Geometric-mean policy optimisation (Zhao et al. 2025), with bounds on the log ratio.
 
         d_t = min(log r_t, clip_high)   if A > 0,      max(log r_t, -clip_low)   otherwise
         L = -A exp(1/|y| sum_t d_t)
 
-    That is |A|^(1/|y|) taken |y| times, with the ratio of each token clipped to [e^-clip_low, e^clip_high] where PPO
-    would clip it; one far token moves the mean little. The paper's bounds are 0.4. A is one number a sequence.
-    Normaliser: sequence_mean_token_mean.
+    Each ratio is clipped to [e^-clip_low, e^clip_high] where PPO would clip it. The paper's bounds are 0.4. A is one
+    number a sequence. Normaliser: sequence_mean_token_mean.
     """
     log_ratio, advantages = log_ratio_to_old(predictions), predictions["advantages"]
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low))

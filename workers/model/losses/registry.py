@@ -2,17 +2,17 @@
 
     Predictions --policy loss--> [N] --* rollout correction--> + KL - entropy --aggregate by Denominators--> loss
 
-A policy loss is the first arrow alone: a registered function from predictions to token losses [N], which states its
-normaliser, the aggregation it takes where the settings leave it at `auto`. The rest is the same for all of them.
+A policy loss is a registered function from predictions to token losses [N]. It states its normaliser, the aggregation
+for the setting `auto`. The other steps are the same for all losses.
 
-To add one of your own, give `algorithm.loss.name=custom` and `algorithm.loss.function=module:function` (or
+To add a loss, set `algorithm.loss.name=custom` and `algorithm.loss.function=module:function` (or
 `path/file.py:function`), decorated in one of two forms:
 
     @policy_loss("mine", aggregation="token_mean")                    @policy_loss("mine", aggregation="token_mean")
     def mine(predictions, config):                                    @per_sequence_loss
         return -predictions["advantages"] * predictions.log_probs, {} def mine(sequence, config): ...
 
-Importance ratios r_t = pi(y_t) / pi_old(y_t) and their metrics, for the losses that use them.
+Ratios are r_t = pi(y_t) / pi_old(y_t).
 """
 
 from collections.abc import Callable, Sequence
@@ -36,16 +36,15 @@ from workers.user_code.functions import load
 
 
 def log_ratio_to_old(predictions: Predictions) -> Tensor:
-    """log r_t = log_prob_t - old_log_prob_t, [N], with gradient.
+    """Return log r_t = log_prob_t - old_log_prob_t, [N], with gradient.
 
-    Without `old_log_probs` the policy before the update is taken as old, r_t = 1: exact for the first and only update
-    on a batch, and one forward pass cheaper.
+    Without `old_log_probs`, r_t = 1: exact for the first and only update on a batch, and one forward pass cheaper.
     """
     return predictions.log_probs - predictions.columns.get("old_log_probs", predictions.log_probs.detach())
 
 
 def ratio_to_old(predictions: Predictions) -> Tensor:
-    """r_t, [N], with gradient; see `bounded_exp`."""
+    """Return r_t, [N], with gradient; see `bounded_exp`."""
     return bounded_exp(log_ratio_to_old(predictions))
 
 
@@ -55,7 +54,7 @@ def clip(ratio: Tensor, config: LossConfig) -> Tensor:
 
 
 def ratio_statistics(log_ratio: Tensor, clipped: Tensor) -> Statistics:
-    """clipped: bool [N], tokens to which the clip gives no gradient."""
+    """Return statistics of the ratios. clipped: bool [N], tokens without gradient."""
     return {
         "clip_fraction": mean(clipped.to(log_ratio.dtype)),
         "approximate_kl": mean(kl_estimate(-log_ratio.detach(), "k3")),
@@ -64,7 +63,7 @@ def ratio_statistics(log_ratio: Tensor, clipped: Tensor) -> Statistics:
 
 TokenLosses = Callable[[Predictions, LossConfig], tuple[Tensor, Statistics]]
 LossFunction = Callable[[Predictions, Denominators], tuple[Tensor, Statistics]]
-"""Gives a micro-batch's SUM, already divided by the mini-batch's denominators, and what there is to log."""
+"""Returns a micro-batch's SUM, divided by the mini-batch's denominators, and statistics."""
 
 
 Preparation = Callable[
@@ -75,7 +74,7 @@ Preparation = Callable[
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A registered loss: token losses [N] from predictions, the aggregation that is its own, and its preparation."""
+    """Hold a registered loss: token losses [N] from predictions, its own aggregation, and its preparation."""
 
     function: TokenLosses
     aggregation: str
@@ -90,9 +89,9 @@ def policy_loss(
 ) -> Callable[[TokenLosses], TokenLosses]:
     """Register a policy loss under the name that `algorithm.loss.name` selects.
 
-    aggregation: its normaliser, one of those in `token_weights`; used where `algorithm.loss.aggregation` is `auto`.
-    prepare: for a loss that needs numbers of the whole mini-batch: called on every rank before the first forward pass
-    with the rank's micro-batches, gives them back with further columns.
+    aggregation: its normaliser, one of `token_weights`, for `algorithm.loss.aggregation=auto`. prepare: for losses that
+    need the whole mini-batch: called on every rank before the first forward pass with the rank's micro-batches, returns
+    them with more columns.
     """
 
     def register(function: TokenLosses) -> TokenLosses:
@@ -103,10 +102,10 @@ def policy_loss(
 
 
 def per_sequence_loss(function: TokenLosses) -> TokenLosses:
-    """Let a policy loss see whole sequences one by one (`Predictions` of one sequence, N its predicted tokens).
+    """Call a policy loss with whole sequences (`Predictions` of one sequence, N its predicted tokens).
 
-    It returns token losses [N], or a 0-d loss of the whole sequence, which then stands at each of its tokens: under
-    `sequence_mean_token_mean` the aggregate is the mean of these over sequences. Its statistics are joined.
+    It returns token losses [N], or a 0-d loss, which is repeated at each token: under `sequence_mean_token_mean` the
+    aggregate is the mean over sequences. Its statistics are joined.
     """
 
     def packed(predictions: Predictions, config: LossConfig) -> tuple[Tensor, Statistics]:
@@ -121,9 +120,9 @@ def per_sequence_loss(function: TokenLosses) -> TokenLosses:
 
 
 def make_policy_loss(config: LossConfig) -> "PolicyObjective":
-    """The registered loss with its settings bound.
+    """Return the registered loss with its settings.
 
-    Raises ConfigError if no loss has that name, or a setting of `config` means nothing or does nothing for it.
+    Raises ConfigError if no loss has that name, or a setting of `config` is invalid or has no effect for it.
     """
     check_loss(config)
     if config.name == "custom":
@@ -137,12 +136,12 @@ def make_policy_loss(config: LossConfig) -> "PolicyObjective":
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A policy loss, and what is the same for all: rollout correction, KL to the reference, entropy, aggregation.
+    """Combine a policy loss with rollout correction, KL to the reference, entropy and aggregation.
 
         loss = sum_t weight_t (c_t L_t + c_kl KL_t - c_entropy H_t)
 
-    L_t: the registered loss; c_t: see `correction_weights`; KL_t: see `kl_of_loss`; H_t: entropy in nats; weight_t:
-    see `token_weights`. Needs `reference_log_probs` if kl_coefficient > 0, beside what the loss itself needs.
+    L_t: the registered loss; c_t: see `correction_weights`; KL_t: see `kl_of_loss`; H_t: entropy in nats; weight_t: see
+    `token_weights`. Needs `reference_log_probs` if kl_coefficient > 0, and the columns of the loss.
     """
 
     loss: PolicyLoss
@@ -150,7 +149,7 @@ class PolicyObjective:
 
     @property
     def aggregation(self) -> str:
-        """The normaliser: the setting, or the loss's own where that is `auto`."""
+        """Return the normaliser: the setting, or the loss's own for `auto`."""
         return self.loss.aggregation if self.config.aggregation == "auto" else self.config.aggregation
 
     def __call__(self, predictions: Predictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
@@ -188,7 +187,7 @@ def prepare(
     denominators: Denominators,
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> Sequence[DataProto]:
-    """The micro-batches of this rank with the columns that the loss adds from the whole mini-batch, if it adds any.
+    """Return this rank's micro-batches with the columns that the loss adds from the whole mini-batch, if any.
 
     groups: together the data-parallel ranks, which all call; none for one process.
     """
@@ -206,7 +205,7 @@ def _custom(path: str) -> PolicyLoss:
 
 @cache
 def _of_file(file: str, name: str) -> PolicyLoss:
-    """The loss of a file, which is executed once in a process."""
+    """Return the loss of a file, which is executed once in a process."""
     return _registered(f"{file}:{name}")
 
 

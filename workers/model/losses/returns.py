@@ -1,12 +1,12 @@
-"""Credit token by token: from the reward of a sequence, and a critic's values, to advantages and returns.
+"""Token rewards, and advantages and returns from them and a critic's values.
 
     reward of the sequence, at its last token \\
     KL to the reference, at every token        --token_rewards--> r_t
         PPO           r_t --gae, V_t--> A_t, R_t --whiten, all ranks--> A_t
         REINFORCE++   r_t --discounted_returns--> G_t --whiten, all ranks--> A_t
 
-Runs on the rank that has the tokens and computed the values, so that the driver moves no tokens. A token here is one
-that the policy produced: those of a prompt or of a tool in between are stepped over.
+Runs on the rank that computed the values, so that the driver moves no tokens. Only tokens that the policy produced
+count: tokens of prompts and tools are skipped.
 
 B sequences, N tokens with `loss_mask` of this rank's sequences, one sequence after another.
 """
@@ -28,14 +28,14 @@ EPSILON = 1e-6  # keeps equal advantages at 0
 
 @dataclass(frozen=True)
 class KlPenalty:
-    """The penalty on a token's reward: `coefficient` times its estimated KL to the reference, see `kl_estimate`."""
+    """Penalise a token's reward by `coefficient` times its estimated KL to the reference, see `kl_estimate`."""
 
     coefficient: float
     estimator: str
 
 
 def token_rewards(sequences: DataProto, penalty: KlPenalty | None = None) -> Tensor:
-    """Rewards of tokens, float64 [N] (Ziegler et al. 2019, eq. 2, token by token; Ouyang et al. 2022).
+    """Return rewards of tokens, float64 [N] (Ziegler et al. 2019, eq. 2, token by token; Ouyang et al. 2022).
 
     r_t = - beta KL_t + (the column `reward` at the last token of the sequence, 0 elsewhere)
     """
@@ -49,7 +49,7 @@ def token_rewards(sequences: DataProto, penalty: KlPenalty | None = None) -> Ten
 
 
 def token_kl(sequences: DataProto, estimator: str) -> Tensor:
-    """Estimated KL of the policy that sampled to the reference at each token, nats, float64 [N].
+    """Return the estimated KL of the sampling policy to the reference at each token, nats, float64 [N].
 
     Needs the columns `old_log_probs` and `reference_log_probs`.
     """
@@ -59,7 +59,7 @@ def token_kl(sequences: DataProto, estimator: str) -> Tensor:
 
 
 def sequence_kl(sequences: DataProto, estimator: str) -> Tensor:
-    """The sum of `token_kl` over the tokens of each sequence, float64 [B]."""
+    """Return the sum of `token_kl` over each sequence, float64 [B]."""
     owner = torch.repeat_interleave(torch.arange(len(sequences)), sequences.loss_token_counts)
     sums = torch.zeros(len(sequences), dtype=torch.float64)
     return sums.index_add(0, owner, token_kl(sequences, estimator))
@@ -72,11 +72,11 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        R_t = A_t + V_t
 
-    V and A are 0 after the last token. Rows of different length lie one after another.
+    V and A are 0 after the last token.
 
-    rewards, values: float [N], of the tokens that the policy produced, V_t before token t. lengths: int [B], their
-    number in each sequence, which may be 0. Returns (advantages, returns), float64 [N]: what the policy learns from,
-    and what the critic does. Raises DataError if sizes disagree.
+    rewards, values: float [N], sequence after sequence, V_t before token t. lengths: int [B], tokens of each sequence,
+    may be 0. Returns (advantages for the policy, returns for the critic), float64 [N]. Raises DataError if sizes
+    disagree.
     """
     if not len(rewards) == len(values) == lengths.sum():
         raise DataError(f"{len(rewards)} rewards and {len(values)} values for sequences of {lengths.sum()} tokens")
@@ -94,21 +94,19 @@ def gae(
 
 
 def discounted_returns(rewards: np.ndarray, lengths: np.ndarray, gamma: float) -> np.ndarray:
-    """G_t = r_t + gamma G_{t+1}, 0 after the last token: REINFORCE's return (Williams 1992), and that of REINFORCE++
-    (Hu et al. 2025) where the rewards of tokens hold its KL penalty.
+    """Return G_t = r_t + gamma G_{t+1}, 0 after the last token, float64 [N]: `gae` with values 0 and lambda 1.
 
-    rewards, lengths: as in `gae`, which this is with values of 0 and lambda 1. Returns float64 [N].
+    The return of REINFORCE (Williams 1992), and of REINFORCE++ (Hu et al. 2025) if the rewards include its KL penalty.
     """
     returns, _ = gae(rewards, np.zeros(len(rewards)), lengths, gamma=gamma)
     return returns
 
 
 def whiten(values: Tensor, groups: Sequence[dist.ProcessGroup] = (), device: torch.device | str = "cpu") -> Tensor:
-    """(x - mean(x)) / (std(x) + epsilon) over the values of all ranks, however they are dealt; float64 [N].
+    """Return (x - mean(x)) / (std(x) + epsilon) over the values of all ranks, in any distribution; float64 [N].
 
-    In two passes, because a variance from sums of squares loses digits where the mean is far from 0. The standard
-    deviation is the population's (n), so that the result has deviation 1 over the very tokens that are learned from, as
-    in OpenRLHF; verl's whitening takes the sample's (n - 1), which differs by a factor of about 1 - 1 / 2n.
+    Uses two passes, because a variance from sums of squares loses digits if the mean is far from 0. The standard
+    deviation is the population's (n), as in OpenRLHF; verl uses the sample's (n - 1), a factor of about 1 - 1 / 2n.
 
     groups: together the data-parallel ranks, which all call; none for one process. device: where they add up sums.
     """

@@ -36,13 +36,13 @@ ValueLossFunction = Callable[[ValuePredictions, Denominators], tuple[Tensor, Sta
 
 
 def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
-    """Squared error, clipped as in PPO2 (Dhariwal et al. 2017, OpenAI Baselines) where `config.clip` is above 0.
+    """Return the squared error, clipped as in PPO2 (Dhariwal et al. 2017, OpenAI Baselines) if `config.clip` > 0.
 
         L_t = 1/2 max((V_t - R_t)^2, (V_old_t + clip(V_t - V_old_t, -clip, clip) - R_t)^2)
         without clip:   L_t = 1/2 (V_t - R_t)^2
 
-    Needs `returns`, and with a clip `old_values`, those before the first update on the batch. Normaliser:
-    config.aggregation. The statistics let `explained_variance` be exact over micro-batches and ranks.
+    Needs `returns`, and with a clip `old_values`, from before the first update on the batch. Normaliser:
+    config.aggregation. The statistics make `explained_variance` exact over micro-batches and ranks.
     """
 
     def value_loss(predictions: ValuePredictions, denominators: Denominators) -> tuple[Tensor, Statistics]:
@@ -61,7 +61,7 @@ def make_value_loss(config: ValueLossConfig) -> ValueLossFunction:
 
 
 def value_statistics(values: Tensor, returns: Tensor) -> Statistics:
-    """Means over tokens of values, returns and their squares, in float64 because variances are small differences."""
+    """Return means of values, returns and their squares, in float64: variances are small differences."""
     returns, errors = returns.double(), (returns - values).detach().double()
     return {
         "values": mean(values.double()),
@@ -73,9 +73,9 @@ def value_statistics(values: Tensor, returns: Tensor) -> Statistics:
 
 
 def explained_variance(metrics: Mapping[str, Metric]) -> float:
-    """1 - Var(R - V) / Var(R) over all tokens that the merged metrics of `value_statistics` stand for.
+    """Return 1 - Var(R - V) / Var(R) over all tokens of the merged metrics of `value_statistics`.
 
-    1 is a perfect critic, 0 one that knows the mean return at best; NaN where all returns are equal.
+    1 is a perfect critic, 0 a constant prediction; NaN if all returns are equal.
     """
 
     def variance(name: str) -> float:
