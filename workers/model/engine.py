@@ -1,12 +1,12 @@
-"""The training engine that every role uses: forward-only log-probs, forward and backward, optimiser step, weights out.
+"""The training engine of every role: forward-only log-probs, forward and backward, optimiser step, weights out.
 
     DataProto --slice--> micro-batch --lay out--> PackedCausalLM --> log_probs, entropy --loss function--> backward
                   (once a micro-batch; each adds its gradients to the shards of the ranks, `parallel.prepare_backward`)
     optimizer_step: clip --> AdamW --> schedule          named_weights, save_pretrained: gather --> names of the files
 
-It needs torch and transformers only, and runs in a plain process, under torchrun, or inside an actor. Calls are
+It needs only torch and transformers, and runs in a plain process, under torchrun, or inside an actor. Calls are
 collective: every rank makes the same calls with the same number of micro-batches. Ranks that share sequences or layers
-(`parallel.py`) get the same sequences and return the same results; a caller counts those of one of them.
+(`parallel.py`) get the same sequences and return the same results; a caller counts one of them.
 
 T tokens and B sequences of this rank.
 """
@@ -60,15 +60,15 @@ from workers.model.value_head import LOADERS
 
 
 class TrainingEngine:
-    """One model, sharded over the data-parallel ranks, with an optimiser unless it is frozen.
+    """Train or evaluate one model, sharded over the ranks; frozen without an optimiser.
 
     model_config: what to load and how to compute it. optimizer: None for a frozen model. total_steps: optimiser steps
-    of the run, for the schedule. temperature: divides the logits, in log-probs and loss alike; that of the rollouts.
-    parallel: how the ranks of the process group share sequences and layers; None shards parameters over all of them.
-    head: `lm` gives log-probs, `value` values, for a critic (`values.py`); losses go with it. check_numerics:
-    whether to compare it, before it is used, with the model's own forward pass (`numerics_check.py`).
+    of the run, for the schedule. temperature: divides the logits, in log-probs and loss; the rollouts' temperature.
+    parallel: how ranks share sequences and layers; None shards parameters over all of them. head: `lm` for log-probs,
+    `value` for a critic's values (`value_head.py`). check_numerics: compare with the model's own forward pass
+    (`numerics_check.py`).
 
-    Raises ConfigError or UnsupportedModelError, on every rank alike, if the model cannot be loaded or packed.
+    Raises ConfigError or UnsupportedModelError, on every rank, if the model cannot be loaded or packed.
     """
 
     def __init__(
@@ -135,20 +135,20 @@ class TrainingEngine:
                 )
 
     def _source(self, parameter_dtype: torch.dtype) -> Source[PackedModel]:
-        """The model to load, with the attention of the layout that all passes can use."""
+        """Return the model to load, with the attention of the layout that all passes can use."""
         shared = self.parallel.context.size() * self.parallel.tensor.size() > 1
         layout = self.model_config.attention_layout(shared=shared)
         loaded = replace(self.model_config, layout=layout, forward_layout="same")
         return Source(partial(LOADERS[self.head], loaded, parameter_dtype))
 
     def _check_model(self) -> None:
-        """Raise ConfigError if the model does not go with the settings or the tokenizer."""
+        """Raise ConfigError if the model does not match the settings or the tokenizer."""
         cuda, half = self.device.type == "cuda", self.dtype.itemsize == 2
         check_model(self.module, self.model_config, self.parallel.config, head=self.head, cuda=cuda, half=half)
         check_tokenizer(self.tokenizer, self.vocabulary, self.model_config.path)
 
     def _distribute(self, cpu_offload: bool) -> None:
-        """Divide the module's parameters between the ranks; compiled layers come before FSDP wraps them."""
+        """Shard the module's parameters over the ranks; layers are compiled before FSDP wraps them."""
         if self.parallel.tensor.size() > 1:
             share_model(self.module.model, self.parallel.tensor)
         self.stage.keep(self.module)
@@ -166,19 +166,18 @@ class TrainingEngine:
 
     @property
     def data_parallel_groups(self) -> list[dist.ProcessGroup]:
-        """Groups over which a sum, one after the other, is one over all ranks that hold different sequences."""
+        """Return the groups over which consecutive sums cover all ranks with different sequences."""
         return [self.parallel.mesh[name].get_group() for name in ("dp_replicate", "dp_shard")]
 
     @torch.no_grad()
     def log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
-        """Log-probability of every token with `loss_mask`, forward only.
+        """Return the log-probability of every token with `loss_mask`, forward only.
 
-        micro_batches: (start, stop) rows of `sequences`; together they hold every row once, start == stop is a
-        micro-batch without work. Returns float32 [T] on the CPU, 0 where nothing is predicted, and the metrics
-        `entropy` and, if the batch has `rollout_log_probs`, `rollout_mismatch_mean` and `_max`.
+        micro_batches: (start, stop) rows of `sequences`, each row in exactly one; start == stop is an empty
+        micro-batch. Returns float32 [T] on the CPU, 0 where nothing is predicted, and the metrics `entropy` and, with
+        `rollout_log_probs`, `rollout_mismatch_mean` and `_max`.
 
-        Raises ConfigError for an engine with a value head, DataError if the micro-batches leave a row out or name one
-        twice.
+        Raises ConfigError for an engine with a value head, DataError if rows are missing or repeated.
         """
         self._check_head("lm")
         (log_probs,), metrics = self._forward_only("log_probs", sequences, micro_batches, ("log_probs",), _measure)
@@ -188,9 +187,9 @@ class TrainingEngine:
     def log_probs_and_entropies(
         self, sequences: DataProto, micro_batches: Sequence[MicroBatch]
     ) -> tuple[Tensor, Tensor, Metrics]:
-        """`log_probs` and, of the same forward pass, the entropy of the distribution of each of these tokens, in nats.
+        """Return `log_probs` and, from the same forward pass, the entropy at each of these tokens, in nats.
 
-        Both are float32 [T] on the CPU, 0 where nothing is predicted; metrics and errors are those of `log_probs`.
+        Both are float32 [T] on the CPU, 0 where nothing is predicted; metrics and errors as in `log_probs`.
         """
         self._check_head("lm")
         kept = ("log_probs", "entropy")
@@ -199,7 +198,7 @@ class TrainingEngine:
 
     @torch.no_grad()
     def sequence_log_probs(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Log-prob of each sequence's tokens with `loss_mask` together, forward only: float64 [B] on the CPU.
+        """Return the summed log-prob of each sequence's tokens with `loss_mask`, forward only: float64 [B] on the CPU.
 
         Raises as `log_probs` does.
         """
@@ -217,7 +216,7 @@ class TrainingEngine:
 
     @torch.no_grad()
     def values(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Metrics]:
-        """Value of the state before every token with `loss_mask`, forward only; otherwise like `log_probs`.
+        """Return the value of the state before every token with `loss_mask`, forward only; otherwise like `log_probs`.
 
         Its metric is `values`, their mean. Raises ConfigError for an engine without a value head.
         """
@@ -229,7 +228,7 @@ class TrainingEngine:
 
     @torch.no_grad()
     def scores(self, sequences: DataProto, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Output of the value head at the last token of each sequence, forward only: float32 [B] on the CPU.
+        """Return the value head's output at the last token of each sequence, forward only: float32 [B] on the CPU.
 
         Raises ConfigError for an engine without a value head, DataError as `log_probs` does.
         """
@@ -250,7 +249,7 @@ class TrainingEngine:
         kept: Sequence[str],
         measure: Callable[[Any], Statistics],
     ) -> tuple[list[Tensor], Metrics]:
-        """Returns the columns `kept` of the predictions, float32 [T] each, and metrics of what `measure` gives."""
+        """Return the columns `kept` of the predictions, float32 [T] each, and the metrics of `measure`."""
         results = [torch.zeros(sequences.num_tokens, dtype=torch.float32) for _ in kept]
         statistics: list[Statistics] = []
 
@@ -272,7 +271,7 @@ class TrainingEngine:
         finish: Callable[[int, int, LaidOut, Any], None],
         **layout: bool,
     ) -> None:
-        """Each micro-batch forward, timed as a micro-step `name`; finish(start, stop, ...). layout: see `Work`."""
+        """Run each micro-batch forward, timed as `name`; finish(start, stop, ...). layout: see `Work`."""
         check_sequences(sequences, self.vocabulary, self.positions)
         check_micro_batches(micro_batches, len(sequences), complete=True)
         rounds = self.stage.whole_rounds(micro_batches)
@@ -294,11 +293,11 @@ class TrainingEngine:
     ) -> Metrics:
         """Add the gradient of a mini-batch's loss to the parameters' gradients; returns the loss function's metrics.
 
-        micro_batches: this rank's share of the mini-batch as (start, stop) rows, one at least and as many on every
-        rank; start == stop is a micro-batch without work. denominators: of the whole mini-batch over all ranks. The
-        metric `loss` adds up over ranks to the mini-batch's loss.
+        micro_batches: this rank's share of the mini-batch as (start, stop) rows, at least one and as many on every
+        rank; start == stop is an empty micro-batch. denominators: of the whole mini-batch over all ranks. The metric
+        `loss` adds up over ranks to the mini-batch's loss.
 
-        Raises ConfigError for an engine without optimiser, DataError for rows that are not there or named twice.
+        Raises ConfigError for an engine without optimiser, DataError for missing or repeated rows.
         """
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer")
@@ -324,9 +323,8 @@ class TrainingEngine:
     def optimizer_step(self) -> Metrics:
         """Clip, update, advance the schedule, clear the gradients.
 
-        A loss or gradient with NaN or infinity leaves parameters and optimiser state as they are, on every rank alike,
-        and is counted. Metrics: `learning_rate`, `skipped_steps` (adds up over ranks to 0 or 1) and, unless skipped,
-        `grad_norm` (before clipping).
+        A loss or gradient with NaN or infinity skips the step on every rank. Metrics: `learning_rate`, `skipped_steps`
+        (adds up over ranks to 0 or 1) and, unless skipped, `grad_norm` (before clipping).
 
         Raises NonFiniteError, naming the sequences, after `optimizer.max_skipped_steps` skipped steps in a row.
         """
@@ -348,19 +346,17 @@ class TrainingEngine:
     def named_weights(
         self, dtype: torch.dtype | None = None, keeper: int | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights under the names and in the shapes of the model's files, one at a time, on `device`; collective.
+        """Yield whole weights under the names and in the shapes of the model's files, on `device`; collective.
 
-        dtype: of the weights; None is that of the parameters. keeper: the only rank that gets them, while the others
-        take part and get none; None is every rank.
+        dtype: of the weights; None is the parameters'. keeper: the only rank that gets them; None is every rank.
 
-        `lm_head.weight` is included even if it is tied to the embedding: vLLM keeps a packed copy of the output layer,
-        which would silently stay at the old weights otherwise.
+        `lm_head.weight` is included even if tied: vLLM keeps a packed copy of the output layer, which would stay old.
         """
         reshard(self.module)
         return self.checkpoint_weights.convert(self.checkpoint_weights.plan, dtype, keeper)
 
     def weights_metadata(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Names, shapes and types of `named_weights` in its order, as tensors on the meta device; not collective."""
+        """Return `named_weights` in order as meta tensors; not collective."""
         return self.checkpoint_weights.metadata(self.checkpoint_weights.plan, dtype)
 
     def _shards(self) -> dict[str, Shard]:
@@ -371,7 +367,7 @@ class TrainingEngine:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Inside, the engine is the base model: with LoRA, the policy is its own reference.
+        """Inside, the engine is the base model: with LoRA, the policy's own reference.
 
         Raises ConfigError for an engine without adapters.
         """
@@ -380,9 +376,9 @@ class TrainingEngine:
             yield
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write the adapters alone in peft's format; collective, rank 0 writes, all ranks wait for it.
+        """Write only the adapters, in peft's format; collective, rank 0 writes and all ranks wait.
 
-        An existing folder is replaced. Raises OutputError, on every rank alike, if rank 0 cannot write.
+        An existing folder is replaced. Raises OutputError, on every rank, if rank 0 cannot write.
         """
         self._check_adapters("save adapters")
         reshard(self.module)
@@ -397,22 +393,22 @@ class TrainingEngine:
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
-        """Saves and loads the training state; creating it is collective. Raises ConfigError if frozen."""
+        """Return the saver and loader of training state; created collectively. Raises ConfigError if frozen."""
         if self.optimizer_config is None:
             raise ConfigError("this engine is frozen: it was built without an optimizer and has no state to save")
         return Checkpointer(self.module, self.optimizer, self.schedule, self.device, self.stage)
 
     def save_checkpoint(self, path: str | Path, *, step: int, extra: dict[str, Any] | None = None) -> None:
-        """Begin to save the training state in the background; see `Checkpointer.save`. Collective.
+        """Start to save the training state in the background; see `Checkpointer.save`. Collective.
 
-        extra: the caller's own state, a JSON object, which becomes part of the checkpoint.
+        extra: the caller's own state, a JSON object, stored in the checkpoint.
         """
         checkpointer = self.checkpointer
         numbers = {"skipped_in_a_row": self.skip_policy.in_a_row}
         checkpointer.save(path, step=step, engine=numbers, extra=extra)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when no save is under way; collective. Raises CheckpointError if the last one failed."""
+        """Wait for a running save; collective. Raises CheckpointError if the last save failed."""
         self.checkpointer.wait()
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
@@ -423,7 +419,7 @@ class TrainingEngine:
         return manifest.extra
 
     def save_pretrained(self, path: str | Path, file_bytes: int = FILE_BYTES) -> None:
-        """Write the model in Hugging Face format, in the type of its files, with the source's other files; collective.
+        """Write the model in Hugging Face format, in its files' dtype, with the source's other files; collective.
 
         Ranks share the writing, in files of about `file_bytes`, and return when the folder is complete; an existing
         folder is replaced. Raises OutputError if a rank cannot write.

@@ -1,12 +1,12 @@
-"""A simulated GPU: its tensors have sizes but no numbers, so that the real engine runs to measure its memory.
+"""A simulated GPU: its tensors have sizes but no data, so that the real engine runs to measure its memory.
 
     real tensors on the CPU  --.to("gpu")-->  fake tensors on "gpu"  --.item()-->  1
 
-The device is a backend of torch's in Python (PrivateUse1), which autograd, FSDP2 and DTensor take like any other; every
-operation on it is one on fake tensors, of which torch knows shapes and types. Tensors on the CPU are computed as usual.
-The engine's code is not changed; `stand_in` replaces calls that check for CUDA by name, read files, or need numbers.
+The device is a PrivateUse1 backend in Python, which autograd, FSDP2 and DTensor use like any other. Its operations run
+on fake tensors; tensors on the CPU are computed as usual. `stand_in` replaces calls that check for CUDA by name, read
+files, or need data; the engine's code is unchanged.
 
-For a process of its own: the backend stays registered. Needs the exact torch that pyproject.toml pins.
+Use a separate process: the backend stays registered. Needs the exact torch that pyproject.toml pins.
 """
 
 import sys
@@ -37,7 +37,7 @@ DEVICE = "gpu"
 
 
 class Stream:
-    """A stream, or an event, of a device that does nothing."""
+    """Stand for a stream or event of a device that does nothing."""
 
     device = torch.device("cpu")
 
@@ -52,7 +52,7 @@ class Stream:
 
 
 class Backend:
-    """The device's module as torch, FSDP2 and DeviceMesh use it, like `torch.cuda`."""
+    """Provide the device's module for torch, FSDP2 and DeviceMesh, like `torch.cuda`."""
 
     def __init__(self) -> None:
         self.Stream = self.Event = Stream
@@ -87,9 +87,9 @@ class Backend:
 
 
 class Ledger:
-    """Bytes of the live storages, and their peak since `restart`.
+    """Count the bytes of live storages, and their peak since `restart`.
 
-    (torch's own MemTracker sees the results of DTensor's operations, not what they allocate inside.)
+    torch's MemTracker misses what DTensor's operations allocate inside.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,6 @@ class Ledger:
         self._sizes: dict[int, int] = {}
 
     def restart(self) -> None:
-        """Forget the peak."""
         self.peak = self.current
 
     def enter(self, storage: torch.UntypedStorage) -> None:
@@ -108,7 +107,7 @@ class Ledger:
         self._set(key, storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the new size of a storage, if it is one of these."""
+        """Count the new size of a storage, if known."""
         if storage._cdata in self._sizes:
             self._set(storage._cdata, storage.nbytes())
 
@@ -122,7 +121,7 @@ class Ledger:
 
 
 class FakeGpu(TorchDispatchMode):
-    """Operations on the device, on fake tensors; all others as they are. ledger: of the device's memory."""
+    """Run operations of the device on fake tensors; others are unchanged. ledger: of the device's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,14 +145,14 @@ class FakeGpu(TorchDispatchMode):
 
 
 def _is_fake(leaf: Any) -> bool:
-    """A tensor without numbers, or the device that has only such."""
+    """Return whether `leaf` is a fake tensor or the fake device."""
     if isinstance(leaf, torch.Tensor):
         return isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.device.type == DEVICE
     return isinstance(leaf, torch.device) and leaf.type == DEVICE
 
 
 def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same size and type in the mode of fake tensors."""
+    """Return a fake tensor of the same size and type."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -161,7 +160,7 @@ def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
-    """Inside, this process is `rank` of `ranks` ranks, each with a fake GPU, whose collectives do nothing."""
+    """Inside, this process is `rank` of `ranks` ranks, each with a fake GPU; collectives do nothing."""
     backend = Backend()
     _setup_privateuseone_for_python_backend(DEVICE, backend)
     torch.accelerator.current_stream = backend.current_stream  # FSDP2 asks there for layers that it gathered in vain
@@ -177,7 +176,7 @@ def fake_gpus(ranks: int, rank: int = 0) -> Iterator[FakeGpu]:
 
 @contextmanager
 def _resizes_counted(ledger: Ledger) -> Iterator[None]:
-    """FSDP2 frees and remakes gathered parameters by resizing their storages, which is no operation."""
+    """Count storage resizes, by which FSDP2 frees and remakes gathered parameters: no operation shows them."""
     resize = torch.UntypedStorage.resize_
 
     def counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -193,7 +192,7 @@ def _resizes_counted(ledger: Ledger) -> Iterator[None]:
 
 
 def stand_in() -> None:
-    """Replace what cannot run without files, numbers or CUDA's name."""
+    """Replace calls that need files, data or CUDA's name."""
     loading._on_rank_zero = lambda load: None
     loading.set_model_state_dict = lambda *_, **__: None
     engine.load_tokenizer = lambda path: None
@@ -213,7 +212,7 @@ def stand_in() -> None:
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(propagator: ShardingPropagator, op_schema: Any) -> Any:
-        """DTensor finds the shape of a result by computing it on tensors of the whole size, which no rank has."""
+        """Infer DTensor's result shapes outside the ledger: DTensor computes them on tensors of the whole size."""
         with _disable_current_modes():
             return propagate(propagator, op_schema)
 
@@ -232,7 +231,7 @@ def _evenly(layers: int, parts: int) -> list[range]:
 def _dispatch_evenly(
     _: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, num_local_experts: int, ep_group: Any, ep_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int], list[int]]:
-    """transformers' dispatch where every expert gets as many tokens: how many it gets is a number."""
+    """Dispatch as transformers, with equally many tokens for every expert: their number is data."""
     chosen = top_k_index.reshape(-1)
     order = torch.argsort(chosen)
     sent = hidden_states[order // top_k_index.size(-1)]
@@ -244,7 +243,7 @@ def _dispatch_evenly(
 def _dispatch_evenly_with_weights(
     exchange: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-    """The same for the interface of transformers 5.21."""
+    """Dispatch in the same way, for transformers 5.21."""
     mesh, count = exchange.ep_mesh, exchange.num_local_experts
     received, experts, *route = _dispatch_evenly(
         exchange, hidden_states, top_k_index, count, mesh.get_group(), mesh.size()

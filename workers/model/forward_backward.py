@@ -1,10 +1,10 @@
-"""Micro-batches through the model of this rank, or through its stage of a pipeline: forward, and backward with losses.
+"""Micro-batches through the model of this rank, or its pipeline stage: forward, and backward with losses.
 
     DataProto --RowLayout--> forward of one micro-batch --> finish: results, loss --> backward      one stage
     stage:  receive --> forward --> send ... receive gradient --> backward --> send                 one of several
 
-The order is that of `balancing.pipeline`; a single stage computes forward and backward of one micro-batch after the
-other. While a micro-batch is computed, what the next one needs is already on its way.
+The order comes from `balancing.pipeline`; a single stage alternates forward and backward. Tensors for the next
+micro-batch are received during the computation of the current one.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,18 +32,18 @@ Finish = Callable[[int, LaidOut, Any], Tensor | None]
 
 
 class RouterHook(Protocol):
-    """Acts on a model's routers while a micro-batch goes through them."""
+    """Act on a model's routers during the passes of a micro-batch."""
 
     def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> Any:
-        """The data that it needs of a micro-batch, by the cells of this rank."""
+        """Return the data that the hook needs of a micro-batch, by the cells of this rank."""
 
     def following(self, cells: Any, *, counting: bool = False) -> AbstractContextManager[None]:
-        """Inside, it acts on forward passes. counting: of a pass that is trained and not repeated by checkpointing."""
+        """Inside, act on forward passes. counting: of a pass that is trained and not repeated by checkpointing."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Micro-batches of one pass, and how to lay them out; see `RowLayout.lay_out`. trains: whether backward follows."""
+    """Hold the micro-batches of one pass, and how to lay them out (`RowLayout.lay_out`). trains: backward follows."""
 
     name: str
     micro_batches: Sequence[DataProto]
@@ -54,7 +54,7 @@ class Work:
 
 
 def outputs(module: PackedModel, laid_out: LaidOut, passing: Passing, temperature: float) -> Any:
-    """The outputs of `module`, of this rank's part of a micro-batch; see `Compute`."""
+    """Return the outputs of `module` for this rank's part of a micro-batch; see `Compute`."""
     arguments = laid_out.arguments | {"temperature": temperature}
     if isinstance(module, PackedValueModel):
         del arguments["temperature"], arguments["targets"]
@@ -62,7 +62,7 @@ def outputs(module: PackedModel, laid_out: LaidOut, passing: Passing, temperatur
 
 
 def predictions_of(head: str, micro_batch: DataProto, laid_out: LaidOut, outputs: Any) -> Any:
-    """Predictions or ValuePredictions; on every rank of a context-parallel group those of the whole micro-batch."""
+    """Return (Value)Predictions; on every rank of a context-parallel group, of the whole micro-batch."""
     if head == "value":
         return ValuePredictions.gather(laid_out.whole(outputs), micro_batch, laid_out.rows)
     log_probs, entropy = laid_out.whole(torch.stack(outputs, dim=-1)).unbind(-1)
@@ -71,8 +71,10 @@ def predictions_of(head: str, micro_batch: DataProto, laid_out: LaidOut, outputs
 
 @dataclass
 class _Begun:
-    """A micro-batch between its forward and its backward pass. end: its loss, or what was sent. routed: what each
-    RouterHook needs of it."""
+    """Hold a micro-batch between forward and backward.
+
+    end: its loss, or what was sent. routed: data of each RouterHook.
+    """
 
     received: Tensor | None
     end: Tensor | None
@@ -81,7 +83,7 @@ class _Begun:
 
 
 class Passes:
-    """Puts micro-batches through the model. Collective: every rank runs as many."""
+    """Run micro-batches through the model. Collective: every rank runs the same number."""
 
     def __init__(
         self,
@@ -93,14 +95,15 @@ class Passes:
         before_backward: Callable[[Part, bool], None],
         router_hooks: Sequence[RouterHook],
     ) -> None:
-        """dtype: of what stages send. before_backward: called before each backward pass, with the part that it goes
-        through, and whether it is the last one through it."""
+        """dtype: of what stages send. before_backward: called before each backward pass with the part of the model, and
+        whether this is the part's last pass.
+        """
         self._stage, self._layout, self._clock, self._device, self._dtype = stage, layout, clock, device, dtype
         self._before_backward, self._router_hooks = before_backward, router_hooks
         self._exchange = Exchange(stage.parallel) if stage.stages > 1 else None
 
     def run(self, work: Work, compute: Compute) -> None:
-        """All micro-batches, forward and, if `work.trains`, backward."""
+        """Run all micro-batches forward and, if `work.trains`, backward."""
         run = _Run(work, compute, self._stage, self._layout, self._clock, self._exchange, self._router_hooks)
         schedule = replace(self._stage.schedule, backward=2.0 if work.trains else 0.0)
         order = actions(schedule, self._stage.index, len(work.micro_batches)) if work.micro_batches else ()
@@ -117,7 +120,7 @@ class Passes:
 
 
 class _Run:
-    """One call of `Passes.run`."""
+    """Run one call of `Passes.run`."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class _Run:
         self._begun: dict[tuple[int, int], _Begun] = {}
 
     def expect(self, action: Action, dtype: torch.dtype, device: torch.device) -> None:
-        """Begin to receive what `action` takes from another stage, unless that has begun."""
+        """Start to receive the input of `action` from another stage, unless started."""
         part = self._stage.parts[action.chunk]
         if self._exchange is None or action in self._arriving:
             return
@@ -195,6 +198,6 @@ class _Run:
         return self._laid_out[index]
 
     def _shape(self, index: int) -> tuple[int, ...]:
-        """Of the hidden states of a micro-batch on this rank: those between layers are cut by tensor parallelism."""
+        """Return the shape of a micro-batch's hidden states on this rank, split by tensor parallelism."""
         rows, cells = self._lay_out(index).arguments["input_ids"].shape
         return rows, cells // self._stage.parallel.tensor.size(), self._stage.hidden_size

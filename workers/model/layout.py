@@ -1,11 +1,11 @@
-"""From a micro-batch to the arguments of the model on one rank, and from its outputs back to the whole micro-batch.
+"""From a micro-batch to the model's arguments on one rank, and from its outputs back to the whole micro-batch.
 
     DataProto --pack--> PackedRow --cut--> this rank's part --model--> values of its tokens --whole--> [N]
               --pack_shared--> SharedRow, where sequences begin with the same tokens
               --pad---> PaddedRows ----------------------------------> values of all tokens
 
-Padded rows that ranks share, or that a flash kernel computes, are a PackedRow whose segments are all as long as the
-longest: attention is causal and padding is at the end, so that no token sees it.
+Padded rows on shared ranks or a flash kernel are a PackedRow with segments as long as the longest: attention is causal
+and padding is at the end, so no token sees it.
 
 T tokens and N predicted tokens of the micro-batch.
 """
@@ -36,10 +36,10 @@ from workers.model.value_head import after_last
 
 @dataclass(frozen=True)
 class LaidOut:
-    """rows: the whole micro-batch. arguments: those of the model on this rank, on its device.
+    """Hold a micro-batch as laid out. rows: the whole. arguments: of the model on this rank, on its device.
 
     source: int64 [number of cells], on the CPU: the token in each cell of this rank, along the ragged axis of the
-    sequences; -1 where there is none. cells: int64 [T], likewise the cell of each token; -1 where another rank has it.
+    sequences; -1 if none. cells: int64 [T], the cell of each token; -1 on other ranks.
 
     whole: values [n, ...] of this rank's predicted tokens -> [N, ...] of all, on every rank of the group.
     """
@@ -52,9 +52,9 @@ class LaidOut:
 
 
 class RowLayout:
-    """Lays out the micro-batches of one engine. parallel: None for a process without a process group.
+    """Lay out the micro-batches of one engine. parallel: None for a process without a process group.
 
-    Raises ConfigError or UnsupportedModelError if model, layout, attention kernel and parallelism do not go together.
+    Raises ConfigError or UnsupportedModelError if model, layout, attention kernel and parallelism are incompatible.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class RowLayout:
             self._backend = choose_backend(config.attention, device, compute_dtype, features, model=name)
 
     def lay_out(self, micro_batch: DataProto, *, forward: bool = False, last: bool = False) -> LaidOut:
-        """forward: with the layout of forward-only passes, not of training. last: read the last cell of each sequence
-        instead of the cell before each token with `loss_mask`.
+        """Lay out a micro-batch.
 
-        Raises DataError if `loss_mask` marks the first token of a sequence.
+        forward: use the layout of forward-only passes. last: read the last cell of each sequence instead of the cell
+        before each token with `loss_mask`. Raises DataError if `loss_mask` marks the first token of a sequence.
         """
         layout, multiple = self._config.rows(forward=forward)
         multiple = math.lcm(multiple, self._sharing)
@@ -114,13 +114,12 @@ class RowLayout:
         return pack(micro_batch, multiple, to_longest=to_longest)
 
     def _attention(self, row: PackedRow) -> PackedAttention:
-        """The attention of a whole row."""
         if isinstance(row, SharedRow):
             return SharedAttention(row, self._device)
         return packed_attention(self._backend, row, self._device)
 
     def _part_of(self, row: PackedRow, micro_batch: DataProto, context: DeviceMesh) -> LaidOut:
-        """This rank's part of the row of a micro-batch that the ranks of `context` share."""
+        """Return this rank's part of the row that the ranks of `context` share."""
         group, size = context.get_group(), len(row.targets)
         part = cut(row, context.size(), context.get_local_rank())
         selected = part.selected.to(self._device)
@@ -138,9 +137,9 @@ class RowLayout:
 
 
 def _tokens(part: Any, micro_batch: DataProto) -> tuple[Tensor, Tensor]:
-    """`source` and `cells` of a LaidOut. part: a ModelInput or RowPart.
+    """Return `source` and `cells` of a LaidOut. part: a ModelInput or RowPart.
 
-    The row of an empty micro-batch has a token, so that the rank takes part in what others do, but no work.
+    The row of an empty micro-batch has a token without work, so that the rank takes part in collectives.
     """
     source, cells = part.source.flatten(), part.cells
     return (source, cells) if len(micro_batch) else (torch.full_like(source, -1), cells[:0])

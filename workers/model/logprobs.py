@@ -3,10 +3,10 @@
     hidden [N, H] --chunk of n--> logits [n, V] --> log_probs [n], entropy [n]      logits of one chunk exist at a time,
     hidden, weight gradients <--chunk of n-- logits again <-- their gradients       forward and backward
 
-    With the vocabulary shared over ranks, each rank has the logits of its own part. What is reduced are the maximum,
-    the sum of exponentials, the target's log-probability and the entropy, [n] each, and the gradient of hidden.
+If ranks share the vocabulary, each has the logits of its own part. They reduce the maximum, the sum of exponentials,
+the target's log-probability and the entropy, [n] each, and the gradient of hidden.
 
-N predicted tokens, H hidden size, V vocabulary (of this rank, where it is shared).
+N predicted tokens, H hidden size, V vocabulary (of this rank, if shared).
 """
 
 from dataclasses import dataclass
@@ -31,17 +31,17 @@ def linear_log_probs(
     group: dist.ProcessGroup | None = None,
     first_id: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` and entropy under softmax(cap(factor (hidden @ weight.T + bias)) / temperature).
+    """Return log-probs of `targets` and entropy under softmax(cap(factor (hidden @ weight.T + bias)) / temperature).
 
         cap(x) = softcap * tanh(x / softcap)      (Gemma 2, Riviere et al. 2024, section 2), or x without a softcap
 
-    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in nats), in
-    float32 (float64 for float64 input); both carry gradients to hidden, weight and bias. Memory beyond the inputs and
-    their gradients is that of `chunk_tokens` rows of logits: twice in float32, more with a softcap or half precision.
+    hidden [N, H], weight [V, H], bias [V] or None, targets int64 [N]. Returns (log_probs [N], entropy [N] in nats),
+    float32 (float64 for float64 input), with gradients to hidden, weight and bias. Extra memory: `chunk_tokens` rows of
+    logits, twice in float32, more with a softcap or half precision.
 
-    group: the ranks that share the vocabulary; None where this process has all of it. Rank by rank, weight and bias are
-    the rows from `first_id` on; hidden and targets are the same on all, and so are the results and the gradient of
-    hidden, the whole of it, provided that all use the results in the same way.
+    group: the ranks that share the vocabulary; None if not shared. Weight and bias are then the rows from `first_id`
+    on; hidden, targets and results are the same on all ranks, and so is the whole gradient of hidden, if all use the
+    results in the same way.
     """
     head = _Head(float(temperature), softcap or None, factor, group, first_id)
     return _LinearLogProbs.apply(hidden, weight, bias, targets, head, chunk_tokens)
@@ -49,7 +49,7 @@ def linear_log_probs(
 
 @dataclass(frozen=True)
 class _Head:
-    """Scaling of the logits, and the part of the vocabulary that this rank has."""
+    """Scale the logits of this rank's part of the vocabulary."""
 
     temperature: float
     softcap: float | None
@@ -58,7 +58,7 @@ class _Head:
     first_id: int
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Multiplied, capped and scaled, [n, V]."""
+        """Return the capped and scaled logits, [n, V]."""
         logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
         logits = logits if self.factor == 1.0 else logits.mul_(self.factor)
         if self.softcap is not None:
@@ -66,14 +66,14 @@ class _Head:
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Derivative of `logits` by those before factor, cap and temperature; None is 1."""
+        """Return the derivative of `logits` by the raw logits; None is 1."""
         slope = self.factor / self.temperature
         if self.softcap is None:
             return None if slope == 1.0 else slope
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(slope)
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """Over the whole vocabulary, [n]."""
+        """Return the log-sum-exp over the whole vocabulary, [n]."""
         if self.group is None:
             return logits.logsumexp(-1)
         highest = logits.amax(-1)
@@ -81,13 +81,13 @@ class _Head:
         return self.sum((logits - highest[:, None]).exp_().sum(-1)).log_().add_(highest)
 
     def sum(self, part: Tensor) -> Tensor:
-        """Over the ranks that share the vocabulary, in place."""
+        """Sum over the ranks that share the vocabulary, in place."""
         if self.group is not None:
             dist.all_reduce(part, group=self.group)
         return part
 
     def own(self, targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """(row of each target in this rank's part, whether it is there), [n] each; the row is 0 where it is not."""
+        """Return (row of each target in this rank's part, 0 if elsewhere; whether it is here), [n] each."""
         rows = targets - self.first_id
         mine = (rows >= 0) & (rows < size)
         return rows.where(mine, 0), mine
@@ -171,9 +171,10 @@ def _grad_logits(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the scaled logits [n, V] from log_probs [n, V], the targets of `_Head.own`, and gradients [n].
+    """Return the gradient of the scaled logits [n, V] from log_probs [n, V], the targets of `_Head.own`, and gradients
+    [n].
 
-    In place of log_probs, or with a gradient of the entropy beside it.
+    Overwrites log_probs, unless the entropy has a gradient.
     """
     if grad_log_probs is None:
         grad_log_probs = torch.zeros_like(entropy)
@@ -186,7 +187,7 @@ def _grad_logits(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; without a matrix for the product where all have one type."""
+    """Add left @ right to total, without a temporary if all have one dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

@@ -1,12 +1,12 @@
-"""Peak memory of the training roles of a run, measured without a GPU: the real engine on tensors without numbers.
+"""Peak memory of a run's training roles, measured without a GPU: the real engine on tensors without data.
 
     request (JSON, stdin) --> each role, with a few layers: build | every pass on two full micro-batches --> ledger
                                      peaks at a few layers --straight line--> peaks at all layers (JSON, stdout)
 
     echo '{...}' | python -m workers.model.memory_trace
 
-Run in a process of its own for each request, see `fake_gpu`. Workspaces of kernels are not counted: those of cuBLAS,
-flash attention (in backward 4 bytes a token and query channel) and NCCL; nor is fragmentation.
+Use a separate process for each request, see `fake_gpu`. Not counted are fragmentation and workspaces of kernels:
+cuBLAS, flash attention (in backward 4 bytes a token and query channel) and NCCL.
 """
 
 import gc
@@ -35,9 +35,11 @@ MICRO_BATCHES = 2
 
 @dataclass(frozen=True)
 class Role:
-    """description: its config.json. layers: those of the stage that is measured. tokens: of a full micro-batch of a
-    group of ranks that share sequences, by pass: `update`, `log_probs`, `values`, `scores`. model, optimizer and so
-    on: see `TrainingEngine`."""
+    """Describe a role.
+
+    description: its config.json. layers: of the measured stage. tokens: of a full micro-batch of ranks that share
+    sequences, by pass: `update`, `log_probs`, `values`, `scores`. Others: see `TrainingEngine`.
+    """
 
     description: dict[str, Any]
     layers: int
@@ -55,11 +57,11 @@ class Role:
 
 
 def trace(request: Mapping[str, Any], ledger: Ledger) -> dict[str, dict[str, Any]]:
-    """Bytes by role and pass, at all layers, and under `states` what the role keeps between passes.
+    """Return bytes by role and pass, at all layers; `states` is what the role keeps between passes.
 
-    request: ranks, rank (that of this process), layers (those of a stage that are built, two numbers or all), longest
-    (tokens of a sequence), parallel, reshard_after_forward, entropy_coefficient, roles (name -> fields of `Role`). A
-    role that fake tensors cannot compute has `problem`, one line, in place of numbers.
+    request: ranks, rank (of this process), layers (of a stage, as built: two numbers or all), longest (tokens of a
+    sequence), parallel, reshard_after_forward, entropy_coefficient, roles (name -> fields of `Role`). A role that fails
+    on fake tensors has `problem`, one line, instead of numbers.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, given in request["roles"].items():
@@ -82,7 +84,7 @@ def _trace_role(role: Role, request: Mapping[str, Any], ledger: Ledger) -> dict[
 
 
 def extrapolate(points: Mapping[int, float], layers: int) -> float:
-    """The value at `layers`: a given point, or a straight line through the last two points."""
+    """Return the value at `layers`: a given point, or on a line through the last two points."""
     if layers in points:
         return points[layers]
     (few, less), (many, more) = sorted(points.items())[-2:]
@@ -90,7 +92,7 @@ def extrapolate(points: Mapping[int, float], layers: int) -> float:
 
 
 def _bytes_at(role: Role, layers: int, request: Mapping[str, Any], ledger: Ledger) -> dict[str, float]:
-    """Bytes by pass of the role with `layers` layers on each stage."""
+    """Return bytes by pass of the role with `layers` layers on each stage."""
     gc.collect()
     stages = request["parallel"]["pipeline_parallel"]
     before = ledger.current
@@ -131,9 +133,10 @@ def _update(engine: TrainingEngine, sequences: DataProto, micro_batches: list[tu
 def full_micro_batches(
     tokens: int, longest: int, vocabulary: int, count: int, *, padded: bool
 ) -> tuple[DataProto, list[tuple[int, int]]]:
-    """`count` micro-batches of `tokens` tokens each, in sequences as long as possible; all but the first are learned.
+    """Build `count` micro-batches of `tokens` tokens each, in sequences as long as possible; all but the first tokens
+    learn.
 
-    Ids are drawn at random, so that no two sequences begin alike: what they share would be computed once.
+    Ids are random, so that sequences share no prefix.
     """
     lengths = [longest] * (tokens // longest)
     if not padded and tokens % longest > 1:
@@ -154,7 +157,7 @@ def _row(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _folder(description: dict[str, Any], layers: int) -> Iterator[str]:
-    """A folder with the config.json of the same model with so many layers."""
+    """Create a folder with the config.json of the same model with `layers` layers."""
     kinds = description.get("layer_types")
     of_layers = {"layer_types": [kinds[layer % len(kinds)] for layer in range(layers)]} if kinds else {}
     shorter = description | {"num_hidden_layers": layers} | of_layers
@@ -164,7 +167,6 @@ def _folder(description: dict[str, Any], layers: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Answer the request on stdin."""
     request = json.load(sys.stdin)
     with fake_gpus(request["ranks"], request["rank"]) as gpu:
         found = trace(request, gpu.ledger)

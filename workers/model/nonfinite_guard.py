@@ -1,4 +1,4 @@
-"""Skips optimiser steps whose loss or gradient is not finite, on all ranks alike, up to a limit.
+"""Skip optimiser steps with a loss or gradient that is not finite, on all ranks, up to a limit.
 
     micro-batches --watch--> losses finite? --\\
                         gradient norm finite? --all ranks--> step taken: count 0
@@ -19,7 +19,7 @@ SHOWN = 8  # sequences that an error names of each rank
 
 
 class NonfiniteGuard:
-    """Decides whether one engine takes an optimiser step. max_in_a_row: skipped steps after which training stops."""
+    """Decide whether an engine takes an optimiser step. max_in_a_row: skipped steps after which training stops."""
 
     def __init__(self, max_in_a_row: int) -> None:
         self.in_a_row = 0
@@ -31,9 +31,9 @@ class NonfiniteGuard:
         self._watched.append((_names(sequences, start, stop), loss.detach().isfinite()))
 
     def takes_step(self, gradient_norm: float, device: torch.device) -> bool:
-        """Whether all of the step's losses on all ranks and the global gradient norm are finite; collective.
+        """Return whether all losses of the step and the global gradient norm are finite; collective.
 
-        Raises NonFiniteError on every rank, naming the sequences, when `max_in_a_row` steps in a row are not.
+        Raises NonFiniteError on every rank, naming the sequences, after `max_in_a_row` skipped steps in a row.
         """
         watched, self._watched = self._watched, []
         flags = [flag for _, flag in watched]
@@ -48,7 +48,7 @@ class NonfiniteGuard:
         return False
 
     def _message(self, watched: Sequence[tuple[list[str], Tensor]]) -> str:
-        """Name the sequences of micro-batches whose loss is not finite, or all if only gradients are not."""
+        """Name the sequences of non-finite micro-batches, or all if only gradients are not finite."""
         mine = [name for names, finite in watched if not finite for name in names]
         everything = [name for names, _ in watched for name in names]
         found: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
@@ -65,7 +65,7 @@ class NonfiniteGuard:
 
 
 def _names(sequences: DataProto, start: int, stop: int) -> list[str]:
-    """Names of rows: uid and number in the group where the batch has them, else the row on this rank."""
+    """Return names of rows: uid and number in the group if known, else the row on this rank."""
     uids = sequences.objects.get("uid")
     if uids is None:
         return [f"row {row}" for row in range(start, stop)]

@@ -28,7 +28,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> LambdaLR:
-    """The schedule over `config.total_steps` optimiser steps, or over `total_steps` if that is 0.
+    """Return the schedule over `config.total_steps` optimiser steps, or over `total_steps` if that is 0.
 
     Raises ConfigError if a schedule that ends has no step left after warm-up.
     """
@@ -42,10 +42,10 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, tot
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Share of the peak learning rate at optimiser step `step`, counted from 0.
+    """Return the share of the peak learning rate at optimiser step `step`, counted from 0.
 
-    Warm-up takes equal stairs up from 0, without a step at 0, which would be a step for nothing. Then, with progress x
-    from 0 to 1 and the final ratio m: constant 1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2.
+    Warm-up rises in equal steps from 0, without a step at 0. Then, with progress x from 0 to 1 and the final ratio m:
+    constant 1, linear m + (1 - m)(1 - x), cosine m + (1 - m)(1 + cos(pi x)) / 2.
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
@@ -57,9 +57,9 @@ def learning_rate_factor(step: int, config: OptimizerConfig, total_steps: int) -
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """AdamW's tensors of every parameter, initialised here if there has been no step yet.
+    """Return AdamW's tensors of every parameter, initialised here before the first step.
 
-    So a checkpoint holds the same tensors whenever it is written, and can be loaded before the first step.
+    So a checkpoint always holds the same tensors, and can be loaded before the first step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -73,7 +73,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict
 
 
 def resume_schedule(schedule: LambdaLR, steps: int) -> None:
-    """Set the schedule, and the learning rates of its optimiser, to their state after `steps` optimiser steps."""
+    """Set the schedule, and its optimiser's learning rates, to their state after `steps` optimiser steps."""
     rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     position = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
     schedule.load_state_dict(schedule.state_dict() | position)

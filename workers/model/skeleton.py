@@ -1,8 +1,8 @@
-"""Build a model without its numbers, to find out in a second whether it can be trained from its files.
+"""Build a model without its weights, to check in a second whether its files can be trained.
 
     config.json --transformers--> modules on the meta device <--names, shapes-- headers of the weight files
 
-transformers itself says what is missing, left over or of another shape: it loads tensors that have sizes alone.
+transformers reports what is missing, left over or of another shape: it loads tensors with sizes only.
 """
 
 import json
@@ -49,7 +49,7 @@ def build_skeleton(settings: ModelConfig, folder: Path, head: str, *, trained: b
 
 
 def build_sampled(settings: ModelConfig, folder: Path, *, weights: bool) -> PreTrainedModel:
-    """Do the same for a model that is sampled from alone, and need not go through the training engine."""
+    """Do the same for a model that is only sampled from, without the training engine's rules."""
     check_kind(folder, ("lm",))
     shapes = weight_shapes(folder) if weights else None
     with _quiet():
@@ -84,7 +84,7 @@ def check_kind(folder: Path, heads: tuple[str, ...]) -> None:
 
 
 def _has_another_head(architecture: str, heads: tuple[str, ...]) -> bool:
-    """Whether transformers has this class for another use than `heads`."""
+    """Return whether transformers has this class for another use than `heads`."""
     tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
     uses = {name for name, table in tables.items() if any(architecture in _names(found) for found in table.values())}
     names = {"lm": "MODEL_FOR_CAUSAL_LM", "value": "MODEL_FOR_SEQUENCE_CLASSIFICATION"}

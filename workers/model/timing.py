@@ -3,8 +3,8 @@
     with clock.micro_step("update", lengths) as step: forward
     with clock.more_of(step): backward                                 --take()--> [MicroStepTime, ...]
 
-A rank's seconds include what it waits for the others in collectives inside the micro-step. A pipeline computes other
-micro-batches between the two parts: seconds are those of the parts alone, beginning with the first.
+Seconds include waits in collectives inside the micro-step. A pipeline computes other micro-batches between the two
+parts, whose time is not included.
 """
 
 import time
@@ -23,12 +23,11 @@ MOST_KEPT = 100_000
 
 @dataclass(frozen=True)
 class MicroStepTime:
-    """One micro-batch on one rank.
+    """Record one micro-batch on one rank.
 
-    name: the pass it belongs to, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock.
-    tokens: sum of the lengths L of its sequences, squared_tokens: sum of L**2; 0 for a micro-batch without work. Tokens
-    that several sequences share, S at the beginning of one, count once: S and S**2 less for each of the others. These
-    are the regressors of `balancing.cost_model`, and with a cost model they give the time that was predicted.
+    name: the pass, `update`, `log_probs` or `values`. start: seconds since 1970 by this machine's clock. tokens: sum of
+    the lengths L of its sequences, squared_tokens: sum of L**2; 0 for an empty micro-batch. A shared prefix of S tokens
+    counts once: S and S**2 less for each other sequence. These are the regressors of `balancing.cost_model`.
     """
 
     name: str
@@ -40,8 +39,10 @@ class MicroStepTime:
 
 @dataclass
 class MicroStep:
-    """A micro-step and the two marks of each of its parts: seconds of `perf_counter`, or CUDA events that may still be
-    to come. regressors: int64 [2], see `MicroStepTime`."""
+    """Hold start and stop of each part: `perf_counter` seconds or CUDA events.
+
+    regressors: int64 [2], see `MicroStepTime`.
+    """
 
     name: str
     regressors: Tensor
@@ -49,7 +50,7 @@ class MicroStep:
 
 
 class MicroStepClock:
-    """Measures on the device that computes: a host clock would see only how fast kernels are launched on a GPU."""
+    """Measure on the computing device: a host clock would see only kernel launches on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -59,7 +60,7 @@ class MicroStepClock:
 
     @contextmanager
     def micro_step(self, name: str, lengths: Tensor) -> Iterator[MicroStep]:
-        """Measure the block. lengths: int64 [sequences], on the CPU. One that raises is not recorded."""
+        """Measure the block, unless it raises. lengths: int64 [sequences], on the CPU."""
         self._origin = self._origin or self._now()
         self._regressors = _regressors(lengths)
         step = MicroStep(name, self._regressors)
@@ -80,7 +81,7 @@ class MicroStepClock:
         self._regressors = self._regressors - _regressors(torch.tensor(beginnings, dtype=torch.int64))
 
     def take(self) -> list[MicroStepTime]:
-        """The micro-steps since the last call, in order; on a GPU it waits until they are computed."""
+        """Return the micro-steps since the last call, in order; waits for the GPU."""
         if self._origin is None:
             return []
         if self._on_gpu:
@@ -111,10 +112,9 @@ class MicroStepClock:
         return event
 
     def _between(self, begin: Any, end: Any) -> float:
-        """Seconds from one mark to another."""
         return begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
 
 
 def _regressors(lengths: Tensor) -> Tensor:
-    """int64 [2]: the sums of lengths, int64 [sequences], and of their squares."""
+    """Return int64 [2]: the sums of lengths, int64 [sequences], and of their squares."""
     return torch.stack([lengths.sum(), (lengths * lengths).sum()])

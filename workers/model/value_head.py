@@ -5,8 +5,6 @@
     critic         the cell before each token of the policy (`ModelInput.predicting`): V of the state before the token
     reward model   the cell of each sequence's last token (`last_cells`)
 
-No chunks are needed: a value is one number where log-probs take V logits.
-
 Shapes: R rows of W cells, N predicted tokens, B sequences.
 """
 

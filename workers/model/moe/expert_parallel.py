@@ -7,16 +7,15 @@
                                experts     01   23   45   67   01   23   45   67     ranks of an ep group are neighbours
                                shards of   experts: ranks 0, 4; 1, 5; ...     all else: ranks 0 to 7
 
-With tensor parallelism the residual stream is divided by tokens (`tensor_parallel.py`), so that the ranks of a tp group
-come to the experts with different tokens, as any others: a block of experts is not cut by columns but shared between
-dp_shard x cp x tp ranks, its router over all of them, its experts over ep of them first.
+With tensor parallelism the residual stream is split by tokens (`tensor_parallel.py`). A block of experts is then not
+split by columns but shared between dp_shard x cp x tp ranks: its router over all of them, its experts over ep first.
 
-No token is dropped and none waits for others: the experts of a token depend on the token alone. A rank with few tokens,
-or none for its experts, takes part in every exchange. An expert sees the tokens of its whole ep group, so that its
-gradient is the sum over that group already, and FSDP adds up those of the ranks that hold the same expert.
+No token is dropped: the experts of a token depend only on the token. A rank with few or no tokens takes part in every
+exchange. An expert sees the tokens of its whole ep group, so its gradient is already the group's sum; FSDP adds the
+gradients of the ranks with the same expert.
 
-Dispatch and sharding are transformers' own (`EpDispatchExpertsParallel`), applied before FSDP2, as tensor parallelism
-is. A layer sends 2 T k H (ep - 1) / ep elements forward and as many backward.
+Dispatch and sharding are transformers' own (`EpDispatchExpertsParallel`), applied before FSDP2. A layer sends
+2 T k H (ep - 1) / ep elements forward and as many backward.
 """
 
 from torch import nn
@@ -36,10 +35,9 @@ DISPATCHED = {"ep_dispatch_experts", "grouped_gemm"}
 def share_experts(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
     """Give each rank of an ep group its part of a model's experts, in place; before `shard_model`.
 
-    Every rank passes the whole model, or its skeleton on the meta device. Returns modules, inner ones first, each with
-    the mesh over whose ranks FSDP2 shards it: experts with expert parallelism, with tensor parallelism all that stands
-    around experts, too; else none. Raises UnsupportedModelError for a family whose experts transformers does not
-    dispatch.
+    Every rank passes the whole model, or its skeleton on the meta device. Returns modules, inner ones first, with their
+    mesh for FSDP2: with expert parallelism the experts, with tensor parallelism also their blocks. Raises
+    UnsupportedModelError for a family whose experts transformers does not dispatch.
     """
     blocks = blocks_with_experts(model) if parallel.tensor.size() > 1 else []
     around = dict.fromkeys(blocks, parallel.different_tokens) if blocks else {}
@@ -47,7 +45,7 @@ def share_experts(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module,
 
 
 def _divided(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, DeviceMesh]:
-    """Modules of experts, which are divided between the ranks of an ep group, each with the mesh for FSDP2."""
+    """Split the modules of experts over an ep group; returns each with its mesh for FSDP2."""
     if parallel.config.expert_parallel == 1:
         return {}
     if set(model.ep_plan.values()) != DISPATCHED:
@@ -63,9 +61,9 @@ def _divided(model: PreTrainedModel, parallel: Parallel) -> dict[nn.Module, Devi
 
 
 def _expert_mesh(parallel: Parallel) -> DeviceMesh:
-    """The mesh of all ranks with `expert_shard` and `ep` where `Parallel.mesh` has `dp_shard`, `cp` and `tp`.
+    """Return the mesh of all ranks with `expert_shard` and `ep` for `dp_shard`, `cp` and `tp` of `Parallel.mesh`.
 
-    FSDP2 wants the meshes of a parameter to be parts of one. Neighbours share experts: all-to-all stays in a node.
+    FSDP2 needs a parameter's meshes to be parts of one. Neighbours share experts: all-to-all stays in a node.
     """
     sizes = dict(zip(parallel.mesh.mesh_dim_names or (), parallel.mesh.shape, strict=True))
     ep, sharing = parallel.config.expert_parallel, sizes["dp_shard"] * sizes["cp"] * sizes["tp"]

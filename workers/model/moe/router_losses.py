@@ -1,17 +1,16 @@
-"""Losses that keep routers of experts even and their logits small, whatever a mini-batch's cut.
+"""Router auxiliary and z-losses, independent of how the mini-batch is split.
 
     router --logits [C, E], chosen experts [C, k]--> both losses of this rank's cells --attached to the weights of the
-        chosen experts--> their gradients join that of the policy's loss in the backward pass
+        chosen experts--> their gradients join the gradient of the policy's loss in the backward pass
 
     balance of a layer = mean over sequences of sum over e of f_e P_e         (DeepSeek-V3, arXiv:2412.19437, eq. 17-20)
         f_e = E / (k T) * how many of the sequence's T tokens go through expert e    no gradient
         P_e = 1 / T * sum over its tokens of softmax(logits)_e                       1 is even, E / k is one set for all
     z of a layer = mean over tokens of logsumexp(logits)^2                    (ST-MoE, arXiv:2202.08906, eq. 5)
 
-Balance over the tokens of a micro-batch, as most trainers compute it, depends on how sequences are dealt to
-micro-batches; over those of the mini-batch it is known only after the last forward pass. Over each sequence it is
-exact: the sum over micro-batches and ranks is the mini-batch's. Ranks that share a sequence add up its f_e. Both means
-are over the whole mini-batch, prompts included; a cell that several sequences share counts once for each.
+Balance is taken over each sequence: over a micro-batch, as most trainers do, it depends on the split, and over a
+mini-batch it is known too late. Ranks that share a sequence add up its f_e. Both means are over the whole mini-batch,
+prompts included; a shared cell counts once for each sequence.
 
 C cells of this rank's row, S sequences of the micro-batch, E experts, k experts of a token.
 """
@@ -41,9 +40,9 @@ ROUTERS = ("gate", "router")
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Which sequences the cells of this rank belong to.
+    """Map the cells of this rank to sequences.
 
-    is_part: float [C, S], 1 where a token of the sequence is in the cell, else 0. lengths: int64 [S], tokens of the
+    is_part: float [C, S], 1 if a token of the sequence is in the cell, else 0. lengths: int64 [S], tokens of the
     sequences on all ranks.
     """
 
@@ -52,10 +51,10 @@ class RoutedTokens:
 
 
 class RouterLosses:
-    """Adds the losses of a model's routers to the gradient of a mini-batch, and measures them.
+    """Add the router losses to the gradient of a mini-batch, and measure them.
 
-    packed: before its layers are divided between stages, and its experts between ranks. trained: whether gradients are
-    computed at all. Raises UnsupportedModelError for a model without routers.
+    packed: before layers are split over stages and experts over ranks. trained: whether gradients are computed. Raises
+    UnsupportedModelError for a model without routers.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class RouterLosses:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Inside, the gradient of a mini-batch is that of its loss alone."""
+        """Inside, a mini-batch's gradient excludes the router losses."""
         active, self._active = self._active, False
         try:
             yield
@@ -96,8 +95,10 @@ class RouterLosses:
             self._active = active
 
     def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Take the means of the passes that follow over these, this rank's part of a mini-batch; collective. groups:
-        see `TrainingEngine.data_parallel_groups`."""
+        """Set the mini-batch, of which this rank holds `micro_batches`, for the means; collective.
+
+        groups: see `TrainingEngine.data_parallel_groups`.
+        """
         if not self._active:
             return
         counts = [sum(map(len, micro_batches)), sum(each.num_tokens for each in micro_batches)]
@@ -107,7 +108,7 @@ class RouterLosses:
         self._sequences, self._tokens = totals.unbind()
 
     def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> RoutedTokens | None:
-        """The sequences of this rank's cells; None where there is nothing to compute."""
+        """Return the sequences of this rank's cells, or None if there is nothing to compute."""
         if not self._active or not len(micro_batch):
             return None
         mesh = self._tensor
@@ -121,9 +122,9 @@ class RouterLosses:
 
     @contextmanager
     def following(self, cells: RoutedTokens | None, *, counting: bool = False) -> Iterator[None]:
-        """Inside, forward passes that will have a backward pass, and those that checkpointing repeats, get the losses.
+        """Inside, forward passes with a backward pass, and those that checkpointing repeats, get the losses.
 
-        counting: for the metrics; leave it out where a pass is repeated.
+        counting: for the metrics; False for repeated passes.
         """
         self._routed, self._counting = cells, counting
         try:
@@ -132,9 +133,9 @@ class RouterLosses:
             self._routed, self._counting = None, False
 
     def take(self) -> Statistics:
-        """The losses of the passes since the last call, each a mean over layers, without its coefficient; collective.
+        """Return the losses since the last call, each a mean over layers, without its coefficient; collective.
 
-        `router_aux_loss` and `router_z_loss`, those that are trained.
+        Names: `router_aux_loss` and `router_z_loss`, if trained.
         """
         if not self._active:
             return {}
@@ -156,7 +157,7 @@ class RouterLosses:
         return logits, _Attach.apply(weights, added), chosen
 
     def _balance_loss(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """This rank's part of the balance of a layer. logits: float [C, E]. chosen: int64 [C, k]."""
+        """Return this rank's part of a layer's balance. logits: float [C, E]. chosen: int64 [C, k]."""
         assert self._routed is not None
         is_part, lengths = self._routed.is_part.to(logits.dtype), self._routed.lengths[:, None]
         with torch.no_grad():
@@ -169,16 +170,16 @@ class RouterLosses:
         return (weights * logits.softmax(-1)).sum()
 
     def _z_loss(self, logits: Tensor) -> Tensor:
-        """This rank's part of the z of a layer. logits: float [C, E]."""
+        """Return this rank's part of a layer's z-loss. logits: float [C, E]."""
         assert self._routed is not None
         sequences = self._routed.is_part.sum(-1).to(logits.dtype)  # [C], how many each cell belongs to
         return (sequences / self._tokens * logits.logsumexp(-1).square()).sum()
 
 
 class _Attach(torch.autograd.Function):
-    """`carrier` as it is; where a gradient reaches it, `loss` gets the gradient 1, whatever that of the carrier.
+    """Return `carrier` unchanged; if a gradient reaches it, `loss` gets the gradient 1.
 
-    So a loss of a layer needs no way to the end of the model, which may be on another rank.
+    So a layer's loss needs no path to the end of the model, which may be on another rank.
     """
 
     @staticmethod

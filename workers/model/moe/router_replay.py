@@ -1,12 +1,12 @@
-"""Router replay: tokens go through the experts that the sampler chose for them (R3; arXiv:2510.11370).
+"""Router replay: tokens use the experts that the sampler chose for them (R3; arXiv:2510.11370).
 
     engine --routed_experts [T, L, k]--> batch --cells of the row--> router of layer l:
         scores [C, E] --top k--> own choice  --compare--> router_mismatch
                       --gather at the sampler's choice--> weights of the experts
 
-Engine and trainer round differently, and where two experts score alike they choose different ones: the token's log-prob
-then jumps. Scores, and their gradients, are the trainer's; with `replay` the choice alone is the sampler's. A token
-without a recorded choice (the last of a sequence, which the engine never reads) takes the router's own.
+Engine and trainer round differently. If two experts have close scores they choose different ones, and the token's
+log-prob jumps. With `replay` only the choice is the sampler's; scores and gradients are the trainer's. A token without
+a recorded choice (the last of a sequence, which the engine never reads) uses the router's own.
 
 T tokens of a micro-batch in C cells of this rank, L layers of the model, E experts, k experts a token.
 """
@@ -36,10 +36,10 @@ UNKNOWN = -1
 
 
 class RouterReplay:
-    """Compares the choices of a model's routers with the sampler's, and replaces them where that is asked.
+    """Compare the choices of a model's routers with the sampler's, and replace them with `replay`.
 
-    setting: `model.router_replay`. packed: before its layers are divided between stages, and its experts between ranks.
-    Raises UnsupportedModelError for a model without experts.
+    setting: `model.router_replay`. packed: before layers are split over stages and experts over ranks. Raises
+    UnsupportedModelError for a model without experts.
     """
 
     def __init__(self, packed: PackedModel, setting: str, parallel: Parallel, device: torch.device) -> None:
@@ -61,9 +61,9 @@ class RouterReplay:
             block.forward = self._forward_of(block, layer, packed.name)  # type: ignore[method-assign]
 
     def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> Tensor | None:
-        """The sampler's choices by cell, int16 [C, L, k], UNKNOWN where there is none; None where nothing is replayed.
+        """Return the sampler's choices by cell, int16 [C, L, k], UNKNOWN if missing; None if nothing is replayed.
 
-        Raises DataError for a batch without them.
+        Raises DataError for a batch without choices.
         """
         if not self.active or not len(micro_batch):
             return None
@@ -76,7 +76,7 @@ class RouterReplay:
         return torch.where((source < 0)[:, None, None], UNKNOWN, choices[source]).to(self._counts.device)
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:
-        """`sequences` without a recorded choice: every token goes through the experts that the router chooses."""
+        """Return `sequences` without recorded choices: routers use their own."""
         if not self.active:
             return sequences
         column = torch.full((sequences.num_tokens, self._layers, 1), UNKNOWN, dtype=torch.int16)
@@ -84,9 +84,9 @@ class RouterReplay:
 
     @contextmanager
     def following(self, choices: Tensor | None, *, counting: bool = False) -> Iterator[None]:
-        """Inside, forward passes, and those that checkpointing repeats, take and compare these choices of `cells`.
+        """Inside, forward passes, and those that checkpointing repeats, use and compare these choices of `cells`.
 
-        counting: for the metric; leave it out where a pass is repeated.
+        counting: for the metric; False for repeated passes.
         """
         self._choices, self._counting = choices, counting
         try:
@@ -95,7 +95,7 @@ class RouterReplay:
             self._choices, self._counting = None, False
 
     def take(self) -> Statistics:
-        """The metric `router_mismatch` of what was counted since the last call; collective. Nothing without choices."""
+        """Return the metric `router_mismatch` since the last call, or nothing without choices; collective."""
         if not self.active:
             return {}
         dist.all_reduce(self._counts)
@@ -121,7 +121,7 @@ class RouterReplay:
         return forward
 
     def chosen(self, own: Tensor, choice: Tensor) -> Tensor:
-        """The experts to take: int64 [C, k]. own: those of the router. choice: the sampler's, or UNKNOWN."""
+        """Return the experts to use: int64 [C, k]. own: the router's. choice: the sampler's, or UNKNOWN."""
         known = (choice >= 0).all(-1, keepdim=True)
         if self._counting:
             different = (choice[:, :, None] != own[:, None, :]).all(-1) & known
@@ -130,10 +130,9 @@ class RouterReplay:
 
 
 class _TopK(TorchFunctionMode):
-    """Inside, the top k of a router's scores [C, E] are those at `choice` [C, k]; None leaves them as they are.
+    """Inside, the top k of a router's scores [C, E] is taken at `choice` [C, k]; None changes nothing.
 
-    Every family has its own router, and chooses by torch.topk over the experts; what it makes of the chosen scores, a
-    softmax or a factor, stays its own. found: how many such calls there were.
+    Every family has its own router, which calls torch.topk over the experts. found: the number of such calls.
     """
 
     def __init__(self, replay: RouterReplay, choice: Tensor | None, experts: set[int]) -> None:

@@ -1,14 +1,10 @@
-"""All that is done at the routers of a mixture of experts while it computes; nothing for a dense model.
-
-router_replay.py   experts that the sampler chose      router_losses.py   balance and z      expert_load.py   metric
-
-Measures how evenly routers spread the tokens of a mini-batch over the experts of each layer.
+"""Hooks on the routers of a mixture of experts: replay, losses, and the load metric; none for a dense model.
 
     router's choice [T, k] --cells that hold a token--> tokens of each expert [layers, E] --over all ranks--> sums
         --largest over mean, of the worst layer--> expert_load_max_over_mean: 1 is even, E / k is one set for all
 
-Counted where experts are called, with or without expert parallelism. Padding and rows without work do not count; a
-token that sequences share counts once, since it is computed once.
+Load is counted where experts are called, with or without expert parallelism. Padding and empty rows do not count; a
+shared token counts once, as it is computed once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,9 +29,9 @@ from workers.model.sharding.tensor_parallel import find_experts, own_cells
 
 
 class ExpertLoad:
-    """Counts the tokens that each expert of a model computes while it is trained.
+    """Count the tokens that each expert computes in training.
 
-    model: before its experts are shared between ranks. device: that of the passes.
+    model: before its experts are split over ranks. device: of the passes.
     """
 
     def __init__(self, model: nn.Module, parallel: Parallel, device: torch.device) -> None:
@@ -49,7 +45,7 @@ class ExpertLoad:
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
 
     def cells(self, micro_batch: DataProto, laid_out: LaidOut) -> Tensor:
-        """Bool [T], the cells of this rank that hold a token."""
+        """Return bool [T], the cells of this rank with a token."""
         return own_cells(laid_out.source >= 0, self._tensor).to(self._counts.device)
 
     @contextmanager
@@ -62,7 +58,7 @@ class ExpertLoad:
             self._filled = None
 
     def take(self) -> Statistics:
-        """Metrics of what was counted since the last call; collective. Nothing for a dense model."""
+        """Return the metrics since the last call, or nothing for a dense model; collective."""
         if not len(self._sizes):
             return {}
         dist.all_reduce(self._counts)  # no two ranks compute the same tokens in the same layers
@@ -84,10 +80,10 @@ class ExpertLoad:
 
 
 class Routing:
-    """The hooks of one engine.
+    """Hold the hooks of one engine.
 
-    packed: before its layers are divided between stages, and its experts between ranks. trained: whether gradients are
-    computed. Raises UnsupportedModelError for settings that need experts, of a model without.
+    packed: before layers are split over stages and experts over ranks. trained: whether gradients are computed. Raises
+    UnsupportedModelError for settings that need experts, with a model without.
     """
 
     def __init__(
@@ -99,22 +95,24 @@ class Routing:
 
     @property
     def hooks(self) -> Sequence[RouterHook]:
-        """Called by `passes` for each micro-batch."""
+        """Return the hooks for each micro-batch."""
         return self._replay, self._losses, self._load
 
     def begin(self, micro_batches: Sequence[DataProto], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Before the passes of a mini-batch, of which these are this rank's; collective. groups: see
-        `TrainingEngine.data_parallel_groups`."""
+        """Start the passes of a mini-batch, of which this rank holds `micro_batches`; collective.
+
+        groups: see `TrainingEngine.data_parallel_groups`.
+        """
         self._losses.begin(micro_batches, groups)
 
     def take(self) -> list[Statistics]:
-        """Metrics of the passes since the last call; collective."""
+        """Return the metrics since the last call; collective."""
         return [self._load.take(), self._replay.take(), self._losses.take()]
 
     def without_losses(self) -> AbstractContextManager[None]:
-        """Inside, the gradient of a mini-batch is that of its loss alone."""
+        """Inside, a mini-batch's gradient excludes the router losses."""
         return self._losses.left_out()
 
     def with_own_choices(self, sequences: DataProto) -> DataProto:
-        """`sequences` without recorded choices of experts; see `RouterReplay.with_own_choices`."""
+        """Return `sequences` without recorded choices; see `RouterReplay.with_own_choices`."""
         return self._replay.with_own_choices(sequences)

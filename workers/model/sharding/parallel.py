@@ -5,10 +5,9 @@
     fully_shard(layer) ... fully_shard(root)     parameters gathered layer by layer, forward and backward
     gradients --reduce-scatter over dp_shard x cp, all-reduce over dp_replicate, SUM--> shards --global norm--> clipped
 
-Ranks that differ in pp, cp or tp alone hold the same sequences; dp = dp_replicate * dp_shard groups hold different
-ones. Only the ranks of one stage, alike in pp, shard the same parameters.
-Sums, not averages: every loss is already divided by denominators of the whole mini-batch, and a context-parallel rank
-gives the gradient of its own tokens alone.
+Ranks that differ only in pp, cp or tp hold the same sequences; dp = dp_replicate * dp_shard groups hold different ones.
+Only the ranks of one stage shard the same parameters. Gradients are summed, not averaged: every loss is already divided
+by denominators of the whole mini-batch, and a context-parallel rank returns the gradient of its own tokens.
 """
 
 import warnings
@@ -33,10 +32,9 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Parallel:
-    """The mesh of all ranks with the dimensions `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`.
+    """Hold the mesh of all ranks with the dimensions `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`.
 
-    sharding: the part of it over which FSDP2 shards parameters, with `dp_replicate` before it for HSDP. config: the
-    settings it was made from.
+    sharding: the part over which FSDP2 shards parameters, with `dp_replicate` first for HSDP. config: its settings.
     """
 
     mesh: DeviceMesh
@@ -45,12 +43,12 @@ class Parallel:
 
     @property
     def context(self) -> DeviceMesh:
-        """The ranks that share this rank's sequences."""
+        """Return the ranks that share this rank's sequences."""
         return self.mesh["cp"]
 
     @property
     def tensor(self) -> DeviceMesh:
-        """The ranks that share this rank's layers."""
+        """Return the ranks that share this rank's layers."""
         return self.mesh["tp"]
 
     @property
@@ -66,30 +64,29 @@ class Parallel:
 
     @property
     def dp(self) -> int:
-        """Groups of ranks that hold different sequences."""
+        """Return the number of groups with different sequences."""
         return self.mesh["dp_replicate"].size() * self.mesh["dp_shard"].size()
 
     @property
     def is_place_zero(self) -> bool:
-        """Whether this rank has in its stage the place that rank 0 has in the first."""
+        """Return whether this rank has rank 0's place in its stage."""
         return dist.get_rank() % (dist.get_world_size() // self.pipeline.size()) == 0
 
     @property
     def leads_dp_group(self) -> bool:
-        """Whether this rank is the first of those that hold the same sequences."""
+        """Return whether this rank is the first of those with the same sequences."""
         return all(mesh.get_local_rank() == 0 for mesh in (self.pipeline, self.context, self.tensor))
 
 
 def process_group_backend(device: torch.device) -> str:
-    """Backend of the process group for `device`; with CUDA, gloo serves tensors that were offloaded to the CPU."""
+    """Return the process group's backend; with CUDA, gloo serves tensors offloaded to the CPU."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def make_parallel(device: torch.device, config: ParallelConfig | None = None) -> Parallel:
     """Arrange all ranks of the process group on the mesh.
 
-    A process without a process group gets one of a single rank, in memory, so that one process runs the same code as
-    many. Raises ConfigError if the ranks do not divide as `config` says.
+    Creates an in-memory group of one rank if there is none. Raises ConfigError if `config` does not divide the ranks.
     """
     config = config or ParallelConfig()
     if not dist.is_initialized():
@@ -100,7 +97,7 @@ def make_parallel(device: torch.device, config: ParallelConfig | None = None) ->
 
 
 def mesh_shape(ranks: int, config: ParallelConfig) -> tuple[int, int, int, int, int]:
-    """Sizes of `DIMENSIONS` for `ranks` ranks. Raises ConfigError if they do not divide."""
+    """Return sizes of `DIMENSIONS` for `ranks` ranks. Raises ConfigError if they do not divide."""
     sharing = config.context_parallel * config.tensor_parallel * config.pipeline_parallel
     dp, left = divmod(ranks, sharing)
     if left:
@@ -132,7 +129,7 @@ def _sharding(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _over(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """These dimensions of `mesh` as one, after `dp_replicate` if there are copies of the model."""
+    """Join these dimensions of `mesh`, after `dp_replicate` if the model has copies."""
     joined = "_".join(names)
     if len(names) > 1:
         # No public function joins dimensions of a mesh; torch is pinned, and every test of context parallelism runs it.
@@ -154,10 +151,10 @@ def shard_model(
 ) -> None:
     """Shard the parameters of `root` over `mesh` (`Parallel.sharding`), in place: each layer, then all else.
 
-    experts: modules that ranks share already, each with the mesh to shard it over (`expert_parallel.share_experts`).
+    experts: modules that ranks share already, with their mesh (`expert_parallel.share_experts`).
 
-    Parameters keep their type and are cast to `compute_dtype` when gathered; gradients are reduced in the parameters'
-    type and summed, not averaged, since every loss is already divided by global denominators.
+    Parameters keep their dtype and are cast to `compute_dtype` when gathered; gradients are reduced in the parameters'
+    dtype, and summed.
     """
     mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=next(root.parameters()).dtype)
     # On the CPU the parameters are in host memory as it is.
@@ -184,7 +181,7 @@ def shard_model(
 
 
 def _even_placement(parameter: nn.Parameter, ranks: int) -> Shard:
-    """Over a rank's experts if they divide, else over the next dimension, so that no rank is left without a share."""
+    """Shard over a rank's experts if they divide, else over the next dimension, so that no rank is empty."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return Shard(1) if local.shape[0] % ranks and local.shape[1] % ranks == 0 else Shard(0)
 
@@ -194,7 +191,7 @@ def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free gathered parameters, so that what is read next are the shards that the optimiser updates."""
+    """Free gathered parameters, so that later reads see the shards that the optimiser updates."""
     for module in fsdp_modules(root):
         module.reshard()
 
@@ -202,13 +199,10 @@ def reshard(root: nn.Module) -> None:
 def prepare_backward(
     root: nn.Module, layers: Iterable[nn.Module], last: bool, *, reshard_after_forward: bool, config: ParallelConfig
 ) -> None:
-    """Set up the next backward pass, which goes through `layers` and what `root` has beside all layers.
+    """Set up the next backward pass, through `layers` and `root`'s other modules. last: of the mini-batch.
 
-    last: whether it is that of the mini-batch's last micro-batch.
-
-    By default every pass reduces its gradients onto the shards: unreduced ones are whole, in float32 and on every rank.
-    Copies of the model (HSDP) sum their shards in the last pass only. Parameters do not change between passes: without
-    `reshard_after_forward` they stay gathered until the last.
+    By default every pass reduces its gradients to the shards: unreduced ones are whole, in float32. Copies of the model
+    (HSDP) sum their shards only in the last pass. Without `reshard_after_forward` parameters stay gathered until then.
     """
     for module in [cast(FSDPModule, root), *(each for layer in layers for each in fsdp_modules(layer))]:
         if config.defer_gradient_reduction:
@@ -226,10 +220,9 @@ def clip_gradients(
 ) -> float:
     """Scale all gradients down to the global L2 norm `max_norm`; returns the norm before, the same on every rank.
 
-    stages: the ranks that hold the other layers, if any. counted_elsewhere: parameters that count on another of them.
+    stages: the ranks that hold the other layers, if any. counted_elsewhere: parameters that another stage counts.
 
-    With tensor parallelism some parameters lie on the mesh of FSDP and tp, some on that of FSDP alone; torch's norm
-    refuses a mixture, so it is taken mesh by mesh: |g| = sqrt(sum over meshes of |g_mesh|^2).
+    torch's norm refuses a mixture of meshes (FSDP and tp), so it is taken by mesh: |g| = sqrt(sum of |g_mesh|^2).
     """
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -248,5 +241,5 @@ def clip_gradients(
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, by a collective call; its gradient is taken to be the same on every rank."""
+    """Gather a sharded tensor, collectively; its gradient must be the same on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Errors that all ranks raise if one does, so that no rank waits in a collective for one that has failed."""
+"""Raise one rank's error on all ranks, so that none waits in a collective for a failed rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ from workers.errors import BallastError
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """A block that every rank of `group` enters; the BallastError of the first rank with one is raised by all.
+    """Enter on every rank of `group`; all raise the BallastError of the first rank with one.
 
-    The block itself must make no collective calls that a rank could leave out by raising.
+    The block must make no collective calls that a failing rank would skip.
     """
     problem = None
     try:

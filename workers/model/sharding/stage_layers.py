@@ -2,9 +2,9 @@
 
     layers     0     1     2     3     4     5         a part with layers 2 and 3
                |     |   [own] [own]   |     |
-               |  received --> 2 --> 3 --> sent |       what goes through the others is not looked at
+               |  received --> 2 --> 3 --> sent |       other layers pass their input on
 
-The family's own loop over the layers runs as it is, with its masks, rotary tables and factors on the embedding.
+The family's own loop over the layers is unchanged, with its masks, rotary tables and embedding factors.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from workers.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive layers of a model. first: they follow the embedding. last: the output layer follows them."""
+    """Hold consecutive layers. first: they follow the embedding. last: the output layer follows them."""
 
     layers: range
     first: bool
@@ -28,15 +28,17 @@ class Part:
 
 @dataclass
 class Passing:
-    """One pass of a micro-batch through a part. received: hidden states [R, W, H] of the part before, None for the
-    first part; sent: those for the part after, once they are computed."""
+    """Hold one pass of a micro-batch through a part.
+
+    received: hidden states [R, W, H] of the part before, None for the first; sent: for the part after, once computed.
+    """
 
     part: Part
     received: Tensor | None = None
     sent: Tensor | None = None
 
     def through_other(self, index: int, hidden: Tensor) -> Tensor:
-        """The result of layer `index`, which is not of the part, for the input `hidden`."""
+        """Return the result of layer `index`, outside the part, for the input `hidden`."""
         if index == self.part.layers.stop and not self.part.last:
             self.sent = hidden
         if index == self.part.layers.start - 1 and self.received is not None:
@@ -44,7 +46,7 @@ class Passing:
         return hidden
 
     def result(self) -> Tensor:
-        """`sent`. Raises UnsupportedModelError if the family's loop has not come to it."""
+        """Return `sent`. Raises UnsupportedModelError if the family's loop has not reached it."""
         if self.sent is None:
             raise UnsupportedModelError(
                 "the model does not run through its list of layers one after another, so it cannot be cut into stages; "
@@ -54,7 +56,7 @@ class Passing:
 
 
 class StageLayers(nn.ModuleList):
-    """Stands in for a decoder's list of layers; only the kept ones are modules of it."""
+    """Stand in for a decoder's list of layers; only the kept layers are its modules."""
 
     def __init__(self, layers: nn.ModuleList, kept: set[int]) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class StageLayers(nn.ModuleList):
 
 @dataclass(frozen=True)
 class _Other:
-    """A layer that is not run, with the attributes that the family's loop may read of it."""
+    """Stand in for a layer that does not run, with the attributes that the family's loop may read."""
 
     layer: nn.Module
     index: int

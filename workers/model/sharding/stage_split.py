@@ -1,9 +1,8 @@
-"""Cuts a model into the stages of a pipeline: layers stay in order, and the dearest part is as cheap as can be.
+"""Split layers into pipeline stages, minimising the cost of the most expensive stage.
 
     costs of the layers and of the output layer --split_layers--> one range of layers for each part
 
-It imports no torch: a dry run asks it, too. The problem is the linear partition of a sequence; exact, by dynamic
-programming over (part, last layer).
+Linear partition, exact, by dynamic programming over (part, last layer). Imports no torch: dry runs use it too.
 """
 
 from collections.abc import Sequence
@@ -16,19 +15,19 @@ FORWARD_AND_BACKWARD, RECOMPUTED = 3.0, 1.0
 
 
 def relative_costs(layers: Sequence[float], head: float, *, checkpointing: bool) -> tuple[list[float], float]:
-    """(costs of the layers, cost of the output layer) for `split_layers`, of the weights that a token goes through.
+    """Return (costs of the layers, cost of the output layer) for `split_layers`, from the weights that a token uses.
 
-    The output layer makes its logits again in backward (`logprobs.py`). Attention itself costs all layers the same, and
-    the embedding is a look-up: both are left out.
+    The output layer recomputes its logits in backward (`logprobs.py`). Attention itself costs the same in all layers,
+    and the embedding is a look-up: both are left out.
     """
     factor = FORWARD_AND_BACKWARD + RECOMPUTED * checkpointing
     return [factor * layer for layer in layers], (FORWARD_AND_BACKWARD + RECOMPUTED) * head
 
 
 def split_layers(costs: Sequence[float], last: float, parts: int) -> list[range]:
-    """Consecutive ranges of layers, one at least in each part, whose most expensive one is as cheap as can be.
+    """Split layers into consecutive non-empty ranges, minimising the cost of the most expensive one.
 
-    costs: of each layer. last: of what follows them in the last part. Raises ConfigError for fewer layers than parts.
+    costs: of each layer. last: of the output layer, in the last part. Raises ConfigError for fewer layers than parts.
     """
     layers = len(costs)
     if layers < parts:

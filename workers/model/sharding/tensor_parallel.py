@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of a group share every matrix, and between matrices every rank holds a part of the row.
+"""Tensor parallelism: the ranks of a group share every matrix; between matrices each holds a part of the row.
 
     tokens [1, T] --embedding, vocabulary shared--> [1, T/tp, H]      residual stream and norms: own tokens (sequence
     [1, T/tp, H] --gather--> [1, T, H] --q, k, v: own heads-->        parallel, Korthikanti et al. 2022)
@@ -7,10 +7,8 @@
     [1, T/tp, H] --router, experts: own tokens, as on any other rank (expert_parallel.py)--> [1, T/tp, H]
     final norm --gather--> [1, T, H] --output layer, vocabulary shared--> log-probs
 
-Shardings are by torch's `parallelize_module` (Shoeybi et al. 2019 for the cuts), and are applied before FSDP2, which
-then shards each rank's part again. T must divide by tp: `balancing.alignment.length_multiple`.
-
-Finds a model's experts, and the tokens that meet them on a rank.
+torch's `parallelize_module` shards before FSDP2, which shards each part again (Shoeybi et al. 2019). T must divide by
+tp: `balancing.alignment.length_multiple`.
 """
 
 from typing import Any
@@ -30,26 +28,27 @@ from transformers import PreTrainedModel
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold all experts of a layer in 3-D parameters, as transformers marks them."""
+    """Return the modules that hold all experts of a layer in 3-D parameters, as transformers marks them."""
     return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "num_experts")]
 
 
 def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold a router and its experts."""
+    """Return the modules that hold a router and its experts."""
     experts = {id(module) for module in find_experts(model)}
     return [module for module in model.modules() if any(id(child) in experts for child in module.children())]
 
 
 def own_cells(row: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The part of a row, [T] or [T, ...], whose tokens meet the experts on this rank. mesh: of tensor parallelism."""
+    """Return the part of a row, [T] or [T, ...], whose tokens this rank's experts see. mesh: tensor parallelism's."""
     return row.chunk(mesh.size())[mesh.get_local_rank()]
 
 
 def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shard a model's parameters over the one dimension of `mesh`, in place.
 
-    Every rank passes the whole model, or its skeleton on the meta device. Afterwards the decoder gives its last hidden
-    state as a DTensor. The output layer is not called but read: its weight is sharded over the vocabulary, tied or not.
+    Every rank passes the whole model, or its skeleton on the meta device. Afterwards the decoder returns its last
+    hidden state as a DTensor. The output layer's weight is sharded over the vocabulary, tied or not; it is read, not
+    called.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     blocks = blocks_with_experts(decoder)
@@ -73,7 +72,7 @@ def share_model(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def own_vocabulary(head: nn.Module) -> dict[str, Any]:
-    """This rank's part of an output layer, as `linear_log_probs` takes it: weight, bias, and if shared, whose it is."""
+    """Return this rank's part of an output layer, as arguments of `linear_log_probs`."""
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         return {"weight": weight, "bias": bias}
@@ -88,7 +87,7 @@ def own_vocabulary(head: nn.Module) -> dict[str, Any]:
 
 
 def _layer_plan() -> dict[str, ParallelStyle]:
-    """Styles of a layer's modules: Shard(1) at its edges, whole rows inside; Qwen3 normalises each head by itself."""
+    """Return the styles of a layer's modules: Shard(1) at its edges, whole rows inside; Qwen3 normalises by head."""
     return {
         "input_layernorm": SequenceParallel(use_local_output=True),
         "self_attn": _gather_input("hidden_states"),
