@@ -1,4 +1,4 @@
-"""Checks of algorithm.*, of the critic and the reward model, and of validation.*, where settings contradict."""
+"""Check algorithm.*, critic, reward model and validation.* for contradictions."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from workers.model.rules.model_rules import check_value_head
 
 
 def check_advantage(config: Config) -> None:
-    """Raise ConfigError for an advantage estimator or a KL in the reward that the other settings contradict."""
+    """Raise ConfigError if other settings contradict the advantage estimator or a KL in the reward."""
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     if algorithm.compares_groups and samples == 1:
         raise ConfigError(
@@ -61,7 +61,7 @@ def _check_kl_in_reward(config: Config) -> None:
 
 
 def check_loss(config: Config) -> None:
-    """Raise ConfigError for a policy loss that the other settings leave without meaning."""
+    """Raise ConfigError if other settings make the policy loss meaningless."""
     loss = config.algorithm.loss
     loss_rules.check_loss(loss)
     if loss.name == "custom":
@@ -84,7 +84,7 @@ def check_loss(config: Config) -> None:
 
 
 def _check_staleness(config: Config) -> None:
-    """Raise ConfigError if the algorithm needs samples of the current weights and rollout.max_staleness is set."""
+    """Raise ConfigError if the algorithm needs current samples but rollout.max_staleness is set."""
     loss, setting = config.algorithm.loss, f"rollout.max_staleness={config.rollout.max_staleness}"
     if not config.rollout.max_staleness:
         return
@@ -122,7 +122,7 @@ def _check_sampled_ratios(config: Config) -> None:
 
 
 def _check_kl_correction(config: Config) -> None:
-    """Raise ConfigError if `algorithm.loss.kl_correction` does nothing for the estimator, or is not right for it."""
+    """Raise ConfigError if `algorithm.loss.kl_correction` has no effect for the estimator, or is wrong for it."""
     correction, estimator = config.algorithm.loss.kl_correction, config.algorithm.loss.kl_estimator
     if correction == "straight_through" and estimator == "k2":
         raise ConfigError(
@@ -137,7 +137,7 @@ def _check_kl_correction(config: Config) -> None:
 
 
 def _check_token_returns(config: Config) -> None:
-    """Raise ConfigError if REINFORCE++ gives one advantage to each token and the loss takes one a sequence."""
+    """Raise ConfigError if REINFORCE++ gives advantages per token but the loss takes one per sequence."""
     if config.algorithm.loss.name == "gmpo" and config.uses_token_returns:
         raise ConfigError(
             "algorithm.loss.name=gmpo weighs a sequence by one advantage, and algorithm.gamma below 1 or "
@@ -147,7 +147,7 @@ def _check_token_returns(config: Config) -> None:
 
 
 def check_critic(config: Config) -> None:
-    """Raise ConfigError at the first thing that a critic cannot do."""
+    """Raise ConfigError at the first setting that a critic does not support."""
     if not config.uses_critic:
         return
     _check_alone(config)
@@ -165,7 +165,7 @@ def _check_alone(config: Config) -> None:
 
 
 def check_reward_model(config: Config) -> None:
-    """Raise ConfigError unless reward.model.path, where it is set, can score the policy's sequences."""
+    """Raise ConfigError if reward.model.path cannot score the policy's sequences."""
     key, path = "reward.model.path", config.reward.model.path
     if not path:
         return
@@ -192,24 +192,24 @@ COUNTED = re.compile(r"(?:.*/)?(?:pass|maj)@\d+")
 
 
 def check_validation(config: Config) -> None:
-    """Raise ConfigError for equal samples, or a pass@k or maj@n that validation.samples do not give."""
+    """Raise ConfigError for identical samples, or a pass@k or maj@n that needs more validation.samples."""
     name, samples = config.validation.keep_best, config.validation.samples
     if samples > 1 and config.validation.sampling.temperature == 0:
         raise ConfigError(
-            f"validation.samples={samples} at validation.sampling.temperature=0 are {samples} equal responses; "
-            "set samples to 1 or the temperature above 0."
+            f"validation.samples={samples} at validation.sampling.temperature=0 gives {samples} equal responses. "
+            "Set samples to 1, or the temperature above 0."
         )
     if COUNTED.fullmatch(name) and not is_possible(name, samples, ()):
         raise ConfigError(
-            f"validation.keep_best={name} is no metric of validation.samples={samples}, which give "
+            f"validation.keep_best={name} is not a validation metric: validation.samples={samples} gives "
             f"{', '.join(possible_metrics(samples, ()))}; choose one of them, or change validation.samples."
         )
 
 
 def check_keep_best(config: Config, parts: Iterable[str]) -> None:
-    """Raise ConfigError if rewards with these parts do not give the metric that validation.keep_best names.
+    """Raise ConfigError if rewards with these parts lack the metric in validation.keep_best.
 
-    Parts that an environment, a reward model or the punishment of long responses adds are known only in the run.
+    Parts from an environment, a reward model or the overlong penalty are known only during the run.
     """
     name, samples = config.validation.keep_best, config.validation.samples
     adds = config.rollout.environment or config.uses_reward_model or config.reward.overlong_tokens

@@ -1,4 +1,4 @@
-"""The command line of a training command: which file, which overrides, whether to run at all."""
+"""Parse the command line of a training command: file, overrides, dry run."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,8 +14,10 @@ from workers.errors import ConfigError
 
 @dataclass(frozen=True)
 class Command:
-    """A module that is started with settings of `schema`. describes_clusters: whether it takes --cluster. tries: what
-    its dry run does besides printing."""
+    """A module that runs settings of `schema`.
+
+    describes_clusters: whether it accepts --cluster. tries: what its dry run tries.
+    """
 
     module: str
     description: str
@@ -25,7 +27,7 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """Its options in one line."""
+        """Options in one line."""
         dry_run = "--dry-run [--all] [--cluster NODES [--measure]]" if self.describes_clusters else "--dry-run [--all]"
         return f"python -m {self.module} --config FILE [{dry_run}] [-v] [key.sub=value ...]"
 
@@ -41,8 +43,11 @@ FIT = Command(
 
 @dataclass(frozen=True)
 class Arguments:
-    """A parsed command line; the overrides are not read yet. cluster: what --cluster describes. measure: whether GPU
-    memory is measured in addition to the estimate. everything: whether a dry run prints all settings."""
+    """A parsed command line with unread overrides.
+
+    cluster: value of --cluster. measure: whether to measure GPU memory besides estimating it. everything: whether a dry
+    run prints all settings.
+    """
 
     config: tuple[Path, ...]
     overrides: tuple[str, ...]
@@ -53,7 +58,7 @@ class Arguments:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises ConfigError, which is one line, instead of printing argparse's usage and exiting."""
+    """Raises ConfigError, one line, instead of printing argparse's usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for wrong arguments."""
@@ -69,24 +74,22 @@ class _PrintSettings(argparse.Action):
 
 
 def parse_arguments(argv: Sequence[str] | None = None, command: Command = FIT) -> Arguments:
-    """Parse a command line (default: that of the process).
+    """Parse a command line, by default the process's.
 
-    Raises ConfigError for an unknown option, without --config, for --cluster or --all without --dry-run and --measure
-    without --cluster; SystemExit(0) after --help and --settings.
+    Raises ConfigError for an unknown option, without --config, for --cluster or --all without --dry-run, and for
+    --measure without --cluster; SystemExit(0) after --help and --settings.
     """
     # Intermixed: overrides may stand before, between and after options.
     parsed = _parser(command).parse_intermixed_args(argv)
     overrides = (*parsed.verbose, *parsed.overrides)
     if parsed.all and not parsed.dry_run:
-        raise ConfigError("--all is of the page that --dry-run prints; add --dry-run (--settings explains every key).")
+        raise ConfigError("--all works only with --dry-run; add --dry-run (--settings explains every key).")
     if not command.describes_clusters:
         return Arguments(tuple(parsed.config), overrides, parsed.dry_run, everything=parsed.all)
     if parsed.cluster and not parsed.dry_run:
-        raise ConfigError(
-            "--cluster describes a cluster for --dry-run, and a run takes the one it finds; add --dry-run."
-        )
+        raise ConfigError("--cluster works only with --dry-run; add --dry-run.")
     if parsed.measure and not parsed.cluster:
-        raise ConfigError("--measure measures the GPUs that --cluster describes; add --dry-run --cluster.")
+        raise ConfigError("--measure works only with --cluster; add --dry-run --cluster.")
     cluster = parse_cluster(parsed.cluster) if parsed.cluster else None
     return Arguments(tuple(parsed.config), overrides, parsed.dry_run, cluster, parsed.measure, parsed.all)
 
@@ -105,7 +108,7 @@ def _parser(command: Command) -> argparse.ArgumentParser:
         required=True,
         action="append",
         metavar="FILE",
-        help="YAML file of settings; several, each with its own --config, lie one over the other",
+        help="YAML file of settings; repeat --config for several files, later ones win",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help=f"{command.tries}, print what would run and where; start nothing"

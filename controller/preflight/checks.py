@@ -1,9 +1,9 @@
-"""Checks of a configuration as a whole: impossible combinations, settings without effect, missing files.
+"""Check a whole configuration: impossible combinations, settings without effect, missing files.
 
     check(config) --> nothing, or ConfigError: one line that names the settings and what to change
 
-Nothing is imported or started for it: models are read by their config.json, reward functions by their symbol table.
-What a cluster can give is known only to Ray and is checked when the placement groups are reserved.
+Nothing is imported or started: checks read config.json of models and parse reward functions. Ray's resources are
+checked later, when the placement groups are reserved.
 """
 
 from controller.actors.cluster_address import check_address
@@ -43,9 +43,9 @@ from workers.rollout.placement import fits_device
 
 
 def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
-    """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second.
+    """Raise ConfigError at the first thing that cannot work or has no effect, in well under a second.
 
-    given: functions that a call was given, which the settings only stand for.
+    given: functions passed to the call, which settings refer to.
     """
     check_settings(config)
     check_replicate(config)
@@ -61,7 +61,7 @@ def check(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
 
 
 def check_settings(config: Config) -> None:
-    """The part of `check` that reads no files of models, data or rewards."""
+    """Run the part of `check` that does not read models, data or rewards."""
     check_settings_have_effect(config)
     check_run(config)
     check_advantage(config)
@@ -79,8 +79,7 @@ def check_settings(config: Config) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """The part of `check` that depends on ranks, caps and the loss: for a run that was checked, to be replayed with
-    another layout."""
+    """Run the part of `check` on ranks, caps and loss, to replay a checked run with another layout."""
     check_counts(config)
     check_loss(config)
     check_lengths(config)
@@ -107,7 +106,7 @@ def _check_overlong(config: Config) -> None:
 
 
 def _check_devices(config: Config) -> None:
-    """bfloat16 on CPU is allowed: it works, and it is how a GPU run's rounding is looked at without one."""
+    """bfloat16 on CPU is allowed, to reproduce the rounding of a GPU run."""
     placement = config.rollout_placement
     fits = fits_device(placement, has_gpu=config.uses_gpus)
     if not fits and not config.uses_gpus:
@@ -137,7 +136,7 @@ def _check_devices(config: Config) -> None:
 
 
 def check_rewards(config: Config, given: GivenFunctions = NONE_GIVEN) -> None:
-    """Raise ConfigError unless there is a reward, by functions that can be found. given: see `check`."""
+    """Raise ConfigError without a reward, or if its functions cannot be found. given: see `check`."""
     ways = bool(config.reward.function) + bool(config.reward.functions)
     if ways > 1 or not (ways or config.rollout.environment or config.uses_reward_model):
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Whether a run has room: on a described cluster, by the requests that Ray would get, or on this machine.
+"""Whether a run fits on a described cluster, by its requests to Ray, or on this machine.
 
     --cluster nodes=8,gpus=8,gpu_gib=80,cpus=96 --> Cluster --place--> Placement of every bundle --> fits, or why not
 
-Each bundle goes to the first node with room, and ranks go to bundles as in a run (`actors.placement`). Ray may
-start with another node; on equal, free nodes it fills one after the other, as this does.
+Each bundle takes the first node with room, and ranks take bundles as in a run (`actors.placement`). Ray may begin with
+another node.
 """
 
 import os
@@ -25,8 +25,7 @@ REQUIRED = ("nodes", "cpus")
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes. gpus, cpus: of one node. gpu_gib: memory of one GPU. memory_gib: host memory of one node, 0 is not
-    said."""
+    """Equal nodes. gpus, cpus, memory_gib: of one node, memory_gib 0 if unknown. gpu_gib: of one GPU."""
 
     nodes: int
     cpus: float
@@ -37,14 +36,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Placement:
-    """Nodes by rank. pools: of every pool's ranks. rewards: of the reward workers."""
+    """Nodes by rank. pools: ranks of each pool. rewards: reward workers."""
 
     pools: dict[str, tuple[int, ...]]
     rewards: tuple[int, ...]
 
 
 def parse_cluster(text: str) -> Cluster:
-    """A cluster from `nodes=8,gpus=8,gpu_gib=80,cpus=96`. Raises ConfigError if it is not of this form."""
+    """Parse `nodes=8,gpus=8,gpu_gib=80,cpus=96`. Raises ConfigError for other forms."""
     numbers = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(nodes|gpus|gpu_gib|cpus|memory_gib)=(\d+(?:\.\d+)?)\s*", part)
@@ -68,14 +67,14 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def run_on(config: Config, cluster: Cluster) -> None:
-    """Let resources.device=auto mean the cluster's devices, not this machine's, and models and data lie there."""
+    """Let resources.device=auto mean the cluster's devices, and expect models and data there."""
     config.is_described, config.described_gpus = True, cluster.nodes * cluster.gpus
     if config.resources.device == "auto":
         config.resources.device = "cuda" if cluster.gpus else "cpu"
 
 
 def place(config: Config, cluster: Cluster) -> Placement:
-    """The node of every rank. Raises ConfigError, naming the resource that is missing, if the run does not fit."""
+    """Find the node of every rank. Raises ConfigError, naming the missing resource, if the run does not fit."""
     free = [{"CPU": cluster.cpus, "GPU": float(cluster.gpus)} for _ in range(cluster.nodes)]
     placed = {}
     for pool in pools(config):
@@ -87,7 +86,7 @@ def place(config: Config, cluster: Cluster) -> Placement:
 
 
 def _take(free: list[Bundle], bundle: Bundle, what: str, cluster: Cluster) -> int:
-    """The first node with room for `bundle`, from which it is taken."""
+    """Take `bundle` from the first node with room, and return the node."""
     for node, room in enumerate(free):
         if all(room[resource] + 1e-9 >= amount for resource, amount in bundle.items()):
             for resource, amount in bundle.items():
@@ -108,13 +107,13 @@ def _bundle_of_rank(pool: Pool, nodes: list[int]) -> tuple[int, ...]:
 
 
 def cluster_in_words(cluster: Cluster) -> str:
-    """The cluster in words."""
+    """Describe the cluster."""
     gpus = f"{cluster.gpus} GPUs of {cluster.gpu_gib:g} GiB and " if cluster.gpus else ""
     return f"{cluster.nodes} {'node' if cluster.nodes == 1 else 'nodes'} with {gpus}{cluster.cpus:g} CPUs each"
 
 
 def roles_on_node(config: Config, placement: Placement, node: int) -> dict[str, list[int]]:
-    """Numbers of the actors of each role on a node; a colocated engine counts where its first GPU is."""
+    """Number the actors of each role on a node; a colocated engine counts at its first GPU."""
     found: dict[str, list[int]] = {}
     for request in role_requests(config):
         nodes = placement.pools[request.pool] if request.pool else placement.rewards
@@ -128,7 +127,7 @@ def _shares_training(config: Config, role: str) -> bool:
 
 
 def groups_across_nodes(config: Config, placement: Placement) -> int:
-    """Groups of ranks that share sequences or layers (context and tensor parallel) and lie on several nodes."""
+    """Return groups of context and tensor parallel ranks that span several nodes."""
     size = config.policy.parallel.context_parallel * config.policy.parallel.tensor_parallel
     return len(groups_on_several_nodes(placement.pools["training"], size))
 
@@ -138,10 +137,9 @@ ELSEWHERE = "or set resources.ray_address (or RAY_ADDRESS) for a cluster"
 
 
 def check_machine(config: TrainingConfig, *, dry_run: bool) -> None:
-    """Raise ConfigError if a local Ray on this machine has too little for the run. Does nothing with an address, where
-    Ray itself checks.
+    """Raise ConfigError if this machine has too little for a local Ray; Ray checks a cluster itself.
 
-    dry_run: do not ask for GPUs on a machine without any, so that configurations for GPUs can be tried anywhere.
+    dry_run: do not require GPUs on a machine without any, so that GPU configurations can be tried anywhere.
     """
     if config.joins_cluster:
         return
@@ -176,7 +174,7 @@ def _check_cpus(config: Config) -> None:
 
 
 def memory_gib() -> float:
-    """Memory of this machine, or the limit of its container."""
+    """Memory of this machine, or its container's limit."""
     total = psutil.virtual_memory().total
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
     return (min(total, int(limit)) if limit.isdigit() else total) / 2**30

@@ -1,4 +1,4 @@
-"""Checks of data.*: the files are there, and their first records have the columns that settings name."""
+"""Check data.*: files exist, and their first records have the required columns."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ OF_A_BATCH = frozenset(
 
 
 def check_data(config: Config, model: ModelFiles) -> None:
-    """Raise ConfigError, naming the setting, for data or a curriculum that a run of policy `model` cannot use."""
+    """Raise ConfigError, naming the setting, for data or a curriculum that the run cannot use."""
     _check_sources(config)
     paths = [("data.sources" if config.data.sources else "data.train", path) for path in config.data.weights]
     if config.data.validation:
@@ -58,7 +58,7 @@ def check_data(config: Config, model: ModelFiles) -> None:
 
 
 def is_elsewhere(config: Config, path: str) -> bool:
-    """Whether a data set of a described cluster is not on this machine, so that it cannot be looked into."""
+    """Whether a data set lies only on the described cluster, and cannot be read here."""
     return config.is_described and not Path(path).exists()
 
 
@@ -80,7 +80,7 @@ def _check_prompt(config: Config, model: ModelFiles, which: str, prompt: Any) ->
 
 
 def first_record(key: str, path: str, prompt_key: str = "") -> dict[str, Any]:
-    """The first record of a data set. Raises ConfigError, naming `key`, if there is none with a prompt."""
+    """Read the first record of a data set. Raises ConfigError, naming `key`, if no record has a prompt."""
     try:
         record = next(iter_records(path, prompt_key), None)
     except DataError as error:
@@ -91,18 +91,16 @@ def first_record(key: str, path: str, prompt_key: str = "") -> dict[str, Any]:
 
 
 def check_column_names(names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that stands for something else in a batch, or stands there twice."""
+    """Raise ConfigError for a duplicate or reserved column name."""
     for name in names:
         if name in OF_A_BATCH:
-            raise ConfigError(
-                f"algorithm.loss.columns: a batch has a column {name!r} of its own; rename that of the records."
-            )
+            raise ConfigError(f"algorithm.loss.columns: the name {name!r} is reserved. Rename the records' column.")
         if names.count(name) > 1:
             raise ConfigError(f"algorithm.loss.columns names {name!r} twice; name it once.")
 
 
 def _check_columns_are_there(config: Config, which: str, record: Record) -> None:
-    """Raise ConfigError unless `record`, described by `which`, has every column of algorithm.loss.columns."""
+    """Raise ConfigError if `record`, described by `which`, lacks a column of algorithm.loss.columns."""
     for name in config.loss_columns:
         if name not in record:
             raise ConfigError(f"{which} has no column {name!r}, which algorithm.loss.columns names.")

@@ -1,4 +1,4 @@
-"""A configuration in text: the pages of `--dry-run` and `--settings`.
+"""Describe a configuration: the pages of `--dry-run` and `--settings`.
 
 Config --> settings | placement | sizes | caps | notes          schema --> every key, type, default, range
 """
@@ -18,8 +18,7 @@ from workers.config import ParallelConfig
 
 
 def describe(config: TrainingConfig, *, everything: bool = False) -> str:
-    """The page of `--dry-run`, of a configuration that `check` has passed. everything: with settings at their
-    defaults."""
+    """Write the page of `--dry-run` for a checked configuration. everything: include default settings."""
     title = "configuration" if everything else "configuration, where it differs from the defaults (--all: everything)"
     sections = {
         title: (to_yaml(config) if everything else changed_yaml(config)).splitlines(),
@@ -32,7 +31,7 @@ def describe(config: TrainingConfig, *, everything: bool = False) -> str:
 
 
 def settings_page(schema: type[TrainingConfig] = Config) -> str:
-    """The page of `--settings`: every key with its type, default, range and documentation."""
+    """Write the page of `--settings`: every key with type, default, range and documentation."""
     blocks = []
     for section, found in groupby(settings(schema()), key=lambda setting: setting.key.partition(".")[0]):
         blocks.append(f"== {section} ==")
@@ -41,7 +40,7 @@ def settings_page(schema: type[TrainingConfig] = Config) -> str:
 
 
 def section_names(schema: type[TrainingConfig] = Config) -> list[str]:
-    """The sections of the schema, in order."""
+    """List the sections of the schema, in order."""
     return list(dict.fromkeys(setting.key.partition(".")[0] for setting in settings(schema())))
 
 
@@ -142,7 +141,7 @@ def _cap_line(config: TrainingConfig, limits: Limits) -> str:
 
 
 def warnings(config: Config) -> list[str]:
-    """Warnings about settings that work but are probably a mistake; a run prints them too, at its start."""
+    """Warn about settings that work but are probably mistakes; also printed when a run starts."""
     if read_model_files(config.model.path, "model.path").end_of_sequence:
         return []
     return [

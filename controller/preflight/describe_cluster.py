@@ -1,4 +1,4 @@
-"""The page of `--dry-run --cluster`: where every role goes on a described cluster, and what its GPUs and hosts hold.
+"""Write the page of `--dry-run --cluster`: where each role runs, and the memory of GPUs and hosts.
 
 Config, Cluster --place--> sections "cluster", "memory" --> fits, or ConfigError after the page is printed
 """
@@ -33,7 +33,7 @@ from workers.errors import ConfigError
 
 
 def print_cluster(config: Config, cluster: Cluster, *, measured: bool = False) -> None:
-    """Print the placement and, where there are GPUs, their memory; `measured`: beside what the engine took without one.
+    """Print placement and memory; `measured`: also the engine's memory, measured without a GPU.
 
     Raises ConfigError if the run does not fit, or nothing could be measured.
     """
@@ -58,7 +58,7 @@ def print_cluster(config: Config, cluster: Cluster, *, measured: bool = False) -
 
 
 def other_shapes(config: Config) -> dict[str, ModelShape]:
-    """Shapes of the models of the training roles beside the policy, by role. Raises as `model_shape` does."""
+    """Return model shapes of the training roles other than the policy. Raises as `model_shape` does."""
     models = {
         "reference": ("reference.path", config.reference_model),
         "critic": ("critic.path", config.critic_model),
@@ -73,7 +73,7 @@ def other_shapes(config: Config) -> dict[str, ModelShape]:
 
 
 def placement_lines(config: Config, cluster: Cluster, placement: Placement) -> list[str]:
-    """A line for each node or run of idle nodes, and what to know about them."""
+    """Write a line per node or range of idle nodes, with notes."""
     lines = [cluster_in_words(cluster)]
     found = [(node, _roles_in_words(roles_on_node(config, placement, node))) for node in range(cluster.nodes)]
     for words, nodes in groupby(found, key=lambda item: item[1]):
@@ -101,7 +101,7 @@ def _numbers(word: str, numbers: list[int]) -> str:
 
 
 def memory_lines(config: Config, memory: GpuMemory, host: Parts, cluster: Cluster) -> list[str]:
-    """The memory of a GPU in training and in generation, and the first node's host memory."""
+    """Write the memory of a GPU in training and generation, and of the first node's host."""
     room = USABLE_SHARE * cluster.gpu_gib
     lines = [
         f"a GPU while training, in the fullest phase, {memory.fullest.name}: {_sum(memory.training)} of {room:.1f} "
@@ -126,7 +126,7 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Measured:
-    """GiB of a GPU in one pass of a role, or why it is not known, beside the estimate."""
+    """Measured GiB of a GPU in one pass of a role, or the reason for missing it, with the estimate."""
 
     phase: str
     estimated: float
@@ -135,9 +135,9 @@ class Measured:
 
 
 def measure(config: Config, phases: list[Phase], layers: tuple[int, ...] = LAYERS) -> list[Measured]:
-    """Every phase of the estimate, measured. Raises ConfigError if the measuring process does not answer.
+    """Measure every phase of the estimate. Raises ConfigError if the measuring process does not answer.
 
-    In a pipeline the fuller one of the first and the last stage counts, each with the layers of the fullest.
+    In a pipeline, the larger of the first and the last stage counts, each with the most layers of any stage.
     """
     stages = config.policy.parallel.pipeline_parallel
     found = [_beside(phases, run_trace(request(config, phases, layers, stage))) for stage in sorted({0, stages - 1})]
@@ -145,7 +145,7 @@ def measure(config: Config, phases: list[Phase], layers: tuple[int, ...] = LAYER
 
 
 def request(config: Config, phases: list[Phase], layers: tuple[int, ...] = LAYERS, stage: int = 0) -> dict[str, Any]:
-    """The request for `workers.model.memory_trace.trace`. stage: of the pipeline, the one to measure."""
+    """Build the request for `workers.model.memory_trace.trace`. stage: pipeline stage to measure."""
     parallel = config.policy.parallel
     virtual = parallel.virtual_stages
     fewest = -(-layers[0] // virtual) * virtual  # as many in each part of a stage
@@ -185,7 +185,7 @@ def _role(config: Config, role: str, phases: list[Phase]) -> dict[str, Any]:
 
 
 def run_trace(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The answer of a process of its own. Raises ConfigError, with its last words, if it gives none."""
+    """Run the trace in a separate process. Raises ConfigError, with its last output, if it fails."""
     process = subprocess.run(
         [sys.executable, "-m", "workers.model.memory_trace"],
         input=json.dumps(asked),
@@ -202,7 +202,7 @@ def run_trace(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _beside(phases: list[Phase], found: Mapping[str, Mapping[str, Any]]) -> Iterator[Measured]:
-    """Of each phase its own peak, and what the other roles keep."""
+    """Return each phase's own peak, and the memory that other roles keep."""
     for phase in phases:
         estimated = sum(phase.parts.values())
         problems = [f"{role}: {each['problem']}" for role, each in found.items() if "problem" in each]
@@ -214,7 +214,7 @@ def _beside(phases: list[Phase], found: Mapping[str, Mapping[str, Any]]) -> Iter
 
 
 def measured_lines(measured: list[Measured]) -> list[str]:
-    """A line for each phase."""
+    """Write a line per phase."""
     return [_line(each) for each in measured]
 
 

@@ -1,4 +1,4 @@
-"""Checks of what engines sample: turns and lengths. For training and sampling alike."""
+"""Check turns and lengths of samples, for training and sampling."""
 
 from controller.config import Config
 from controller.config.functions import check_function
@@ -11,7 +11,7 @@ COLDEST = 0.01
 
 
 def response_limit(config: Config) -> str:
-    """The settings that `Config.longest_response` follows from."""
+    """Name the settings that determine `Config.longest_response`."""
     if not config.rollout.environment:
         return f"{config.sampling_key}.max_new_tokens"
     if config.rollout.max_episode_tokens:
@@ -20,10 +20,10 @@ def response_limit(config: Config) -> str:
 
 
 def check_engine_count(config: Config) -> None:
-    """Raise ConfigError if rollout.replicas=0 stands for GPUs whose number is not known yet."""
+    """Raise ConfigError if rollout.replicas=0 but the number of GPUs is unknown."""
     if config.uses_gpus and config.rollout_placement == "apart" and not (config.rollout.replicas or config.gpus):
         raise ConfigError(
-            "rollout.replicas=0: engines have GPUs of their own, and their number is not known here. Set the number of "
+            "rollout.replicas=0: the number of GPUs for engines is unknown. Set the number of "
             "engines, or describe the cluster of a dry run (--cluster)."
         )
 
@@ -44,7 +44,7 @@ def _samplings(config: Config) -> dict[str, SamplingConfig]:
 
 
 def check_turns(config: Config) -> None:
-    """Raise ConfigError for an environment that is not there, or turns that are longer than its episodes."""
+    """Raise ConfigError for a missing environment, or turns longer than an episode."""
     rollout = config.rollout
     if not rollout.environment:
         return
@@ -62,7 +62,7 @@ def check_turns(config: Config) -> None:
 
 
 def check_lengths(config: Config) -> None:
-    """Raise ConfigError if a micro-batch or an engine has no room for the longest possible sequence."""
+    """Raise ConfigError if the longest possible sequence exceeds a micro-batch or an engine."""
     longest = config.longest_sequence
     parts = (
         f"data.max_prompt_tokens={config.data.max_prompt_tokens} + "

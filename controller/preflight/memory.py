@@ -1,4 +1,4 @@
-"""Memory of a GPU, estimated before there is one: plain arithmetic on config.json and the settings.
+"""Estimate GPU memory in advance: arithmetic on config.json and the settings.
 
     config.json --> ModelShape --+
     settings --------------------+--> Phases of training | Parts while generating --> the largest against the GPU
@@ -6,43 +6,43 @@
 P parameters, A of them trained (P, or those of the adapters), s ranks that share them (data-parallel ranks / replicate
 * context * tensor parallel), b bytes of the compute type (2 or 4), T the cap on a micro-batch's tokens on one rank, L
 one layer's parameters, R those of the root (embedding, output layer), M those of the output layer, h the hidden size, f
-the width of a feed-forward block, n layers, c tokens of a chunk of logits. All the time:
+the width of a feed-forward block, n layers, c tokens of a chunk of logits. Always present:
 
     weights        4 P / s                       float32, sharded by FSDP2
     AdamW          8 A / s                       two moments
-    reference      4 P / s                       of its own P, where there is a KL
-    critic         12 P / s                      of its own P: weights, AdamW (PPO)
-    reward model   4 P / s                       of its own P
+    reference      4 P / s                       its own P, if there is a KL
+    critic         12 P / s                      its own P: weights, AdamW (PPO)
+    reward model   4 P / s                       its own P
 
-Roles compute in turn, each pass a phase with its own cap. An update has gradients, 4 A / s (4 A where their reduction
-is put off), and the largest of three moments:
+Roles compute in turn; each pass is a phase with its own cap. An update has gradients, 4 A / s (4 A if their reduction
+is deferred), and the largest of three moments:
 
     output layer, back       b (R + 4 L) + n T b h + 5 T b h + 4 M + max(12 V c, b M + 6 V c)
     last layer, back         b (R + 4 L) + b (M + L) + 8 L + n T b h + T a + 2 T b (2 h + f)
     root reduced             b (R + L) + (b + 4) R + 2 T b h
 
-5 T b h: the last norm keeps a float32 and a bfloat16 row (3), the output layer its input and the gradient of it (2).
-a: `ModelShape.activation_bytes_per_token`. n T b h are the inputs of all layers, which gradient checkpointing keeps;
-without it n T a, and T a is not computed again. Where nothing is resharded, b (P - 2 L - R) more. Adapters have no
-gradient of M, L and R. A pass that goes forward alone has the larger of
+5 T b h: the last norm keeps a float32 and a bfloat16 row (3), the output layer its input and input gradient (2). a:
+`ModelShape.activation_bytes_per_token`. n T b h: inputs of all layers, kept by gradient checkpointing. Without it, n T
+a is kept, and T a is not recomputed. Without resharding, add b (P - 2 L - R). Adapters have no gradient of M, L and R.
+A forward-only pass needs the larger of
 
     a layer                  b (R + 2 L) + T b (5 h + 3 f)
     the output layer         b (R + L) + 2 T b h + 12 V c
 
-A token is copied for its k experts: 3 T b k h more in the last layer going back, 2.5 T b k h in a layer going forward,
-2 n T b k h without gradient checkpointing; with expert_parallel 6, 4 and 4 n T b k h, as much on every rank, for a load
-that is even, and L and P have the weights of 1 / expert_parallel of the experts where they are gathered or reduced.
+A token is copied for its k experts: 3 T b k h more in the last layer's backward, 2.5 T b k h in a layer's forward, and
+2 n T b k h without gradient checkpointing. With expert_parallel: 6, 4 and 4 n T b k h, for an even load on all ranks; L
+and P then count 1 / expert_parallel of the experts where they are gathered or reduced.
 
-Divided by tensor_parallel: L but for experts, R, M, V, f, k and the inputs. The terms were found, and are held, by
-measuring the engine on tensors without numbers (`measure.py`). While engines sample the states stay where they are,
-beside the engine's share, memory_fraction x GPU. Not counted: the CUDA context of each process, NCCL's buffers, what
-kernels take for themselves, fragmentation; for them a tenth of the GPU is left free.
+Divided by tensor_parallel: L without experts, R, M, V, f, k and the inputs. The terms were found, and are tested, by
+measuring the engine on tensors without data (`measure.py`). While engines sample, the states stay in memory besides the
+engine's share, memory_fraction x GPU. Not counted: CUDA contexts, NCCL buffers, kernel workspaces, fragmentation; a
+tenth of the GPU is left free for them.
 
-Of a node's host memory, which `host_memory` adds up: 4 P while rank 0 reads the files of the largest model, what is
-offloaded, and with checkpoints the copy that is written, 12 A / s and 1 GiB a rank. Engines that sleep keep nothing.
+`host_memory` adds up the first node: 4 P while rank 0 reads the largest model, offloaded states, and with checkpoints
+the copy being written, 12 A / s and 1 GiB per rank. Sleeping engines keep nothing.
 
-In a pipeline all this is of the stage with most layers, s its ranks, as if it had embedding and output layer, too; it
-keeps the inputs of as many micro-batches as there are stages.
+In a pipeline, the estimate is for the stage with most layers, s its ranks, as if it also had embedding and output
+layer. It keeps the inputs of as many micro-batches as there are stages.
 """
 
 from collections.abc import Iterator, Mapping
@@ -63,9 +63,9 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """GiB of the fullest GPU: in each of `phases` while micro-batches are computed, `generating` while engines sample.
+    """GiB of the fullest GPU: in each of `phases` of training, and `generating` while engines sample.
 
-    engine_weights and kv_tokens: GiB of one GPU's share of an engine's weights, tokens that its KV cache has room for.
+    engine_weights: GiB of one GPU's share of an engine's weights. kv_tokens: tokens that fit its KV cache.
     """
 
     phases: tuple["Phase", ...]
@@ -75,17 +75,17 @@ class GpuMemory:
 
     @property
     def fullest(self) -> "Phase":
-        """The phase of training that needs most."""
+        """Phase of training with the largest need."""
         return max(self.phases, key=lambda phase: sum(phase.parts.values()))
 
     @property
     def training(self) -> Parts:
-        """The parts of the fullest phase."""
+        """Parts of the fullest phase."""
         return self.fullest.parts
 
     @property
     def cap(self) -> str:
-        """The setting that limits the activations of the fullest phase."""
+        """Setting that limits the activations of the fullest phase."""
         return self.fullest.cap
 
     @property
@@ -102,7 +102,7 @@ BYTES_A_PARAMETER = {"reference": 4, "critic": 12, "reward_model": 4}
 
 
 def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, others: Shapes = NO_OTHERS) -> GpuMemory:
-    """The estimate for a run on GPUs of `gpu_gib`. shape: the policy's. others: of the roles that the run has."""
+    """Estimate a run on GPUs of `gpu_gib`. shape: the policy's. others: shapes of the other roles."""
     states = sharded_states(config, shape, others)
     share = config.rollout.memory_fraction * gpu_gib
     engine_weights = 2 * shape.parameters / config.rollout.tensor_parallel / GIB
@@ -117,7 +117,7 @@ def gpu_memory(config: Config, shape: ModelShape, gpu_gib: float, others: Shapes
 
 
 def host_memory(config: Config, shape: ModelShape, *, ranks: int, others: Shapes = NO_OTHERS) -> Parts:
-    """GiB of the first node's host memory, which has `ranks` policy workers, rank 0 among them."""
+    """Estimate GiB of the first node's host memory, with `ranks` policy workers including rank 0."""
     parts = {"model as it is read": 4 * max(each.parameters for each in (shape, *others.values())) / GIB}
     sharers, shape, others = _sharers(config), of_stage(config, shape), of_stages(config, others)
     here = ranks * shape.parameters / sharers / GIB
@@ -136,12 +136,12 @@ def host_memory(config: Config, shape: ModelShape, *, ranks: int, others: Shapes
 
 
 def staged(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> int:
-    """Bytes that a checkpoint copies to host memory before it is written: trained weights and AdamW's moments."""
+    """Bytes that a checkpoint copies to host memory: trained weights and AdamW's moments."""
     return 12 * (trained_parameters(config, shape) + (others["critic"].parameters if "critic" in others else 0))
 
 
 def sharded_states(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Parts:
-    """The states that a rank keeps between micro-batches, of all roles that share its GPU."""
+    """States that a rank keeps between micro-batches, of all roles on its GPU."""
     sharers, shape, others = _sharers(config), of_stage(config, shape), of_stages(config, others)
     whole, trained = shape.parameters / sharers / GIB, trained_parameters(config, shape) / sharers / GIB
     parts = {}
@@ -154,19 +154,19 @@ def sharded_states(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS
 
 
 def _sharers(config: Config) -> int:
-    """Ranks that share the parameters of a stage."""
+    """Count the ranks that share a stage's parameters."""
     parallel = config.policy.parallel
     return config.training_workers // (parallel.pipeline_parallel * parallel.replicate)
 
 
 def of_stage(config: Config, shape: ModelShape) -> ModelShape:
-    """The part of a model on the fullest stage; all of it without a pipeline."""
+    """Return the part of a model on the fullest stage; all of it without a pipeline."""
     parallel, checkpointing = config.policy.parallel, config.model.gradient_checkpointing
     return shape.of_fullest_stage(parallel.pipeline_parallel, parallel.virtual_stages, checkpointing=checkpointing)
 
 
 def of_stages(config: Config, shapes: Shapes) -> Shapes:
-    """`of_stage` of each."""
+    """Apply `of_stage` to each."""
     return {role: of_stage(config, shape) for role, shape in shapes.items()}
 
 
@@ -181,7 +181,7 @@ def is_offloaded(config: Config, role: str) -> bool:
 
 
 def trained_parameters(config: Config, shape: ModelShape) -> int:
-    """P, or those of the adapters: rank (inputs + outputs) of every module that has one."""
+    """Count trained parameters: P, or of the adapters, rank (inputs + outputs) per adapted module."""
     lora = config.model.lora
     if not lora.rank:
         return shape.parameters
@@ -192,9 +192,9 @@ def trained_parameters(config: Config, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class Pass:
-    """The passes of a role over micro-batches of at most `tokens` on a rank, as the setting `cap` says.
+    """A pass of a role over micro-batches of at most `tokens` per rank, limited by the setting `cap`.
 
-    call: of its engine: `update`, which trains, or `log_probs`, `values`, `scores`, forward only.
+    call: `update`, which trains, or the forward-only `log_probs`, `values`, `scores`.
     """
 
     role: str
@@ -205,13 +205,13 @@ class Pass:
 
     @property
     def trains(self) -> bool:
-        """Whether it goes backward too."""
+        """Whether it has a backward pass."""
         return self.call == "update"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A pass with all that a GPU holds meanwhile."""
+    """A pass with all memory that a GPU holds meanwhile."""
 
     role: str
     call: str
@@ -226,8 +226,7 @@ class Phase:
 
 
 def passes(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Iterator[Pass]:
-    """Every pass of the run's roles over a batch; they take turns on a GPU, on which engines then sleep. Their shapes
-    are those of a stage."""
+    """Return every pass of the run's roles over a batch. Roles take turns while engines sleep. shapes: of a stage."""
     shape, others = of_stage(config, shape), of_stages(config, others)
     yield Pass("policy", "update", shape, config.policy.max_tokens, "policy.max_tokens")
     yield Pass("policy", "log_probs", shape, config.forward_max_tokens, "policy.forward_max_tokens")
@@ -244,7 +243,7 @@ def passes(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> Ite
 
 
 def phases(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> list[Phase]:
-    """Each pass with what a rank needs for a micro-batch that fills its cap, beside the states of all roles."""
+    """Add to each pass the memory of a full micro-batch and the states of all roles."""
     states = sharded_states(config, shape, others)
     return [
         Phase(
@@ -255,7 +254,7 @@ def phases(config: Config, shape: ModelShape, others: Shapes = NO_OTHERS) -> lis
 
 
 def gradients(config: Config, each: Pass) -> Parts:
-    """Those of a mini-batch, which are there while a role trains: shards, or whole ones that wait for a reduction."""
+    """Size of a training role's gradients: shards, or whole ones that await reduction."""
     if not each.trains:
         return {}
     trained = trained_parameters(config, each.shape) if each.role == "policy" else each.shape.parameters
@@ -271,7 +270,7 @@ def gradients(config: Config, each: Pass) -> Parts:
 
 
 def working_memory(config: Config, each: Pass) -> Parts:
-    """The memory of a rank for a micro-batch, beside the states: at the moment that needs most."""
+    """Memory of a rank for a micro-batch, besides the states, at its peak."""
     found = max(_training_moments(config, each) if each.trains else _forward_moments(config, each), key=_total)
     return {name: size / GIB for name, size in found.items()}
 
@@ -281,7 +280,7 @@ def _total(parts: Parts) -> float:
 
 
 def _forward_moments(config: Config, each: Pass) -> list[Parts]:
-    """Bytes inside a layer, and at the output layer, of a pass that keeps nothing."""
+    """Bytes inside a layer, and at the output layer, in a forward-only pass."""
     shape, sizes = each.shape, _sizes(config, each)
     row = each.tokens * sizes.width
     layer = row * (5 * shape.hidden + 3 * sizes.feed_forward) + _at_experts(config, each).forward
@@ -292,7 +291,7 @@ def _forward_moments(config: Config, each: Pass) -> list[Parts]:
 
 
 def _training_moments(config: Config, each: Pass) -> list[Parts]:
-    """Bytes at the output layer going back, in the last layer going back, and where the root's gradient is reduced."""
+    """Bytes in the output layer's backward, the last layer's backward, and the root's gradient reduction."""
     shape, sizes = each.shape, _sizes(config, each)
     width, row, kept = sizes.width, each.tokens * sizes.width, kept_activations(config, each)
     head, layer, root = (sizes.trained * size for size in (sizes.head, sizes.layer, sizes.root))
@@ -318,9 +317,11 @@ def _training_moments(config: Config, each: Pass) -> list[Parts]:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Parameters of a rank's part of each matrix. width: bytes of a number in the compute type. logits: those of one
-    chunk of tokens. head: the output layer's. trained: 1 where these parameters get gradients, else 0. stays: those
-    that are gathered all the time, beside the root's and two layers'."""
+    """Parameters of a rank's part of each matrix.
+
+    width: bytes per number in the compute type. logits: numbers in a chunk of logits. head: output layer. trained: 1 if
+    these parameters get gradients, else 0. stays: always gathered, besides the root and two layers.
+    """
 
     width: int
     tensor_parallel: int
@@ -333,7 +334,7 @@ class _Sizes:
     stays: float
 
     def gathered(self, layers: int) -> float:
-        """Bytes of the root, of so many layers or of the buffers that these travel in, and of what stays."""
+        """Bytes of the root, of that many layers or transfer buffers, and of what stays."""
         return self.width * (self.root + layers * self.layer + self.stays)
 
 
@@ -360,7 +361,7 @@ def _sizes(config: Config, each: Pass) -> _Sizes:
 
 
 class _AtExperts(NamedTuple):
-    """Bytes of a micro-batch's tokens at their experts: in a layer that goes forward, or back, and what it keeps."""
+    """Bytes of a micro-batch's tokens at their experts: in a layer's forward, its backward, and kept."""
 
     forward: float
     back: float
@@ -368,7 +369,7 @@ class _AtExperts(NamedTuple):
 
 
 def _at_experts(config: Config, each: Pass) -> _AtExperts:
-    """Every token is copied for each of its experts, and twice as often if it travels to them."""
+    """Every token is copied per expert, and twice as often if it travels."""
     parallel, shape = config.policy.parallel, each.shape
     if not shape.experts:
         return _AtExperts(0.0, 0.0, 0.0)
@@ -378,12 +379,12 @@ def _at_experts(config: Config, each: Pass) -> _AtExperts:
 
 
 def _width(config: Config) -> int:
-    """Bytes of a number in the compute type."""
+    """Bytes per number in the compute type."""
     return 4 if config.model.dtype == "float32" else 2
 
 
 def kept_activations(config: Config, each: Pass) -> float:
-    """Bytes that the layers of a full micro-batch, in a pipeline of several, keep until the backward pass."""
+    """Bytes that layers keep until the backward pass, for a full micro-batch (several in a pipeline)."""
     tensor_parallel, shape, width = config.policy.parallel.tensor_parallel, each.shape, _width(config)
     tokens = each.tokens * _under_way(config)
     if not config.model.gradient_checkpointing:
@@ -395,14 +396,14 @@ def kept_activations(config: Config, each: Pass) -> float:
 
 
 def _under_way(config: Config) -> float:
-    """Micro-batches that stage 0 has computed forward and not yet backward; with v virtual stages, in v-ths of them."""
+    """Micro-batches between forward and backward on stage 0; in v-ths with v virtual stages."""
     parallel = config.policy.parallel
     stages, virtual = parallel.pipeline_parallel, parallel.virtual_stages
     return stages if virtual == 1 else stages + (stages - 1) / virtual
 
 
 def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:
-    """Raise ConfigError, with what to change, if the estimate does not fit into a GPU of `gpu_gib`."""
+    """Raise ConfigError, with advice, if the estimate does not fit a GPU of `gpu_gib`."""
     room, share = USABLE_SHARE * gpu_gib, config.rollout.memory_fraction * gpu_gib
     if sum(memory.training.values()) > room:
         largest = max(memory.training, key=lambda name: memory.training[name])
@@ -426,7 +427,7 @@ def check_memory(config: Config, memory: GpuMemory, gpu_gib: float) -> None:
 
 
 def check_host(parts: Parts, memory_gib: float) -> None:
-    """Raise ConfigError if `parts` of the first node's host memory are above `memory_gib` (0: not known)."""
+    """Raise ConfigError if `parts` of the first node's host memory exceed `memory_gib` (0: unknown)."""
     needed = sum(parts.values())
     if memory_gib and needed > memory_gib:
         raise ConfigError(

@@ -1,8 +1,7 @@
-"""Sizes of a decoder by its config.json: parameters, and bytes of activations and of the KV cache a token.
+"""Compute a decoder's sizes from config.json: parameters, and bytes per token of activations and KV cache.
 
-Grouped-query attention, gated feed-forward blocks (dense, or a mixture of experts), RMS norms: Llama, Mistral, Qwen2,
-Qwen3 and their mixtures. Symbols: h hidden size, q and k widths of all query and key-value heads, f width of a
-feed-forward block, V vocabulary, n layers.
+Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts. Symbols: h hidden size, q and k widths of all query and
+key-value heads, f width of a feed-forward block, V vocabulary, n layers.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model. experts: of a layer, 0 for a dense one; active and shared: widths a token goes through."""
+    """Sizes of a model. experts: per layer, 0 if dense. active, shared: widths that a token passes through."""
 
     layers: int
     hidden: int
@@ -39,7 +38,7 @@ class ModelShape:
 
     @property
     def linear_modules(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of a dense layer's matrices, by name; those that adapters are put beside."""
+        """(inputs, outputs) of a dense layer's matrices by name, to place adapters."""
         h, q, k, f = self.hidden, self.query, self.key_value, self.feed_forward
         attention = {"q_proj": (h, q), "k_proj": (h, k), "v_proj": (h, k), "o_proj": (q, h)}
         feed_forward = {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
@@ -47,7 +46,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer, all experts included: matrices, biases, norms."""
+        """Weights of one layer with all experts: matrices, biases, norms."""
         h, q, k = self.hidden, self.query, self.key_value
         count = 2 * h * (q + k) + 2 * h + self.query_key_value_bias * (q + 2 * k) + 2 * self.head_norms * self.head
         if not self.experts:
@@ -57,17 +56,17 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of all experts of one layer: those that expert parallelism divides; 0 for a dense model."""
+        """Weights of one layer's experts, which expert parallelism divides; 0 if dense."""
         return 3 * self.hidden * self.experts * self.feed_forward
 
     @property
     def chosen_experts(self) -> int:
-        """Experts that a token goes through in a layer."""
+        """Experts per token in a layer."""
         return self.active_feed_forward // self.feed_forward
 
     @property
     def root_parameters(self) -> int:
-        """Embedding, output layer where it is one of its own, last norm."""
+        """Embedding, separate output layer, last norm."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -76,7 +75,7 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.root_parameters
 
     def of_fullest_stage(self, stages: int, virtual_stages: int, *, checkpointing: bool) -> "ModelShape":
-        """The stage of a pipeline with most layers, as if it had embedding and output layer, too."""
+        """Stage of a pipeline with most layers, as if it also had embedding and output layer."""
         if stages == 1:
             return self
         layer = 2 * self.hidden * (self.query + self.key_value) + 3 * self.hidden * self.feed_forward_width
@@ -86,7 +85,7 @@ class ModelShape:
 
     @property
     def feed_forward_width(self) -> int:
-        """That a token goes through."""
+        """Width that a token passes through."""
         return self.active_feed_forward + self.shared_feed_forward if self.experts else self.feed_forward
 
     @property
@@ -95,24 +94,24 @@ class ModelShape:
         return 4 * self.key_value * self.layers
 
     def with_value_head(self) -> "ModelShape":
-        """The same decoder with one number a token in place of logits; the h weights of that head are not counted."""
+        """The same decoder with one number per token instead of logits; the head's h weights are not counted."""
         return replace(self, tied=True)
 
     def activation_bytes_per_token(self, tensor_parallel: int = 1) -> float:
-        """The bytes that one layer keeps of a token until its backward pass, in half precision, flash attention.
+        """Bytes per token that one layer keeps until its backward pass, in half precision with flash attention.
 
             16 h + 4 q + 4 k + 8 f        two norms keep a float32 and a bfloat16 row each (12 h), attention and
                                           feed-forward their input (4 h), q, k, v, its output (4 q + 4 k), and the
                                           feed-forward block gate, its activation, up and their product (8 f)
 
-        With tensor parallelism all but the 4 h of gathered inputs are divided by it.
+        Tensor parallelism divides all but the 4 h of gathered inputs.
         """
         shared = 12 * self.hidden + 4 * self.query + 4 * self.key_value + 8 * self.feed_forward_width
         return 4 * self.hidden + shared / tensor_parallel
 
 
 def model_shape(description: Mapping[str, Any], key: str = "model.path") -> ModelShape:
-    """The shape of the model with this config.json, which setting `key` names.
+    """Read the shape from config.json, which setting `key` names.
 
     Raises ConfigError if its family is not one of FAMILIES, or a size is missing.
     """

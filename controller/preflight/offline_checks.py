@@ -1,4 +1,4 @@
-"""Checks of the settings of `controller.sft` and `controller.preferences`, beside those of `training_checks`."""
+"""Check settings of `controller.sft` and `controller.preferences`, in addition to `training_checks`."""
 
 from controller.config.conditions import check_settings_have_effect
 from controller.config.offline import OfflineConfig, SftConfig
@@ -20,7 +20,7 @@ from workers.model.rules.loss_rules import check_constant_length
 
 
 def check_offline(config: OfflineConfig) -> None:
-    """Raise ConfigError at the first thing that cannot work or means nothing. Takes well under a second."""
+    """Raise ConfigError at the first thing that cannot work or has no effect, in well under a second."""
     check_settings_have_effect(config)
     check_run(config)
     _check_batch(config)
@@ -48,7 +48,7 @@ def _check_batch(config: OfflineConfig) -> None:
 
 
 def _check_schedule(config: OfflineConfig) -> None:
-    """Without run.steps its length is known only when the data has been read."""
+    """Without run.steps, the schedule's length is known only after reading the data."""
     total = config.policy.optimizer.total_steps or config.run.steps
     if total:
         check_warmup("policy", config.policy.optimizer, total, "run.steps")

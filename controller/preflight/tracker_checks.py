@@ -1,8 +1,8 @@
-"""Checks of the trackers of a run: their packages are installed and their settings can work.
+"""Check that the run's trackers are installed and configured.
 
-    installed? --> Weights & Biases: whatever key it would find itself | MLflow: an address that it can read
+    installed? --> Weights & Biases: the key that it would find itself | MLflow: an address that it can read
 
-No server is contacted: a run retries one that does not answer, see `controller.observability.trackers`.
+No server is contacted; `controller.observability.trackers` retries unreachable ones.
 """
 
 import os
@@ -23,7 +23,7 @@ INSTALL = {
 
 
 def check_trackers(config: TrainingConfig) -> None:
-    """Raise ConfigError, naming what to install or to set, at the first tracker that cannot be used."""
+    """Raise ConfigError, naming what to install or set, at the first unusable tracker."""
     for name, command in INSTALL.items():
         if getattr(config.tracking, name) and not _is_installed(name):
             raise ConfigError(
@@ -37,15 +37,15 @@ def check_trackers(config: TrainingConfig) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether there is such a package. A folder of that name, such as W&B's own ./wandb, is none: it has no origin."""
+    """Whether the package exists. A folder of that name, such as W&B's ./wandb, has no origin."""
     found = find_spec(package)
     return found is not None and found.origin is not None
 
 
 def _check_wandb() -> None:
-    """Raise ConfigError where W&B would ask for a key, or refuse the one it finds.
+    """Raise ConfigError if W&B would ask for a key, or refuse its key.
 
-    W&B itself is asked, because it looks in many places: variables, settings files, netrc under several hosts' names.
+    W&B is asked itself, because it reads variables, settings files and netrc.
     """
     import wandb
     from pydantic import ValidationError
@@ -76,7 +76,7 @@ SERVICES = ("databricks", "uc")
 
 
 def _check_mlflow(address: str) -> None:
-    """Raise ConfigError unless `address` is one that MLflow can read. MLflow itself takes seconds to import."""
+    """Raise ConfigError unless MLflow can read `address`. Importing MLflow would take seconds."""
     if not address:
         raise ConfigError(
             "tracking.mlflow=true needs the environment variable MLFLOW_TRACKING_URI, the address of an MLflow server."
@@ -87,11 +87,11 @@ def _check_mlflow(address: str) -> None:
 
 
 def _wrong_with(address: str) -> str:
-    """The reason why MLflow cannot use the address; empty if it can."""
+    """Explain why MLflow cannot use the address; empty if it can."""
     try:
         parts = urlsplit(address)
         port = parts.port
-    except ValueError:  # brackets that do not close, a port that is no number or above 65535
+    except ValueError:  # unclosed brackets, or an invalid port
         return "is not an address, such as http://HOST:PORT"
     scheme = parts.scheme.partition("+")[0]  # of a database also the driver, as in mysql+pymysql
     if "/" not in address and address.rpartition(":")[2].isdigit():

@@ -20,7 +20,7 @@ LONGEST_FILE_NAME = 255  # NAME_MAX of every usual file system
 
 
 def check_run(config: TrainingConfig) -> None:
-    """Raise ConfigError for a run's name, folder, checkpoint to resume from or cluster address that cannot be used."""
+    """Raise ConfigError for an unusable run name, folder, checkpoint or cluster address."""
     if not re.fullmatch(r"\w[\w.=+-]*", config.run.name):
         raise ConfigError(
             f"run.name={config.run.name!r} names a folder below run.dir; use letters, digits and any of _ . = + -."
@@ -39,7 +39,7 @@ def check_run(config: TrainingConfig) -> None:
 
 
 def _check_hub(config: TrainingConfig) -> None:
-    """Raise ConfigError for a repository that no upload can reach; the hub itself is not asked."""
+    """Raise ConfigError for a repository that cannot be uploaded to; the hub is not asked."""
     repository = config.run.push_to_hub
     if not repository:
         return
@@ -50,7 +50,7 @@ def _check_hub(config: TrainingConfig) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise ConfigError(f"run.push_to_hub={repository} is no owner/name: {clause(error)}.") from None
+        raise ConfigError(f"run.push_to_hub={repository}: expected owner/name. {clause(error)}.") from None
     if config.is_described:
         return
     if constants.HF_HUB_OFFLINE:
@@ -62,7 +62,7 @@ def _check_hub(config: TrainingConfig) -> None:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Raise ConfigError for a folder that cannot be made or written. key: what names it."""
+    """Raise ConfigError for a folder that cannot be made or written. key: setting that names it."""
     # By writing: permissions say nothing of a disk that is full or read-only, nor of what root may do below /proc.
     if not folder.is_absolute() and is_job_copy(Path.cwd()):
         raise ConfigError(
@@ -90,9 +90,9 @@ def _check_resume(resume: str) -> None:
 
 
 def check_warmup(role: str, optimizer: OptimizerConfig, total: int, follows: str) -> None:
-    """Raise ConfigError unless the warm-up of `role` ends before its schedule of `total` optimiser steps does.
+    """Raise ConfigError unless `role`'s warm-up ends before its schedule of `total` optimiser steps.
 
-    follows: the settings that `total` follows from where optimizer.total_steps is 0.
+    follows: settings that determine `total` if optimizer.total_steps is 0.
     """
     warmup = optimizer.warmup_steps
     if warmup > total or (warmup == total and optimizer.schedule != "constant"):
@@ -103,14 +103,15 @@ def check_warmup(role: str, optimizer: OptimizerConfig, total: int, follows: str
 
 
 def check_caps_hold(config: TrainingConfig, parts: str) -> None:
-    """Raise ConfigError for a cap below the longest possible sequence, which would stop the run at the first batch
-    that has one. parts: the settings that its length is made of, in words.
+    """Raise ConfigError for a cap below the longest possible sequence, which would stop the run later.
+
+    parts: settings that determine that length, in words.
     """
     check_caps(config, config.limits.values(), config.longest_sequence, parts)
 
 
 def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, parts: str) -> None:
-    """As `check_caps_hold`, for some of the caps and their longest sequence."""
+    """Run `check_caps_hold` for some caps and their longest sequence."""
     sharing = config.policy.parallel.context_parallel
     for limits in caps:
         needed, multiple = -(-longest // limits.length_multiple) * limits.length_multiple, limits.length_multiple
@@ -124,7 +125,7 @@ def check_caps(config: TrainingConfig, caps: Iterable[Limits], longest: int, par
 
 
 def check_attention(config: TrainingConfig) -> None:
-    """Raise ConfigError unless model.attention is a kernel for the run's layout, device and precision."""
+    """Raise ConfigError unless model.attention supports the run's layout, device and precision."""
     kernel, layout = config.model.attention, config.model.attention_layout(shared=config.shares_model)
     on = {"cuda": config.uses_gpus, "half": config.model.dtype != "float32"}
     check_ring_settings(config.policy.parallel, kernel, **on)
@@ -133,8 +134,8 @@ def check_attention(config: TrainingConfig) -> None:
 
 
 def check_replicate(config: TrainingConfig) -> None:
-    """Raise ConfigError unless the data-parallel ranks divide among policy.parallel.replicate copies of the model, and
-    those of a copy by policy.parallel.expert_parallel."""
+    """Raise ConfigError unless policy.parallel.replicate divides the data-parallel ranks, and expert_parallel a
+    copy's."""
     if config.policy.ranks % config.policy.parallel.replicate:
         raise ConfigError(
             f"policy.parallel.replicate={config.policy.parallel.replicate} does not divide "
@@ -149,18 +150,18 @@ def check_replicate(config: TrainingConfig) -> None:
 
 
 def check_order(config: TrainingConfig) -> None:
-    """Raise ConfigError for an order of micro-steps that only a pipeline has."""
+    """Raise ConfigError for a micro-step order that needs a pipeline."""
     if config.balance.order == "makespan" and config.policy.parallel.pipeline_parallel == 1:
         raise ConfigError(
-            "balance.order=makespan is of a pipeline; set policy.parallel.pipeline_parallel above 1, or balance.order "
-            "to auto, descending or small_ends."
+            "balance.order=makespan: requires policy.parallel.pipeline_parallel above 1. Raise it, or set "
+            "balance.order to auto, descending or small_ends."
         )
 
 
 def check_model_files(config: TrainingConfig) -> ModelFiles:
-    """Raise ConfigError for a model of the run without config.json, weights or a tokenizer; returns the policy's files.
+    """Check config.json, weights and tokenizer of every model; return the policy's files. Raises ConfigError.
 
-    For a described cluster config.json alone is enough. `controller.lifecycle.model_checks` looks into these files.
+    A described cluster needs only config.json. `controller.lifecycle.model_checks` reads the files.
     """
     for key, path in config.model_paths.items():
         files = read_model_files(path, key)
@@ -193,9 +194,9 @@ def check_counts(config: Config) -> None:
 
 
 def check_micro_batches(config: TrainingConfig, name: str, sequences: int, of: str, advice: str) -> None:
-    """Raise ConfigError if policy.`name` asks for more micro-batches than there are `sequences`.
+    """Raise ConfigError if policy.`name` requires more micro-batches than there are `sequences`.
 
-    of: names these. advice: what else may be changed.
+    of: noun for these. advice: other settings to change.
     """
     minimum, multiple = getattr(config.policy, name), config.balance.count_multiple
     least = -(-minimum // multiple) * multiple

@@ -42,7 +42,7 @@ def test_without_a_token_or_a_network_it_is_refused_in_one_sentence(
 
 
 def test_a_name_that_the_hub_cannot_have_is_refused(workspace: Path, token: str) -> None:
-    assert "run.push_to_hub=a/b/c is no owner/name" in refusal("run.push_to_hub=a/b/c")
+    assert "run.push_to_hub=a/b/c: expected owner/name" in refusal("run.push_to_hub=a/b/c")
     check(load("config.yaml", [NAME]))
 
 
